@@ -28,7 +28,8 @@ from raytrain_gpt.checkpoint.writer import CheckpointWriter, WrittenCheckpoint
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.core.optim import build_optimizer, update
+from raytrain_gpt.core.optim import update
+from raytrain_gpt.core.registry import build_optimizer, count_model
 from raytrain_gpt.storage.location import Location
 
 STEPS_AROUND = 6
@@ -89,7 +90,7 @@ class Training:
         torch.manual_seed(0)
         heads = args.embd_size // 64
         shape = GPTShape(args.num_layers, heads, args.embd_size, args.seq_len, VOCAB_SIZE)
-        self.step, self.num_parameters = 0, shape.num_parameters
+        self.step, self.num_parameters = 0, count_model(shape).num_parameters
         self.model = GPT2(shape)
         self.model.init_weights(0)
         self.optimizer = build_optimizer(self.model, OptimSection())

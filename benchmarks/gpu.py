@@ -52,6 +52,7 @@ from plain_gpt2 import PlainGPT, Sizes, train_plainly
 
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.sections import OptimSection
+from raytrain_gpt.core.accumulation import FloatSum
 from raytrain_gpt.core.device import (
     best_device,
     device_name,
@@ -65,8 +66,8 @@ from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.loop import train_steps
 from raytrain_gpt.core.memory import MemoryModel
 from raytrain_gpt.core.model import GPT, GPT2_VOCAB_SIZE, GPTShape
-from raytrain_gpt.core.optim import build_optimizer
 from raytrain_gpt.core.parallel import shard
+from raytrain_gpt.core.registry import build_optimizer, count_model
 from raytrain_gpt.tracking.step_time import StepTimeBreakdown
 
 MODES = ["compiled", "eager"]
@@ -157,7 +158,7 @@ def about(args: argparse.Namespace) -> dict[str, Any]:
     """Return the machine and the settings."""
     return {
         "model": "tiny" if args.tiny else "124m" if args.what == "run" else args.what,
-        "num_parameters": args.shape.num_parameters,
+        "num_parameters": count_model(args.shape).num_parameters,
         "device": device_name(best_device()),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -233,14 +234,13 @@ def core_case(args: argparse.Namespace, compiled: bool) -> dict[str, Any]:
         gpt,
         build_optimizer(gpt, OptimSection()),
         on_device(made_blocks(args), device),
+        FloatSum(gpt, args.micro_batches),
         first_step=0,
         max_steps=args.spans * args.span_steps + STEPS_AFTER,
-        micro_batches_per_step=args.micro_batches,
         learning_rate=lambda step: LEARNING_RATE,
         grad_clip=1.0,
         autocast=make_autocast(args.precision, device),
         seed=0,
-        rank=0,
     )
     case = measured(args, device, (result.loss for result in steps))
     if args.parallel == "fsdp":
@@ -339,7 +339,9 @@ def speed(args: argparse.Namespace, device: torch.device, speeds: list[float]) -
     return {
         "tokens_per_s": round(median),
         "all_tokens_per_s": [round(one) for one in speeds],
-        "mfu": None if peak is None else round(median * args.shape.flops_per_token / peak, 4),
+        "mfu": None
+        if peak is None
+        else round(median * count_model(args.shape).flops_per_token / peak, 4),
     }
 
 

@@ -48,6 +48,7 @@ from torch import Tensor, nn
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.core.registry import count_model
 
 LOOPS = ("bare", "plain")
 LOCAL = {"num_workers": 0}
@@ -100,7 +101,7 @@ def main() -> None:
             return args.sequences * args.seq_len / statistics.median(means)
 
         speed = in_rounds(args.ways, args.rounds, tokens_per_s, "tokens/s")
-    num_parameters = shape_of(args).num_parameters
+    num_parameters = count_model(shape_of(args)).num_parameters
     pairs = itertools.combinations(args.ways, 2)
     report(
         num_parameters=num_parameters,

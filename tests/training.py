@@ -12,7 +12,9 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
+from raytrain_gpt.core.accumulation import FloatSum
 from raytrain_gpt.core.loop import MicroBatch, StepResult, train_steps
+from raytrain_gpt.core.optim import Optimizer
 
 WAIT_S = 30.0
 STATE = CheckpointState(
@@ -32,7 +34,7 @@ STATE = CheckpointState(
 
 def steps(
     model: torch.nn.Module,
-    optimizer: torch.optim.AdamW,
+    optimizer: Optimizer,
     micro_batches: Iterator[MicroBatch],
     max_steps: int,
     **changes: Any,
@@ -40,15 +42,14 @@ def steps(
     """Call `train_steps` on one rank at a constant learning rate, with some arguments changed."""
     settings: dict[str, Any] = {
         "first_step": 0,
-        "micro_batches_per_step": 1,
         "learning_rate": lambda step: 1e-3,
         "grad_clip": 1.0,
         "autocast": contextlib.nullcontext,
         "seed": 1337,
-        "rank": 0,
     }
+    sums = changes.pop("sums", None) or FloatSum(model, changes.pop("micro_batches_per_step", 1))
     settings |= changes
-    return train_steps(model, optimizer, micro_batches, max_steps=max_steps, **settings)
+    return train_steps(model, optimizer, micro_batches, sums, max_steps=max_steps, **settings)
 
 
 class ThreadRanks:

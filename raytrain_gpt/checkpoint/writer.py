@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from raytrain_gpt import errors
@@ -26,6 +25,7 @@ from raytrain_gpt.checkpoint.catalog import Catalog, Draft
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.checkpoint.hashes import FileEntry
+from raytrain_gpt.core.optim import Optimizer
 from raytrain_gpt.core.state import HostSnapshot
 from raytrain_gpt.errors import ClusterError, RaytrainGptError
 from raytrain_gpt.storage.location import Location
@@ -60,7 +60,7 @@ class CheckpointWriter:
         mark: str,
         ranks: Collectives,
         model: nn.Module,
-        optimizer: torch.optim.AdamW,
+        optimizer: Optimizer,
         keep: int,
         may_write: Callable[[], None] = lambda: None,
     ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -22,10 +23,14 @@ from raytrain_gpt.config.batch import divisors, nearest
 STEPS_BEFORE_PROFILE = 5
 """Steps before profiling starts; they compile, fill caches and warm up."""
 
-QWEN3_FIELDS = ("num_kv_heads", "mlp_size", "tied_embeddings", "rope_theta")
-"""Fields that `gpt2` does not have."""
+ARCHITECTURE_FIELDS: dict[str, tuple[str, ...]] = {
+    "gpt2": (),
+    "qwen3": ("num_kv_heads", "mlp_size", "tied_embeddings", "rope_theta"),
+}
+"""Architecture -> its fields that not all have."""
 
-SHAPE_FIELDS = ("architecture", "num_layers", "num_heads", "embd_size", *QWEN3_FIELDS)
+SPECIAL_FIELDS = tuple(dict.fromkeys(chain(*ARCHITECTURE_FIELDS.values())))
+SHAPE_FIELDS = ("architecture", "num_layers", "num_heads", "embd_size", *SPECIAL_FIELDS)
 """Fields fixed by a checkpoint's weights."""
 
 AUTO_MEMORY_FIELDS = ("micro_batch_sequences", "activation_checkpointing")
@@ -112,15 +117,16 @@ class ModelSection(Strict):
     @model_validator(mode="after")
     def _is_valid(self) -> ModelSection:
         _check_divides("num_heads", self.num_heads, "embd_size", self.embd_size)
-        if self.architecture == "gpt2":
-            for name in QWEN3_FIELDS:
-                default = type(self).model_fields[name].default
-                if (value := getattr(self, name)) != default:
-                    raise ValueError(
-                        f"{name}={value} does not apply to architecture=gpt2; set architecture to qwen3, or "
-                        f"{name} to {'null' if default is None else default}"
-                    )
-        elif self.embd_size // self.num_heads % 2:
+        applicable = ARCHITECTURE_FIELDS[self.architecture]
+        for name in SPECIAL_FIELDS:
+            default = type(self).model_fields[name].default
+            if (value := getattr(self, name)) != default and name not in applicable:
+                others = " or ".join(a for a, names in ARCHITECTURE_FIELDS.items() if name in names)
+                raise ValueError(
+                    f"{name}={value} does not apply to architecture={self.architecture}; set architecture to "
+                    f"{others}, or {name} to {'null' if default is None else default}"
+                )
+        if "rope_theta" in applicable and self.embd_size // self.num_heads % 2:
             raise ValueError(
                 f"embd_size={self.embd_size} / num_heads={self.num_heads} gives an odd head size, and rotary "
                 "positions need an even one; choose a different num_heads"
@@ -206,6 +212,10 @@ class TrainSection(Strict):
     """Newest checkpoints to keep, in addition to the one with the best validation loss."""
     profile_steps: Annotated[int, SAFE] = Field(0, ge=0, le=10)
     """Steps to profile on rank 0 after warm-up; 0: off."""
+
+    def num_shards(self, world_size: int) -> int:
+        """Ranks that share the weights, gradients and optimizer state of one model."""
+        return world_size if self.parallel == "fsdp" else 1
 
     @model_validator(mode="after")
     def _can_be_exact(self) -> TrainSection:

@@ -1,4 +1,4 @@
-"""The device of a worker: precision, seeds, and a table of GPUs."""
+"""The device of a worker: precision, seeds, what decides the bits, and a table of GPUs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from raytrain_gpt import __version__
 from raytrain_gpt.errors import ConfigError
 
 
@@ -91,6 +92,24 @@ def device_name(device: torch.device, in_detail: bool = False) -> str:
     model = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     kind = model[1] if model else platform.machine()
     return f"{kind} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def numerics_environment(device: torch.device, precision: str) -> dict[str, str]:
+    """Properties that affect the bits of gradients besides weights, data and configuration."""
+    return {
+        "device": device_name(device, in_detail=True),
+        "threads": str(torch.get_num_threads()),
+        "precision": precision,
+        "torch": torch.__version__,
+        "raytrain-gpt": __version__,
+    }
+
+
+def environment_changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Describe differences as `threads 1 -> 2`; empty if none."""
+    return ", ".join(
+        f"{name} {before.get(name)} -> {now[name]}" for name in now if before.get(name) != now[name]
+    )
 
 
 def best_device() -> torch.device:

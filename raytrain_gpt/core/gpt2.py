@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -68,6 +69,12 @@ class GPT2Block(Block):
 
 class GPT2(GPT):
     """The language model; for the arguments see `GPT`."""
+
+    fused_projections: ClassVar = {"attn.c_attn.weight": 3}
+
+    @staticmethod
+    def default_mlp_size(embd_size: int) -> int:
+        return 4 * embd_size
 
     def make_layers(self, shape: GPTShape) -> None:
         self.wte = nn.Embedding(shape.padded_vocab_size, shape.embd_size)

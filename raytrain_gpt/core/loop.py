@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from raytrain_gpt.core.exact import ExactSum
+from raytrain_gpt.core.accumulation import Accumulation
 from raytrain_gpt.core.loss_scale import LossScale
-from raytrain_gpt.core.optim import update
-from raytrain_gpt.core.parallel import gradient_sync, keeps_gradients
+from raytrain_gpt.core.optim import Optimizer, update
+from raytrain_gpt.core.parallel import keeps_gradients
 
 MicroBatch = tuple[Tensor, Tensor]
 """Inputs and targets, int64 (micro_batch_sequences, seq_len) each, on the device."""
@@ -48,74 +48,51 @@ class StepResult:
 
 def train_steps(
     model: nn.Module,
-    optimizer: torch.optim.AdamW,
+    optimizer: Optimizer,
     micro_batches: Iterator[MicroBatch],
+    sums: Accumulation,
     *,
     first_step: int,
     max_steps: int,
-    micro_batches_per_step: int,
     learning_rate: Callable[[int], float],
     grad_clip: float,
     autocast: Autocast,
     seed: int,
-    rank: int,
     loss_scale: LossScale | None = None,
-    exact: ExactSum | None = None,
 ) -> Iterator[StepResult]:
     """Train from `first_step` updates done to `max_steps`, yielding after every update.
 
     Args:
         model: Returns the mean loss of (inputs, targets); in DDP, sharded, or neither.
-        micro_batches_per_step: Gradient accumulation; DDP reduces gradients once per step.
+        sums: Adds up the model's losses and gradients.
         learning_rate: Updates done -> learning rate of the next one.
         grad_clip: Largest global gradient norm.
-        seed: Determines dropout together with step and rank, so checkpoints need no generator state.
+        seed: Determines dropout together with step and `sums`, so checkpoints need no generator state.
         loss_scale: For fp16, or None without scaling.
-        exact: Integer gradient sums, independent of world size (unwrapped model only), or None for float
-            sums.
     """
     parameters = list(model.parameters())
-    parts, keeps = micro_batches_per_step if exact is None else 1, keeps_gradients(model)
     for step in range(first_step, max_steps):
         model.train()
-        seed_step(seed, step, rank)
-        losses, data_wait_s = [], 0.0
-        factor = None if loss_scale is None else loss_scale.factor
-        for micro_batch in range(micro_batches_per_step):
+        data_wait_s, factor = 0.0, None if loss_scale is None else loss_scale.factor
+        for micro_batch in range(sums.micro_batches_per_step):
             waiting_since = time.perf_counter()
             inputs, targets = next(micro_batches)  # (B, T) each
             data_wait_s += time.perf_counter() - waiting_since
-            last = micro_batch == micro_batches_per_step - 1
-            if exact is not None:
-                seed_step(seed, step, exact.number(micro_batch))
-            with gradient_sync(model, last):
+            if (stream := sums.random_stream(micro_batch)) is not None:
+                seed_step(seed, step, stream)
+            with sums.synchronized(micro_batch):
                 with autocast():
-                    loss = model(inputs, targets) / parts
-                losses.append(loss.detach())
-                loss.backward(_factor_or_nan(losses, factor) if last else factor)
-            if exact is not None:
-                exact.add(losses[-1])
-        mean_loss = torch.stack(losses).sum() if exact is None else exact.finish()
-        lr = learning_rate(step)
-        grad_norm = update(optimizer, parameters, lr, grad_clip, loss_scale, keeps)
+                    loss = model(inputs, targets)
+                sums.backward(loss, factor)
+        mean_loss, lr = sums.finish(), learning_rate(step)
+        grad_norm = update(optimizer, parameters, lr, grad_clip, loss_scale, sums.keeps_gradients)
         yield StepResult(step + 1, mean_loss, lr, grad_norm, data_wait_s, factor)
 
 
-def _factor_or_nan(losses: list[Tensor], factor: Tensor | None) -> Tensor:
-    """Return the factor (default 1), or NaN if a loss of the step is not finite.
-
-    It multiplies the gradients that are all-reduced, so one rank's bad loss makes all ranks skip the update,
-    without an extra collective and without waiting.
-    """
-    total = torch.stack(losses).sum()
-    good = torch.isfinite(total)
-    return torch.where(good, 1.0 if factor is None else factor, torch.nan).to(total.dtype)
-
-
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seed torch's generators for one step of one rank."""
-    # SplitMix-like mixing: neighboring (seed, step, rank) get unrelated seeds.
-    mixed = seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB
+def seed_step(seed: int, step: int, stream: int) -> None:
+    """Seed torch's generators for one stream of random numbers in a step."""
+    # SplitMix-like mixing: neighboring (seed, step, stream) get unrelated seeds.
+    mixed = seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + stream * 0x94D049BB133111EB
     torch.manual_seed(mixed % 2**63)
 
 

@@ -8,7 +8,6 @@ memory, and those alive afterwards are summed.
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,40 +20,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.loss import chunk_tokens
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.core.muon import matrices_per_stack
+from raytrain_gpt.core.registry import OPTIMIZERS, count_model, moment_bytes, new_model
 
 _FP32_BYTES = 4
 _BF16_BYTES = 2
 
 
-def moment_bytes(shape: GPTShape, optimizer: str) -> int:
-    """Bytes of optimizer state in fp32: two moments per parameter, one where Muon updates."""
-    by_muon = shape.num_layers * shape.block_matrix_parameters if optimizer == "muon" else 0
-    return (2 * shape.num_parameters - by_muon) * _FP32_BYTES
-
-
 def checkpoint_bytes(shape: GPTShape, optimizer: str) -> int:
     """Bytes of a checkpoint's tensors: weights and moments."""
-    return shape.num_parameters * _FP32_BYTES + moment_bytes(shape, optimizer)
-
-
-def update_bytes(shape: GPTShape, optimizer: str, num_shards: int = 1) -> int:
-    """Peak bytes of the optimizer's update besides its state, in fp32; 0 for AdamW.
-
-    Muon's peak: update, stack, Newton-Schulz input and output (4x the elements, sharded 5x) and two Gram
-    matrices.
-    """
-    if optimizer == "adamw":
-        return 0
-    most = 0
-    for (rows, columns), num_alike in Counter(shape.block_matrices).items():
-        together = min(shape.num_layers * num_alike, matrices_per_stack(rows * columns, num_shards))
-        elements = (4 + (num_shards > 1)) * rows * columns + 2 * min(rows, columns) ** 2
-        most = max(most, -(-together // num_shards) * elements)
-    return most * _FP32_BYTES
+    return count_model(shape).num_parameters * _FP32_BYTES + moment_bytes(shape, optimizer)
 
 
 @dataclass(frozen=True)
@@ -106,14 +82,14 @@ class MemoryModel:
     @classmethod
     def of(cls, config: Config, world_size: int, shape: GPTShape, bf16: bool) -> MemoryModel:
         """Model the memory of a configuration, with a shape that may differ from its own."""
-        num_shards = world_size if config.train.parallel == "fsdp" else 1
         evaluates = config.eval.eval_mode == "inline"
         train, optimizer = config.train, config.optim.optimizer
+        num_shards = train.num_shards(world_size)
         return cls(shape, bf16, train.compile, num_shards, evaluates, optimizer, train.exact)
 
     def predict(self, micro_batch_sequences: int, activation_checkpointing: str) -> TrainingMemory:
         """Predict the memory of a micro-batch and mode (`none`, `selective` or `full`)."""
-        state = self.shape.num_parameters * _FP32_BYTES
+        state = count_model(self.shape).num_parameters * _FP32_BYTES
         unsharded = TrainingMemory(
             weights=state,
             gradients=state * (3 if self.exact else 1),  # plus int64 sums, twice as long
@@ -122,7 +98,8 @@ class MemoryModel:
             logits=self._logits(micro_batch_sequences * self.shape.seq_len),
         )
         memory = unsharded if self.num_shards == 1 else self._sharded(unsharded)
-        update = update_bytes(self.shape, self.optimizer, self.num_shards)
+        matrices = count_model(self.shape).matrices
+        update = OPTIMIZERS[self.optimizer].update_bytes(matrices, self.num_shards)
         return replace(memory, update=max(0, update - memory.activations - memory.logits))
 
     def _activations(self, sequences: int, mode: str) -> int:
@@ -158,9 +135,9 @@ class MemoryModel:
         From the forward to the backward pass every rank holds the full embeddings and their gradient, one
         full block, and the next block while it is gathered.
         """
-        shape = self.shape
-        embeddings = shape.embedding_parameters * _FP32_BYTES
-        block = shape.block_matrix_parameters * (_BF16_BYTES if self.bf16 else _FP32_BYTES)
+        counts = count_model(self.shape)
+        embeddings = counts.embedding_parameters * _FP32_BYTES
+        block = counts.block_matrix_parameters * (_BF16_BYTES if self.bf16 else _FP32_BYTES)
         step = replace(
             unsharded,
             weights=unsharded.weights // self.num_shards + embeddings + 2 * block,

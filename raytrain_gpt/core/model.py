@@ -6,10 +6,10 @@ Shapes: B sequences, T tokens, D channels, H heads, V padded vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 )
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.config.sections import QWEN3_FIELDS, ModelSection
+from raytrain_gpt.config.sections import ARCHITECTURE_FIELDS, SPECIAL_FIELDS, ModelSection
 from raytrain_gpt.core.attention import (
     SPARSE_BLOCK_TOKENS,
     SPARSE_MIN_HEAD_SIZE,
@@ -49,11 +49,11 @@ _ATTENTION_OPERATORS = frozenset(
 
 @dataclass(frozen=True)
 class GPTShape:
-    """Sizes of a model; only `qwen3` has the last four.
+    """Sizes of a model; an architecture may lack some of the last four.
 
     Attributes:
         num_kv_heads: Heads of keys and values; 0 for as many as queries.
-        mlp_size: Inner channels of the MLP; 0 for 4 · embd_size, in `qwen3` 8/3 · embd_size.
+        mlp_size: Inner channels of the MLP; 0 for the architecture's default, which a model's shape has.
         tied_embeddings: Whether head and embedding share one matrix.
         rope_theta: Base of the rotary wavelengths.
     """
@@ -64,31 +64,26 @@ class GPTShape:
     seq_len: int
     vocab_size: int
     dropout: float = 0.0
-    architecture: Literal["gpt2", "qwen3"] = "gpt2"
+    architecture: str = "gpt2"
     num_kv_heads: int = 0
     mlp_size: int = 0
     tied_embeddings: bool = True
     rope_theta: float = ModelSection().rope_theta
 
     def __post_init__(self) -> None:
-        if self.architecture == "gpt2":
-            default = 4 * self.embd_size
-        else:  # less, for three matrices instead of two; a multiple of 64
-            default = max(1, round(8 * self.embd_size / 3 / 64)) * 64
-        object.__setattr__(self, "mlp_size", self.mlp_size or default)
         object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
 
     @classmethod
     def of(cls, config: Config, vocab_size: int) -> GPTShape:
         """Shape of a configuration with a tokenizer's vocabulary."""
-        names = cls.__dataclass_fields__
-        values = {name: value for name, value in config.field_values().items() if name in names}
-        return cls(vocab_size=vocab_size, **values)
+        values = config.field_values()
+        names = [name for name in cls.__dataclass_fields__ if values.get(name) is not None]
+        return cls(vocab_size=vocab_size, **{name: values[name] for name in names})
 
     @property
     def fields(self) -> dict[str, Any]:
         """Configuration fields of this shape, the inverse of `of`."""
-        absent = {"vocab_size", *(QWEN3_FIELDS if self.architecture == "gpt2" else ())}
+        absent = {"vocab_size", *SPECIAL_FIELDS}.difference(ARCHITECTURE_FIELDS[self.architecture])
         return {name: value for name, value in asdict(self).items() if name not in absent}
 
     @property
@@ -99,49 +94,6 @@ class GPTShape:
     def padded_vocab_size(self) -> int:
         """Rows of the embedding: rounded up to a multiple of 64, for speed on tensor cores."""
         return -(-self.vocab_size // 64) * 64
-
-    @property
-    def block_matrices(self) -> list[tuple[int, int]]:
-        """(rows, columns) of each matrix in a block."""
-        d, kv_size = self.embd_size, self.num_kv_heads * self.head_size
-        if self.architecture == "gpt2":
-            return [(3 * d, d), (d, d), (self.mlp_size, d), (d, self.mlp_size)]
-        mlp = [(self.mlp_size, d), (self.mlp_size, d), (d, self.mlp_size)]
-        return [(d, d), (kv_size, d), (kv_size, d), (d, d), *mlp]
-
-    @property
-    def block_matrix_parameters(self) -> int:
-        return sum(rows * columns for rows, columns in self.block_matrices)
-
-    @property
-    def embedding_parameters(self) -> int:
-        """Number of parameters in embeddings and head."""
-        positions = self.seq_len if self.architecture == "gpt2" else 0
-        rows = self.padded_vocab_size * (1 if self.tied_embeddings else 2)
-        return (rows + positions) * self.embd_size
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of parameters, including padding; a tied embedding counts once."""
-        d = self.embd_size
-        if self.architecture == "gpt2":  # biases of four matrices, two LayerNorms
-            vectors, last = 9 * d + self.mlp_size, 2 * d
-        else:  # norms of the inputs, and of queries and keys
-            vectors, last = 2 * d + 2 * self.head_size, d
-        blocks = self.num_layers * (self.block_matrix_parameters + vectors)
-        return blocks + self.embedding_parameters + last
-
-    @property
-    def flops_per_token(self) -> int:
-        """FLOPs of forward and backward for one token.
-
-        `6·N + 12·layers·embd_size·seq_len`, where N excludes embeddings that are only looked up. Causal
-        attention counts in full; recomputed activations do not count.
-        Source: Chowdhery et al., "PaLM" (2022), appendix B.
-        """
-        looked_up = self.embedding_parameters - self.padded_vocab_size * self.embd_size
-        matmul_parameters = self.num_parameters - looked_up
-        return 6 * matmul_parameters + 12 * self.num_layers * self.embd_size * self.seq_len
 
 
 Layers = Callable[[Tensor, AttentionFn], Tensor]
@@ -180,6 +132,8 @@ class GPT(nn.Module, ABC):
     wte: nn.Embedding
     h: nn.ModuleList  # of `Block`
     ln_f: nn.Module
+    fused_projections: ClassVar[Mapping[str, int]] = {}
+    """Name of a weight in a block -> number of projections fused in its rows, for Muon."""
 
     def __init__(
         self,
@@ -188,13 +142,23 @@ class GPT(nn.Module, ABC):
         document_end: int | None = None,
     ) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape = shape = self.resolved(shape)
         self.activation_checkpointing = activation_checkpointing
         self.document_end = document_end
         keep = partial(_policy, shape.embd_size)
         # Created here, since a compiled model treats it as a constant.
         self._selective = partial(create_selective_checkpoint_contexts, keep)
         self.make_layers(shape)
+
+    @classmethod
+    def resolved(cls, shape: GPTShape) -> GPTShape:
+        """Return the shape with this architecture's default where `mlp_size` is 0."""
+        return replace(shape, mlp_size=shape.mlp_size or cls.default_mlp_size(shape.embd_size))
+
+    @staticmethod
+    @abstractmethod
+    def default_mlp_size(embd_size: int) -> int:
+        """Inner channels of the MLP unless set."""
 
     @abstractmethod
     def make_layers(self, shape: GPTShape) -> None:

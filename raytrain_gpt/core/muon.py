@@ -14,15 +14,19 @@ Scalable for LLM Training" (2025).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from raytrain_gpt.config.sections import OptimSection
+from raytrain_gpt.core.model import GPT
+from raytrain_gpt.core.optim import AdamW, MatrixCounts
+from raytrain_gpt.core.parallel import local_tensor
+
 MOMENTUM = 0.95
-MOMENTUM_BUFFER = "momentum_buffer"
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_ITERATIONS = 5
 ADAMW_RMS = 0.2
@@ -32,36 +36,48 @@ STACK_ELEMENTS = 2**26
 _EPS = 1e-7
 
 
-class Muon(torch.optim.AdamW):
-    """Optimizer of all parameters: Muon for `matrices`, AdamW for `others`.
+class Muon(AdamW):
+    """Optimizer of all parameters: Muon for the matrices of the blocks, AdamW for the others.
 
-    Args:
-        matrices: (weight, number of fused projections): c_attn is orthogonalized as three matrices. Same
-            list on all ranks, unsharded or row-sharded.
-        others: Parameter groups of AdamW.
-        dtype: Type of the iterations' products: bf16 if the model's are bf16, else fp32.
-        group: Ranks with the same gradients, or None for a single process.
-        options: Options of AdamW.
+    Fused projections are orthogonalized as separate matrices. The iterations multiply in bf16 if the model
+    does, else in fp32. For the arguments see `AdamW`.
     """
 
     def __init__(
         self,
-        matrices: Iterable[tuple[nn.Parameter, int]],
-        others: list[dict[str, Any]],
-        *,
-        weight_decay: float,
-        dtype: torch.dtype,
+        model: GPT,
+        config: OptimSection,
+        matmul_dtype: torch.dtype | None = None,
         group: dist.ProcessGroup | None = None,
-        **options: Any,
     ) -> None:
-        super().__init__(others, fused=True, **options)
-        self._weight_decay = weight_decay
-        self._dtype = dtype
+        matrices = {name: p for name, p in model.h.named_parameters() if p.dim() == 2}
+        super().__init__(model, config, others={*matrices.values()})
+        self._weight_decay = config.weight_decay
+        self._dtype = torch.bfloat16 if matmul_dtype == torch.bfloat16 else torch.float32
         self._group = group
         self._stacks: dict[tuple[torch.Size, int], list[nn.Parameter]] = {}
-        for matrix, num_maps in matrices:
+        for name, matrix in matrices.items():
+            num_maps = model.fused_projections.get(name.partition(".")[2], 1)
             self._stacks.setdefault((matrix.shape, num_maps), []).append(matrix)
-            self.state[matrix] = {MOMENTUM_BUFFER: torch.zeros_like(matrix)}
+            self.state[matrix] = {"momentum_buffer": torch.zeros_like(matrix)}
+
+    @staticmethod
+    def update_bytes(matrices: MatrixCounts, num_shards: int) -> int:
+        """Peak bytes of an update besides the state, in fp32.
+
+        Update, stack, Newton-Schulz input and output (4x the elements, sharded 5x) and two Gram matrices.
+        """
+        most = 0
+        for (rows, columns), num_alike in matrices.items():
+            together = min(num_alike, matrices_per_stack(rows * columns, num_shards))
+            elements = (4 + (num_shards > 1)) * rows * columns + 2 * min(rows, columns) ** 2
+            most = max(most, -(-together // num_shards) * elements)
+        return most * torch.float32.itemsize
+
+    @staticmethod
+    def update_flops(matrices: MatrixCounts) -> int:
+        """FLOPs of all Newton-Schulz iterations."""
+        return sum(num * newton_schulz_flops(*shape) for shape, num in matrices.items())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -81,12 +97,12 @@ class Muon(torch.optim.AdamW):
         return loss
 
     def _step_stack(self, matrices: list[nn.Parameter], num_maps: int) -> None:
-        divisor, bad = self.grad_scale, self.found_inf.bool()  # type: ignore[attr-defined]
+        divisor, bad = self.grad_scale, self.found_inf.bool()
         lr = self.param_groups[0]["lr"] * (~bad).float()
-        momenta = [_local(self.state[matrix][MOMENTUM_BUFFER]) for matrix in matrices]
+        momenta = [local_tensor(self.state[matrix]["momentum_buffer"]) for matrix in matrices]
         # Replaced by the momentum, which then does not change: NaN times 0 would be NaN.
         gradients = [
-            torch.where(bad, momentum, _local(_gradient(matrix)) / divisor)
+            torch.where(bad, momentum, local_tensor(_gradient(matrix)) / divisor)
             for matrix, momentum in zip(matrices, momenta, strict=True)
         ]
         torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
@@ -95,7 +111,7 @@ class Muon(torch.optim.AdamW):
         rms = ADAMW_RMS * math.sqrt(max(rows // num_maps, columns))
         updates = self._orthogonalized(gradients, matrices[0], num_maps)
         for matrix, update in zip(matrices, updates, strict=True):
-            weight = _local(matrix)
+            weight = local_tensor(matrix)
             weight.mul_(1 - lr * self._weight_decay).addcmul_(update.to(weight.dtype), -lr * rms)
 
     def _orthogonalized(
@@ -112,7 +128,7 @@ class Muon(torch.optim.AdamW):
             return orthogonal_maps(stack).unbind()
         rank, num_ranks = self._group.rank(), self._group.size()
         counts = _shares(len(updates), num_ranks)  # matrices per rank
-        if like is _local(like):
+        if like is local_tensor(like):
             result = torch.empty_like(stack)
             shares = torch.split(result, counts)
             shares[rank].copy_(orthogonal_maps(torch.split(stack, counts)[rank]))
@@ -176,11 +192,3 @@ def newton_schulz(stack: Tensor) -> Tensor:
 def _gradient(matrix: nn.Parameter) -> Tensor:
     assert matrix.grad is not None, "every matrix of a block needs a gradient in every step"
     return matrix.grad
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a sharded tensor, or the tensor itself."""
-    if not hasattr(tensor, "to_local"):
-        return tensor
-    shard: Tensor = tensor.to_local()
-    return shard

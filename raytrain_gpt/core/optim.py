@@ -1,9 +1,11 @@
-"""The optimizer, its learning rate and its update; only matrices and embeddings decay."""
+"""The update: its optimizer protocol, AdamW, and the learning rate; only matrices and embeddings decay."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections import defaultdict
+from collections.abc import Container, Mapping
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,46 +14,90 @@ from torch import Tensor, nn
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.loss_scale import LossScale
 from raytrain_gpt.core.model import GPT
-from raytrain_gpt.core.muon import Muon
 from raytrain_gpt.core.parallel import full_tensor
 
+MatrixCounts = Mapping[tuple[int, int], int]
+"""(rows, columns) -> number of such matrices in a model's blocks."""
 
-def build_optimizer(
-    model: GPT,
-    config: OptimSection,
-    matmul_dtype: torch.dtype | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> torch.optim.AdamW:
-    """Build AdamW, or Muon for the blocks' matrices and AdamW for the rest.
+
+class Optimizer(Protocol):
+    """An optimizer that skips a step on the device, like torch's fused ones.
+
+    Attributes:
+        grad_scale: Set before every step, which divides the gradients by it; a scalar on the device.
+        found_inf: Set before every step; 1.0 skips it, and 0.0 does not.
+        state: State by parameter, of tensors, numbers and lists of them.
+        group_numbers: Numbers in each parameter group when it was built; changed ones are state.
+    """
+
+    grad_scale: Tensor
+    found_inf: Tensor
+    state: defaultdict[Tensor, Any]
+    param_groups: list[dict[str, Any]]
+    group_numbers: list[dict[str, float]]
+
+    def step(self) -> object: ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+
+def numbers_of_groups(groups: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """Numbers in each parameter group, without the learning rate, which `update` sets."""
+    return [
+        {
+            key: value
+            for key, value in group.items()
+            if key != "lr" and isinstance(value, int | float)
+        }
+        for group in groups
+    ]
+
+
+class AdamW(torch.optim.AdamW):
+    """Fused AdamW, with its state from the start.
 
     Args:
+        others: Parameters that a subclass updates.
         matmul_dtype: Type of matrix products under autocast, or None without autocast.
-        group: Ranks that share Muon's work, or None for this process only.
+        group: Ranks with the same gradients, which may share the work, or None for a single process.
     """
-    # GPT-2 fuses the query, key and value projections; Muon trains better on them separately.
-    matrices = [
-        (p, 3 if name.endswith("c_attn.weight") else 1)
-        for name, p in model.h.named_parameters()
-        if p.dim() == 2
-    ]
-    muons = {id(p) for p, _ in matrices} if config.optimizer == "muon" else set()
-    others = [p for p in model.parameters() if p.requires_grad and id(p) not in muons]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in others if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    betas = (config.beta1, config.beta2)
-    if config.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=config.peak_lr, betas=betas, fused=True)
-    return Muon(
-        matrices,
-        groups,
-        weight_decay=config.weight_decay,
-        dtype=torch.bfloat16 if matmul_dtype == torch.bfloat16 else torch.float32,
-        group=group,
-        lr=config.peak_lr,
-        betas=betas,
-    )
+
+    grad_scale: Tensor
+    found_inf: Tensor
+
+    def __init__(
+        self,
+        model: GPT,
+        config: OptimSection,
+        matmul_dtype: torch.dtype | None = None,
+        group: dist.ProcessGroup | None = None,
+        *,
+        others: Container[nn.Parameter] = (),
+    ) -> None:
+        parameters = [p for p in model.parameters() if p.requires_grad and p not in others]
+        groups: list[dict[str, Any]] = [
+            {
+                "params": [p for p in parameters if p.dim() >= 2],
+                "weight_decay": config.weight_decay,
+            },
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        super().__init__(groups, config.peak_lr, (config.beta1, config.beta2), fused=True)
+        for p in parameters:
+            step = torch.zeros((), device=p.device)
+            moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            self.state[p] = {"step": step, **moments}
+        self.group_numbers = numbers_of_groups(self.param_groups)
+
+    @staticmethod
+    def update_bytes(matrices: MatrixCounts, num_shards: int) -> int:
+        """Peak bytes of an update besides the state."""
+        return 0
+
+    @staticmethod
+    def update_flops(matrices: MatrixCounts) -> int:
+        """FLOPs of one update over all ranks that are worth counting: those of matrix products."""
+        return 0
 
 
 def learning_rate(step: int, config: OptimSection, max_steps: int) -> float:
@@ -78,7 +124,7 @@ def learning_rate(step: int, config: OptimSection, max_steps: int) -> float:
 
 
 def update(
-    optimizer: torch.optim.AdamW,
+    optimizer: Optimizer,
     parameters: list[nn.Parameter],
     lr: float,
     grad_clip: float,
@@ -91,7 +137,7 @@ def update(
     synchronization.
 
     Args:
-        optimizer: A `build_optimizer` over `parameters`.
+        optimizer: Of all `parameters`.
         grad_clip: Largest global gradient norm.
         loss_scale: Divides the gradients and is adjusted, or None without scaling.
         keeps_gradients: Zero the gradients in place instead of dropping them.
@@ -109,8 +155,8 @@ def update(
     # Fused AdamW divides gradients by `grad_scale` and skips the step if `found_inf` is set, both made for
     # torch's GradScaler. Clipping this way saves a pass over all gradients.
     divisor = factor * ((norm + 1e-6) / grad_clip).clamp(min=1.0)
-    optimizer.grad_scale = divisor  # type: ignore[attr-defined]
-    optimizer.found_inf = not_finite.float()  # type: ignore[attr-defined]
+    optimizer.grad_scale = divisor
+    optimizer.found_inf = not_finite.float()
     optimizer.step()
     optimizer.zero_grad(set_to_none=not keeps_gradients)
     if loss_scale is not None:

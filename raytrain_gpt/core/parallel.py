@@ -14,6 +14,7 @@ torch's sharding takes more than a second to import, so it is imported on use.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -21,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.model import GPT
 
 
@@ -59,19 +59,6 @@ def shard(
         fully_shard(block, mesh=mesh, mp_policy=linear_policy, ignored_params=others)
 
 
-def gradient_sync(
-    model: nn.Module, synchronized: bool
-) -> contextlib.AbstractContextManager[object]:
-    """Context for a forward and backward pass; unless `synchronized`, DDP only accumulates gradients.
-
-    A sharded model reduces gradients after every pass: accumulating them would need full fp32 gradients on
-    every rank, which sharding avoids.
-    """
-    if synchronized or not isinstance(model, DistributedDataParallel):
-        return contextlib.nullcontext()
-    return model.no_sync()
-
-
 def keeps_gradients(model: nn.Module) -> bool:
     """Whether gradients stay in memory between steps, as DDP's are views of its buckets.
 
@@ -80,17 +67,27 @@ def keeps_gradients(model: nn.Module) -> bool:
     return isinstance(model, DistributedDataParallel)
 
 
+def _is_sharded(tensor: Tensor) -> bool:
+    # The import takes half a second; without it no tensor is sharded.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def full_tensor(tensor: Tensor) -> Tensor:
     """Gather a sharded tensor, a collective of all ranks; return any other unchanged."""
-    if not hasattr(tensor, "full_tensor"):
-        return tensor
-    gathered: Tensor = tensor.full_tensor()
+    gathered: Tensor = tensor.full_tensor() if _is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return gathered
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's shard of a sharded tensor, or the tensor itself."""
+    shard: Tensor = tensor.to_local() if _is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return shard
 
 
 def shard_like(tensor: Tensor, parameter: Tensor) -> Tensor:
     """Move a tensor to a parameter's device, or to this rank's shard of it if the parameter is sharded."""
-    if not hasattr(parameter, "full_tensor"):
+    if not _is_sharded(parameter):
         return tensor.to(parameter.device)
     from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -101,30 +98,25 @@ def shard_like(tensor: Tensor, parameter: Tensor) -> Tensor:
     return distributed.clone()  # a view would keep the full tensor alive
 
 
-def make_eval_model(model: GPT) -> GPT:
-    """The model, or, if it is sharded, an unsharded twin on the meta device for `gathered_weights` to fill.
+def unsharded_twin(model: GPT) -> GPT:
+    """A model like a sharded one for evaluations, on the meta device until `gathered_weights` fills it.
 
     A forward pass of a sharded model is a collective, but in an evaluation the ranks have different
     numbers of batches, and only one of them draws samples.
     """
-    if not hasattr(model, "set_requires_gradient_sync"):  # `shard` adds it
-        return model
     with torch.device("meta"):
-        return new_model(model.shape, document_end=model.document_end)
+        return type(model)(model.shape, document_end=model.document_end)
 
 
 @contextlib.contextmanager
-def gathered_weights(model: GPT, to: GPT) -> Iterator[None]:
-    """Give `make_eval_model(model)` the full weights inside the context.
+def gathered_weights(model: GPT, twin: GPT) -> Iterator[None]:
+    """Give the twin of a sharded model the full weights inside the context.
 
     All ranks enter together. Each needs fp32 memory for the unsharded model.
     """
-    if to is model:
-        yield
-        return
     weights = {name: full_tensor(p.detach()) for name, p in model.named_parameters()}
-    to.load_state_dict(weights, assign=True)
+    twin.load_state_dict(weights, assign=True)
     try:
         yield
     finally:
-        to.to("meta")
+        twin.to("meta")

@@ -1,13 +1,17 @@
 """Training state in files of named full tensors: safetensors only, so reading runs no code.
 
-The files do not depend on sharding; every rank reads its shards from them.
+The files do not depend on sharding; every rank reads its shards from them. An optimizer's state keeps its
+types: `NAME/KEY` is a tensor, `NAME/KEY:int` (`:float`, `:bool`) a number, `NAME/KEY:none` is None, and
+`NAME/KEY:list` is the length of a list of `NAME/KEY/0` and so on. NAME is a parameter or `param_groups.0`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator
+from collections import defaultdict
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,61 +22,74 @@ from torch import Tensor, nn
 
 from raytrain_gpt.core.device import synchronize
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.core.muon import MOMENTUM_BUFFER
+from raytrain_gpt.core.optim import Optimizer, numbers_of_groups
 from raytrain_gpt.core.parallel import full_tensor, shard_like
+from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.errors import CheckpointError
 
 MODEL_FILE = "model.safetensors"
 _POSITIONS = "wpe.weight"
-_ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
+_GROUP = "param_groups.{}"
 
 
 class HostSnapshot:
     """One of `num_parts` shares of the training state, copied to reused host memory.
 
-    Share 0 has the complete model file; the moments are distributed to balance sizes. A copy costs one pass
-    through memory and can be written while training continues.
+    Share 0 has the complete model file; the optimizer's state is distributed to balance sizes. A copy costs
+    one pass through memory and can be written while training continues.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.AdamW, part: int = 0, num_parts: int = 1
+        self, model: nn.Module, optimizer: Optimizer, part: int = 0, num_parts: int = 1
     ) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self._part, self._num_parts = optimizer, part, num_parts
         self._parameters = dict(model.named_parameters())
         self._files: dict[str, dict[str, Tensor]] = {}
         if part == 0:
             self._files[MODEL_FILE] = {k: _host_like(p) for k, p in self._parameters.items()}
-        parts = _parts(model, optimizer, num_parts)
-        if part in parts.values():
-            self._files[f"optim-{part:05d}.safetensors"] = {
-                f"{name}/{key}": torch.zeros(()) if key == "step" else _host_like(parameter)
-                for name, parameter in self._parameters.items()
-                for key in optimizer_keys(optimizer, parameter)
-                if parts[name] == part
-            }
-        self._copies = {k: copy for file in self._files.values() for k, copy in file.items()}
+        self._optim_file = f"optim-{part:05d}.safetensors"
+        self._layout: dict[str, Any] = {}
+        self._lay_out(_state_by_owner(self._parameters, optimizer))
+
+    def _lay_out(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Allocate this share of the optimizer's state, which may appear in the first step only."""
+        layout = {k: (t.shape, t.dtype) for state in states.values() for k, t in state.items()}
+        if layout == self._layout:
+            return
+        self._layout = layout
+        loads = [0] * self._num_parts
+        loads[0] = sum(p.numel() for p in self._parameters.values())
+        share: dict[str, Tensor] = {}
+        for state in states.values():
+            part = loads.index(min(loads))
+            loads[part] += sum(t.numel() for t in state.values() if t.dim())
+            if part == self._part:
+                share |= {name: _host_like(t) for name, t in state.items()}
+        self._files.pop(self._optim_file, None)
+        if share:
+            self._files[self._optim_file] = share
 
     def refresh(self) -> None:
         """Copy the state; waits for the device.
 
         Ranks of a sharded model call it together. Tensors are gathered and copied one at a time, so at most
         one full tensor exists besides the shards.
+
+        Raises:
+            CheckpointError: the optimizer's state has a value of another type than tensors and numbers.
         """
+        states = _state_by_owner(self._parameters, self._optimizer)
+        self._lay_out(states)
+        copies = {k: copy for file in self._files.values() for k, copy in file.items()}
         devices = set()
-        for name, source in self._sources():
-            tensor = full_tensor(source)
-            if name in self._copies:
-                self._copies[name].copy_(tensor, non_blocking=True)
+        tensors = chain(self._parameters.items(), *(state.items() for state in states.values()))
+        for name, source in tensors:
+            tensor = full_tensor(source.detach())
+            if name in copies:
+                copies[name].copy_(tensor, non_blocking=True)
                 devices.add(tensor.device)
         for device in devices:
             synchronize(device)
-
-    def _sources(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all state tensors, in the same order on all ranks."""
-        for name, parameter in self._parameters.items():
-            yield name, parameter.detach()
-            for key in optimizer_keys(self._optimizer, parameter):
-                yield f"{name}/{key}", self._optimizer.state[parameter][key]
 
     def files(self) -> list[str]:
         """File names of this share."""
@@ -84,27 +101,66 @@ class HostSnapshot:
         save_file(self._files[file], path, metadata={"format": "pt"})
 
 
-def optimizer_keys(optimizer: torch.optim.AdamW, parameter: nn.Parameter) -> tuple[str, ...]:
-    """Names of the optimizer's tensors for a parameter."""
-    by_muon = MOMENTUM_BUFFER in optimizer.state[parameter]
-    return (MOMENTUM_BUFFER,) if by_muon else _ADAMW_KEYS
-
-
-def _parts(model: nn.Module, optimizer: torch.optim.AdamW, num_parts: int) -> dict[str, int]:
-    """Parameter name -> index of the share with its moments."""
-    loads = [0] * num_parts
-    loads[0] = sum(parameter.numel() for parameter in model.parameters())
-    parts = {}
-    for name, parameter in model.named_parameters():
-        parts[name] = loads.index(min(loads))
-        moments = len(set(optimizer_keys(optimizer, parameter)) - {"step"})
-        loads[parts[name]] += moments * parameter.numel()
-    return parts
-
-
 def _host_like(tensor: Tensor) -> Tensor:
     pinned = tensor.device.type == "cuda"
     return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+
+
+def _state_by_owner(
+    parameters: Mapping[str, nn.Parameter], optimizer: Optimizer
+) -> dict[str, dict[str, Tensor]]:
+    """Parameter or group -> name in the files -> tensor, in the same order on all ranks."""
+    if not optimizer.state.keys() <= {*parameters.values()}:
+        raise CheckpointError(
+            "the optimizer has state that belongs to no parameter, which a checkpoint cannot hold; keep it "
+            "by parameter, or as numbers in param_groups"
+        )
+    states: dict[str, dict[str, object]]
+    states = {name: optimizer.state.get(p, {}) for name, p in parameters.items()}
+    groups = zip(numbers_of_groups(optimizer.param_groups), optimizer.group_numbers, strict=True)
+    for i, (now, built) in enumerate(groups):
+        states[_GROUP.format(i)] = {k: v for k, v in now.items() if k in built and v != built[k]}
+    return {
+        owner: {
+            k: t for key, value in state.items() for k, t in _as_tensors(f"{owner}/{key}", value)
+        }
+        for owner, state in states.items()
+    }
+
+
+def _as_tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
+    match value:
+        case Tensor():
+            yield name, value
+        case bool():
+            yield f"{name}:bool", torch.tensor(value)
+        case int():
+            yield f"{name}:int", torch.tensor(value, dtype=torch.int64)
+        case float():
+            yield f"{name}:float", torch.tensor(value, dtype=torch.float64)
+        case None:
+            yield f"{name}:none", torch.tensor(False)
+        case list():
+            yield f"{name}:list", torch.tensor(len(value))
+            for i, item in enumerate(value):
+                yield from _as_tensors(f"{name}/{i}", item)
+        case _:
+            raise CheckpointError(
+                f"the optimizer's state {name} is a {type(value).__name__}, which a checkpoint cannot hold; "
+                "use tensors, numbers, None, and lists of them"
+            )
+
+
+def _from_tensors(tensors: Mapping[str, Tensor], name: str) -> Any:
+    """Read a value back; raises KeyError, ValueError, ArithmeticError or RuntimeError if damaged."""
+    for kind, convert in (("bool", bool), ("int", int), ("float", float)):
+        if (number := tensors.get(f"{name}:{kind}")) is not None:
+            return convert(number.item())
+    if f"{name}:none" in tensors:
+        return None
+    if (length := tensors.get(f"{name}:list")) is not None:
+        return [_from_tensors(tensors, f"{name}/{i}") for i in range(int(length.item()))]
+    return tensors[name]
 
 
 def load_model(directory: Path, model: nn.Module, crop_context: bool = False) -> None:
@@ -139,10 +195,14 @@ def check_model_size(directory: Path, shape: GPTShape) -> None:
     """
     with _opened(directory / MODEL_FILE) as file:
         stored = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-    if stored != shape.num_parameters:
+    try:
+        expected = count_model(shape).num_parameters
+    except RuntimeError:
+        expected = None  # beyond 64 bits
+    if stored != expected:
         raise CheckpointError(
             f"{directory / MODEL_FILE} has {stored} parameters, but its configuration gives "
-            f"{shape.num_parameters} (num_layers={shape.num_layers}, embd_size={shape.embd_size}, "
+            f"{expected or 'too many'} (num_layers={shape.num_layers}, embd_size={shape.embd_size}, "
             f"seq_len={shape.seq_len}, vocab_size={shape.vocab_size}); use a different checkpoint"
         )
 
@@ -150,40 +210,64 @@ def check_model_size(directory: Path, shape: GPTShape) -> None:
 def load_optimizer(
     directory: Path,
     model: nn.Module,
-    optimizer: torch.optim.AdamW,
+    optimizer: Optimizer,
     listed: Container[str] | None = None,
 ) -> None:
     """Read the optimizer's state from a checkpoint's files; sharded models read shards.
 
     Args:
+        optimizer: Just built; tensors in its state must be in the files, with the same shapes.
         listed: File names in the checkpoint, or None for all existing ones.
 
     Raises:
         CheckpointError: the files are missing or damaged, lack tensors of the model, or have other shapes.
     """
     parameters = dict(model.named_parameters())
-    states: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
+    built = {
+        f"{name}/{key}": value
+        for name, parameter in parameters.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+    optimizer.state.clear()  # makes room for the tensors that are read
+    states: dict[str, dict[str, Tensor]] = defaultdict(dict)
     paths = sorted(directory.glob("optim-*.safetensors"))
     for path in [path for path in paths if listed is None or path.name in listed]:
         for full_name, tensor in _tensors(path):
-            name, _, key = full_name.rpartition("/")
-            parameter = parameters.get(name)
-            if parameter is None or key not in optimizer_keys(optimizer, parameter):
-                continue
-            wanted = () if key == "step" else tuple(parameter.shape)
+            name, _, key = full_name.partition("/")
+            wanted = tuple(built.get(full_name, tensor).shape)
             if tuple(tensor.shape) != wanted:
                 raise CheckpointError(
                     f"{directory} has optimizer state {full_name} {tuple(tensor.shape)}, but the model has "
                     f"{wanted}; use the configuration it was trained with"
                 )
-            states[name][key] = (
-                shard_like(tensor, parameter) if wanted else tensor.to(parameter.device)
-            )
+            if (parameter := parameters.get(name)) is not None and ":" not in key:
+                is_alike = tensor.shape == parameter.shape
+                tensor = shard_like(tensor, parameter) if is_alike else tensor.to(parameter.device)
+            states[name][key] = tensor
+    for full_name in built:
+        name, _, key = full_name.partition("/")
+        if key not in states[name]:
+            raise CheckpointError(f"{directory} has no optimizer state '{full_name}'")
+    try:
+        values = {
+            name: {key: _from_tensors(tensors, key) for key in _keys(tensors)}
+            for name, tensors in states.items()
+        }
+    except (KeyError, ValueError, ArithmeticError, RuntimeError) as error:
+        raise CheckpointError(f"{directory} has a damaged optimizer state: {error}") from None
     for name, parameter in parameters.items():
-        for key in optimizer_keys(optimizer, parameter):
-            if key not in states[name]:
-                raise CheckpointError(f"{directory} has no optimizer state '{name}/{key}'")
-        optimizer.state[parameter] = states[name]
+        if values.get(name):
+            optimizer.state[parameter] = values[name]
+    for i, (group, numbers) in enumerate(
+        zip(optimizer.param_groups, optimizer.group_numbers, strict=True)
+    ):
+        read = values.get(_GROUP.format(i), {})
+        group.update({key: value for key, value in read.items() if key in numbers})
+
+
+def _keys(tensors: Mapping[str, Tensor]) -> set[str]:
+    """Keys of a state, without the items of its lists."""
+    return {name.partition(":")[0] for name in tensors if "/" not in name}
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:

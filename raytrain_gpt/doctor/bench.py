@@ -21,10 +21,11 @@ from raytrain_gpt.core.device import device_name, peak_flops, seed_everything, s
 from raytrain_gpt.core.loop import train_steps, warm_up_ddp_buckets
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.optim import learning_rate
+from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.format import count, duration, size
 from raytrain_gpt.ingest.feed import RankChunk, TrainFeed
-from raytrain_gpt.train.model_setup import exact_sum, set_up_training
+from raytrain_gpt.train.model_setup import set_up_training
 
 BENCH_S = 10.0
 """Target duration of the timed steps, unless MIN_STEPS take longer."""
@@ -75,16 +76,14 @@ def time_steps(
             setup.model,
             setup.optimizer,
             feed,
+            setup.accumulation(micro_batches),
             first_step=0,
             max_steps=num_steps,
-            micro_batches_per_step=micro_batches,
             learning_rate=lambda step: learning_rate(step, optim, train.max_steps),
             grad_clip=optim.grad_clip,
             autocast=setup.autocast,
             seed=train.seed,
-            rank=rank,
             loss_scale=setup.loss_scale,
-            exact=exact_sum(setup.raw_model, train, micro_batches, group),
         ):
             pass
         synchronize(device)
@@ -144,7 +143,7 @@ def forecast(config: Config, vocab_size: int, ranks: list[BenchFacts]) -> Foreca
     step_time_s = max(rank.step_time_s for rank in ranks)
     tokens_per_s = config.train.global_batch_tokens / step_time_s
     peaks = [rank.peak_flops for rank in ranks if rank.peak_flops]
-    flops = GPTShape.of(config, vocab_size).flops_per_token * tokens_per_s
+    flops = count_model(GPTShape.of(config, vocab_size)).flops_per_token * tokens_per_s
     return Forecast(
         tokens_per_s=tokens_per_s,
         step_time_s=step_time_s,

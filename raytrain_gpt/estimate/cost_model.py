@@ -19,7 +19,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import GpuSpec
 from raytrain_gpt.core.memory import MemoryModel, TrainingMemory, checkpoint_bytes
 from raytrain_gpt.core.model import GPT2_VOCAB_SIZE, GPTShape
-from raytrain_gpt.core.muon import newton_schulz_flops
+from raytrain_gpt.core.registry import OPTIMIZERS, ModelCounts, count_model
 from raytrain_gpt.train.memory_search import MemorySearch, Remedy, gpu_limit_bytes
 
 ASSUMED_MFU = 0.4
@@ -136,6 +136,7 @@ def estimate(config: Config, facts: Facts) -> Estimate:
     check_shares(config, facts.num_workers)
     train, device = config.train, facts.device
     shape = GPTShape.of(config, facts.vocab_size or GPT2_VOCAB_SIZE)
+    counts = count_model(shape)
     memory = MemoryModel.of(config, facts.num_workers, shape, facts.bf16)
 
     def limit_of(_: Config, workers: int) -> float:
@@ -147,16 +148,16 @@ def estimate(config: Config, facts: Facts) -> Estimate:
     fitting = search.largest(limit_bytes)
     fit = fitting or search.least()
     total_tokens = train.max_steps * train.global_batch_tokens
-    speed = _speed(config, shape, facts)
+    speed = _speed(config, counts, facts)
     train_s = None if speed is None else total_tokens / speed.tokens_per_s
     device_hours = None if train_s is None else train_s * facts.num_workers / 3600
     steps_per_epoch = None
     if facts.train_tokens is not None:
         steps_per_epoch = facts.train_tokens // train.global_batch_tokens
     return Estimate(
-        num_parameters=shape.num_parameters,
-        flops_per_token=shape.flops_per_token,
-        total_flops=shape.flops_per_token * total_tokens,
+        num_parameters=counts.num_parameters,
+        flops_per_token=counts.flops_per_token,
+        total_flops=counts.flops_per_token * total_tokens,
         max_steps=train.max_steps,
         total_tokens=total_tokens,
         steps_per_epoch=steps_per_epoch,
@@ -183,30 +184,24 @@ def _price(hours: float | None, rate: float | None) -> float | None:
     return None if hours is None or rate is None else hours * rate
 
 
-def _speed(config: Config, shape: GPTShape, facts: Facts) -> EstimatedSpeed | None:
+def _speed(config: Config, counts: ModelCounts, facts: Facts) -> EstimatedSpeed | None:
     peak_tokens_per_s = None
     if facts.device is not None and facts.bf16:
-        peak_tokens_per_s = facts.device.bf16_flops * facts.num_workers / shape.flops_per_token
+        peak_tokens_per_s = facts.device.bf16_flops * facts.num_workers / counts.flops_per_token
     if facts.tokens_per_s is not None:
         tokens_per_s, source = facts.tokens_per_s, "probe"
     elif facts.step_time_s is not None:
         tokens_per_s, source = config.train.global_batch_tokens / facts.step_time_s, "given"
     elif peak_tokens_per_s is not None:
-        model_flops = shape.flops_per_token * config.train.global_batch_tokens
-        model_share = model_flops / (model_flops + _optimizer_flops(config, shape))
+        model_flops = counts.flops_per_token * config.train.global_batch_tokens
+        update_flops = OPTIMIZERS[config.optim.optimizer].update_flops(counts.matrices)
+        model_share = model_flops / (model_flops + update_flops)
         tokens_per_s = peak_tokens_per_s * model_share * (facts.mfu or ASSUMED_MFU)
         source = "table"
     else:
         return None
     mfu = None if peak_tokens_per_s is None else tokens_per_s / peak_tokens_per_s
     return EstimatedSpeed(tokens_per_s, source, mfu)
-
-
-def _optimizer_flops(config: Config, shape: GPTShape) -> int:
-    """Return the FLOPs of one Muon update over all workers; AdamW's are ignored."""
-    if config.optim.optimizer == "adamw":
-        return 0
-    return shape.num_layers * sum(newton_schulz_flops(*matrix) for matrix in shape.block_matrices)
 
 
 def _largest_micro_batches(memory: MemoryModel, limit_bytes: float) -> list[LargestMicroBatch]:
@@ -220,6 +215,6 @@ def _largest_micro_batches(memory: MemoryModel, limit_bytes: float) -> list[Larg
     for name, sizes in GPT2_SIZES.items():
         shape = GPTShape(*sizes, memory.shape.seq_len, memory.shape.vocab_size)
         model = replace(memory, shape=shape)
-        counts = largest(model, "none"), largest(model, "full")
-        micro_batches.append(LargestMicroBatch(name, shape.num_parameters, *counts))
+        sequences = largest(model, "none"), largest(model, "full")
+        micro_batches.append(LargestMicroBatch(name, count_model(shape).num_parameters, *sequences))
     return micro_batches

@@ -15,7 +15,6 @@ from raytrain_gpt.checkpoint.catalog import Checkpoint, resolve_checkpoint
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.config.schema import Config, parse_config
-from raytrain_gpt.core.architectures import configured_model
 from raytrain_gpt.core.device import (
     best_device,
     has_bf16,
@@ -25,6 +24,7 @@ from raytrain_gpt.core.device import (
 )
 from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.registry import configured_model
 from raytrain_gpt.core.state import check_model_size, load_model
 from raytrain_gpt.data.locations import data_of, recorded, recorded_data
 from raytrain_gpt.data.mixture import Mixture, check_val_split, check_vocabulary
@@ -230,7 +230,7 @@ def sample_checkpoint(
 def _few_threads(model: GPT) -> Iterator[None]:
     """Use one thread for a small model on a CPU: more are no faster, and wait for each other under load."""
     threads = torch.get_num_threads()
-    if model.shape.num_parameters < _MANY_PARAMETERS:
+    if sum(p.numel() for p in model.parameters()) < _MANY_PARAMETERS:
         torch.set_num_threads(1)
     try:
         yield

@@ -17,7 +17,6 @@ from gguf.constants import MODEL_ARCH
 from gguf.tensor_mapping import get_tensor_name_map
 
 from raytrain_gpt.core.model import GPT, GPTShape
-from raytrain_gpt.core.qwen3 import RMS_NORM_EPS
 from raytrain_gpt.data.tokenizer import EOT
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
 from raytrain_gpt.evaluate.inference import open_checkpoint
@@ -84,14 +83,7 @@ def _add_sizes(writer: GGUFWriter, shape: GPTShape) -> None:
     writer.add_block_count(shape.num_layers)
     writer.add_feed_forward_length(shape.mlp_size)
     writer.add_head_count(shape.num_heads)
-    if shape.architecture == "gpt2":
-        writer.add_layer_norm_eps(1e-5)
-        return
-    writer.add_head_count_kv(shape.num_kv_heads)
-    writer.add_key_length(shape.head_size)
-    writer.add_value_length(shape.head_size)
-    writer.add_rope_freq_base(shape.rope_theta)
-    writer.add_layer_norm_rms_eps(RMS_NORM_EPS)
+    ARCHITECTURES[shape.architecture].add_gguf_sizes(writer, shape)
 
 
 def _add_tokenizer(writer: GGUFWriter, encoding: tiktoken.Encoding) -> None:

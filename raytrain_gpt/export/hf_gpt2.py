@@ -11,12 +11,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from gguf import GGUFWriter
 from torch import Tensor
 
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.errors import CheckpointError
 
 NAME = "GPT-2"
+DESCRIPTION = "A GPT-2 (learned positions, pre-LayerNorm, tanh GELU, tied embedding)"
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 _PREFIX = "transformer."
 _CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
@@ -45,6 +47,11 @@ def config_of(shape: GPTShape) -> dict[str, Any]:
         "scale_attn_weights": True,
         "tie_word_embeddings": True,
     }
+
+
+def add_gguf_sizes(writer: GGUFWriter, shape: GPTShape) -> None:
+    """Add this architecture's sizes to a GGUF file."""
+    writer.add_layer_norm_eps(1e-5)
 
 
 def plain_values(content: dict[str, Any]) -> dict[str, tuple[Any, ...]]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from gguf import GGUFWriter
 from torch import Tensor
 
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.qwen3 import RMS_NORM_EPS
 
 NAME = "Qwen3"
+DESCRIPTION = "A Qwen3 (rotary positions, RMSNorm, norms of queries and keys, gated MLP)"
 _RENAMED = {
     "model.embed_tokens.": "wte.",
     "model.layers.": "h.",
@@ -46,6 +48,15 @@ def config_of(shape: GPTShape) -> dict[str, Any]:
         "rope_parameters": {"rope_theta": shape.rope_theta, "rope_type": "default"},
         "tie_word_embeddings": shape.tied_embeddings,
     }
+
+
+def add_gguf_sizes(writer: GGUFWriter, shape: GPTShape) -> None:
+    """Add this architecture's sizes to a GGUF file."""
+    writer.add_head_count_kv(shape.num_kv_heads)
+    writer.add_key_length(shape.head_size)
+    writer.add_value_length(shape.head_size)
+    writer.add_rope_freq_base(shape.rope_theta)
+    writer.add_layer_norm_rms_eps(RMS_NORM_EPS)
 
 
 def plain_values(content: dict[str, Any]) -> dict[str, tuple[Any, ...]]:

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.registry import new_model
 from raytrain_gpt.errors import CheckpointError, damage_as
 from raytrain_gpt.export.hf_config import ARCHITECTURES
 from raytrain_gpt.format import cut

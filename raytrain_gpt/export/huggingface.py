@@ -23,8 +23,8 @@ from raytrain_gpt.checkpoint.catalog import ROWS_FILE, Draft
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.checkpoint.hashes import HASHES_FILE
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.model import GPT, GPT2_VOCAB_SIZE, GPTShape
+from raytrain_gpt.core.registry import count_model, new_model
 from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.data.order import ORDER_VERSION
 from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, load_tokenizer, tokenizer_json, vocab_hash
@@ -98,9 +98,9 @@ def export_checkpoint(path: str | Path, out: str | Path, dtype: DType, log: Log)
 
 def shape_line(shape: GPTShape) -> str:
     return (
-        f"{shape.architecture}, {amount(shape.num_parameters)} parameters, {shape.num_layers} layers, "
-        f"{shape.num_heads} heads, {shape.embd_size} channels, context {shape.seq_len}, "
-        f"vocabulary {shape.vocab_size}"
+        f"{shape.architecture}, {amount(count_model(shape).num_parameters)} parameters, "
+        f"{shape.num_layers} layers, {shape.num_heads} heads, {shape.embd_size} channels, "
+        f"context {shape.seq_len}, vocabulary {shape.vocab_size}"
     )
 
 

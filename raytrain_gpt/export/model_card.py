@@ -13,9 +13,12 @@ import yaml
 from raytrain_gpt import __version__
 from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.sections import ARCHITECTURE_FIELDS
 from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.data.mixture import dataset_names, parse_data_path
 from raytrain_gpt.data.tokenizer import MAX_NAME_LENGTH
+from raytrain_gpt.export.hf_config import ARCHITECTURES
 from raytrain_gpt.format import number
 
 CARD_FILE = "README.md"
@@ -35,9 +38,9 @@ def model_card(
     num_rows = (shape.padded_vocab_size - shape.vocab_size) * (1 if shape.tied_embeddings else 2)
     padding = shape.embd_size * num_rows
     model = [
-        ("parameters", f"{shape.num_parameters - padding:,}"),
+        ("parameters", f"{count_model(shape).num_parameters - padding:,}"),
         ("layers, heads, channels", f"{shape.num_layers}, {shape.num_heads}, {shape.embd_size}"),
-        *_qwen3_rows(shape),
+        *_special_rows(shape),
         ("context", f"{shape.seq_len} tokens"),
         ("vocabulary", f"{shape.vocab_size} ids, tokenizer {_code(tokenizer)}"),
         ("tensors", dtype),
@@ -54,6 +57,7 @@ def model_card(
     return environment.from_string(template.read_text("utf-8")).render(
         name=config.run.run_name,
         architecture=shape.architecture,
+        description=ARCHITECTURES[shape.architecture].DESCRIPTION,
         version=__version__,
         torch_version=torch.__version__,
         model=model,
@@ -69,15 +73,17 @@ def _code(text: str) -> str:
     return f"`{_NOT_IN_CODE.sub('?', text[:MAX_NAME_LENGTH]) or '?'}`"
 
 
-def _qwen3_rows(shape: GPTShape) -> Rows:
-    if shape.architecture == "gpt2":
-        return []
-    return [
-        ("heads of keys and values", f"{shape.num_kv_heads}"),
-        ("channels in the MLP", f"{shape.mlp_size}"),
-        ("embedding and head", "tied" if shape.tied_embeddings else "separate"),
-        ("base of the rotary positions", f"{shape.rope_theta:g}"),
-    ]
+def _special_rows(shape: GPTShape) -> Rows:
+    rows = {
+        "num_kv_heads": ("heads of keys and values", f"{shape.num_kv_heads}"),
+        "mlp_size": ("channels in the MLP", f"{shape.mlp_size}"),
+        "tied_embeddings": (
+            "embedding and head",
+            "tied" if shape.tied_embeddings else "separate",
+        ),
+        "rope_theta": ("base of the rotary positions", f"{shape.rope_theta:g}"),
+    }
+    return [rows[name] for name in ARCHITECTURE_FIELDS[shape.architecture]]
 
 
 def _training(checkpoint: Checkpoint, config: Config) -> Rows:

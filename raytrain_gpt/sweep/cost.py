@@ -10,10 +10,10 @@ import torch
 
 from raytrain_gpt.cluster.capacity import DATA_CPUS
 from raytrain_gpt.config.resolved import SizedConfig
-from raytrain_gpt.core.architectures import configured_model
 from raytrain_gpt.core.device import make_autocast, resolve_precision
 from raytrain_gpt.core.memory import MemoryModel
 from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.core.registry import configured_model
 from raytrain_gpt.format import amount, count, duration
 from raytrain_gpt.sweep.resources import cpus_to_start, one_worker_for_auto, trial_cpus
 from raytrain_gpt.sweep.results import plan_table

@@ -15,7 +15,7 @@ from raytrain_gpt.checkpoint.catalog import ROWS_FILE, Catalog
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.checkpoint.writer import CheckpointWriter
-from raytrain_gpt.core.exact import numerics_environment
+from raytrain_gpt.core.device import numerics_environment
 from raytrain_gpt.data.order import ORDER_VERSION
 from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, tokenizer_json
 from raytrain_gpt.errors import ClusterError

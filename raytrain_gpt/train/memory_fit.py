@@ -32,6 +32,7 @@ from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS
 from raytrain_gpt.core.device import resolve_precision
 from raytrain_gpt.core.memory import MemoryModel, checkpoint_bytes
 from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.errors import ClusterError, Interrupted
 from raytrain_gpt.format import Log, amount, size
 from raytrain_gpt.train.memory_search import (
@@ -223,7 +224,7 @@ def _decide(
     remedy = search.remedy(limit_of, most_workers)
     raise ClusterError(
         f"{least.sequences} × {shape.seq_len} tokens in a micro-batch do not fit: "
-        f"{amount(shape.num_parameters)} parameters with activation_checkpointing="
+        f"{amount(count_model(shape).num_parameters)} parameters with activation_checkpointing="
         f"{least.activation_checkpointing} need about {size(least.needed_bytes)}, but training may use "
         f"only {size(max(limit_bytes, 0))} {where}; "
         f"{remedy.way_out if remedy else NO_REMEDY}, or use devices with more memory"

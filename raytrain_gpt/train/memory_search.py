@@ -24,12 +24,12 @@ import torch
 from raytrain_gpt.config.batch import check_shares, divisors, micro_batch_for
 from raytrain_gpt.config.resolved import ActivationCheckpointing
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.architectures import configured_model
+from raytrain_gpt.core.accumulation import FloatSum
 from raytrain_gpt.core.device import make_autocast, matmul_dtype, resolve_precision
 from raytrain_gpt.core.loop import train_steps
 from raytrain_gpt.core.memory import MemoryModel
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.core.optim import build_optimizer
+from raytrain_gpt.core.registry import build_optimizer, configured_model
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import count, size
 
@@ -245,13 +245,12 @@ class MemorySearch:
             model,
             build_optimizer(model, config.optim, matmul_dtype(precision)),
             itertools.repeat((ids, ids)),
+            FloatSum(model, min(2, passes)),
             first_step=0,
             max_steps=2,
-            micro_batches_per_step=min(2, passes),
             learning_rate=lambda _: config.optim.peak_lr,
             grad_clip=config.optim.grad_clip,
             autocast=make_autocast(precision, device),
             seed=config.train.seed,
-            rank=0,
         ):
             pass

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import tempfile
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,14 +22,14 @@ from raytrain_gpt.checkpoint.catalog import Checkpoint, read_checkpoint
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.config.resolved import ResolvedConfig
 from raytrain_gpt.config.sections import TrainSection
-from raytrain_gpt.core.architectures import configured_model
+from raytrain_gpt.core.accumulation import Accumulation, ExactSum, FloatSum
 from raytrain_gpt.core.device import make_autocast, matmul_dtype, resolve_precision
-from raytrain_gpt.core.exact import ExactSum
 from raytrain_gpt.core.loop import Autocast
 from raytrain_gpt.core.loss_scale import LossScale, loss_scale_for
 from raytrain_gpt.core.model import GPT
-from raytrain_gpt.core.optim import build_optimizer
-from raytrain_gpt.core.parallel import make_eval_model, shard
+from raytrain_gpt.core.optim import Optimizer
+from raytrain_gpt.core.parallel import gathered_weights, shard, unsharded_twin
+from raytrain_gpt.core.registry import build_optimizer, configured_model
 from raytrain_gpt.core.state import load_model, load_optimizer
 from raytrain_gpt.data.locations import location
 from raytrain_gpt.data.mixture import Mixture
@@ -36,25 +37,143 @@ from raytrain_gpt.data.tokenizer import read_tokenizer
 
 
 @dataclass(frozen=True)
+class Strategy(ABC):
+    """How the ranks hold one model and reduce its gradients.
+
+    Attributes:
+        matmul_dtype: Type of matrix products under autocast, or None without autocast.
+        group: Process group of the ranks, or None for the default.
+    """
+
+    device: torch.device
+    rank: int
+    matmul_dtype: torch.dtype | None
+    group: dist.ProcessGroup | None
+
+    @property
+    def ranks(self) -> dist.ProcessGroup | None:
+        """Ranks with equal gradients, or None for a single one."""
+        return self.group or (dist.group.WORLD if _world_size() > 1 else None)
+
+    @property
+    def optimizer_group(self) -> dist.ProcessGroup | None:
+        """Ranks that share the work of an update, or None if each does all of it."""
+        return self.ranks
+
+    @abstractmethod
+    def prepare(self, model: GPT) -> nn.Module:
+        """Bring a model to the device for the training loop; all ranks call it.
+
+        `model` is unsharded, initialized or loaded, and equal on all ranks.
+        """
+
+    def accumulation(self, model: nn.Module, micro_batches_per_step: int) -> Accumulation:
+        """Sum the gradients of a prepared model."""
+        return FloatSum(model, micro_batches_per_step, self.rank)
+
+    def eval_model(self, model: GPT) -> GPT:
+        """Model for evaluations, without collectives; called before `prepare`."""
+        return model
+
+    def full_weights(self, model: GPT, eval_model: GPT) -> AbstractContextManager[None]:
+        """Context in which `eval_model` has the weights of `model`; all ranks enter it together."""
+        return nullcontext()
+
+
+class Replicated(Strategy):
+    """The complete model on every rank, in DDP."""
+
+    def prepare(self, model: GPT) -> nn.Module:
+        options = {"gradient_as_bucket_view": True, "process_group": self.group}
+        replica: nn.Module = ray.train.torch.prepare_model(
+            model, move_to_device=self.device, parallel_strategy_kwargs=options
+        )
+        return replica
+
+
+class Exact(Strategy):
+    """The complete model on every rank, with exact sums."""
+
+    @property
+    def optimizer_group(self) -> None:
+        """None, as splitting the work may change bits."""
+        return None
+
+    def prepare(self, model: GPT) -> nn.Module:
+        if self.device.type == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        return model.to(self.device)
+
+    def accumulation(self, model: nn.Module, micro_batches_per_step: int) -> Accumulation:
+        return ExactSum([*model.parameters()], micro_batches_per_step, self.ranks)
+
+
+class Sharded(Strategy):
+    """A shard of every parameter on every rank."""
+
+    def prepare(self, model: GPT) -> nn.Module:
+        shard(model, self.device, self.matmul_dtype, self.group)
+        return model
+
+    def eval_model(self, model: GPT) -> GPT:
+        return unsharded_twin(model)
+
+    def full_weights(self, model: GPT, eval_model: GPT) -> AbstractContextManager[None]:
+        return gathered_weights(model, eval_model)
+
+
+def choose_strategy(
+    train: TrainSection,
+    device: torch.device,
+    rank: int,
+    matmul_dtype: torch.dtype | None,
+    group: dist.ProcessGroup | None,
+) -> Strategy:
+    """Choose the strategy of `exact` and `parallel`; a single rank is not sharded."""
+    given = (device, rank, matmul_dtype, group)
+    match train.parallel:
+        case _ if train.exact:
+            return Exact(*given)
+        case "fsdp" if _world_size() > 1:
+            return Sharded(*given)
+        case "ddp" | "fsdp":
+            return Replicated(*given)
+
+
+def _world_size() -> int:
+    return int(ray.train.get_context().get_world_size())
+
+
+@dataclass(frozen=True)
 class TrainingSetup:
     """A rank's model, optimizer and numerics.
 
     Attributes:
-        raw_model: The GPT; with `fsdp` its parameters are this rank's shards.
+        raw_model: The GPT; if sharded, its parameters are this rank's shards.
         model: Model for the training loop: `raw_model`, in DDP if it is replicated.
         eval_model: Model for evaluations, without collectives.
         loss_scale: For fp16, or None without scaling.
     """
 
+    strategy: Strategy
     tokenizer: tiktoken.Encoding
     raw_model: GPT
     model: nn.Module
     eval_model: GPT
-    optimizer: torch.optim.AdamW
+    optimizer: Optimizer
     device: torch.device
     precision: str
     autocast: Autocast
     loss_scale: LossScale | None
+
+    def accumulation(self, micro_batches_per_step: int) -> Accumulation:
+        """Sum of the gradients of a step."""
+        return self.strategy.accumulation(self.model, micro_batches_per_step)
+
+    def full_weights(self) -> AbstractContextManager[None]:
+        """Context in which `eval_model` has the weights; all ranks enter it together."""
+        return self.strategy.full_weights(self.raw_model, self.eval_model)
 
 
 def set_up_training(
@@ -65,12 +184,17 @@ def set_up_training(
     ranks: Collectives,
     group: dist.ProcessGroup | None = None,
 ) -> TrainingSetup:
-    """Set up a new run or one that resumes; all ranks call it. For `group` see `prepare_model`.
+    """Set up a new run or one that resumes; all ranks call it.
+
+    Args:
+        group: Process group that reduces gradients, or None for the default.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
     """
     precision = resolve_precision(config.train.precision, device)
+    dtype = matmul_dtype(precision)
+    strategy = choose_strategy(config.train, device, ranks.rank, dtype, group)
     tokenizer = read_tokenizer(data.first.directory)
     model = configured_model(
         config,
@@ -87,17 +211,17 @@ def set_up_training(
             model.init_weights(config.train.seed)
         else:
             load_model(directory, model, crop_context=resumed is None)
-        prepared = prepare_model(model, config.train, precision, device, group)
-        # With exact sums each rank updates every matrix, as splitting the work may change bits.
-        sharing = None if config.train.exact else group or gradient_group()
-        optimizer = build_optimizer(model, config.optim, matmul_dtype(precision), sharing)
+        eval_model = strategy.eval_model(model)
+        if config.train.compile:
+            for each in {model, eval_model}:
+                each.compile()
+        prepared = strategy.prepare(model)
+        optimizer = build_optimizer(model, config.optim, dtype, strategy.optimizer_group)
         if directory is not None and resumed is not None:
             load_optimizer(directory, model, optimizer, resumed.file_names)
-    eval_model = make_eval_model(model)
-    if config.train.compile and eval_model is not model:
-        eval_model.compile()
     saved_scale = resumed.state.loss_scale if resumed else None
     return TrainingSetup(
+        strategy=strategy,
         tokenizer=tokenizer,
         raw_model=model,
         model=prepared,
@@ -125,54 +249,3 @@ def files_on_machine(checkpoint: Checkpoint, ranks: Collectives) -> Iterator[Pat
         assert fetched is not None, "the rank that fetches has a directory"
         yield fetched
         ranks.all_gather_json(None, None)  # barrier: until all ranks have read
-
-
-def gradient_group() -> dist.ProcessGroup | None:
-    """Group of the ranks with equal gradients, or None for a single rank."""
-    return dist.group.WORLD if ray.train.get_context().get_world_size() > 1 else None
-
-
-def exact_sum(
-    model: GPT,
-    train: TrainSection,
-    micro_batches_per_step: int,
-    group: dist.ProcessGroup | None = None,
-) -> ExactSum | None:
-    """Exact sums of the ranks' gradients, or None if off. For `group` see `prepare_model`."""
-    if not train.exact:
-        return None
-    return ExactSum([*model.parameters()], micro_batches_per_step, group or gradient_group())
-
-
-def prepare_model(
-    model: GPT,
-    train: TrainSection,
-    precision: str,
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
-) -> nn.Module:
-    """Wrap the model for its strategy: DDP, FSDP (in place), or unchanged for exact sums.
-
-    All ranks call it.
-
-    Args:
-        model: Unsharded, initialized or loaded, equal on all ranks.
-        train: `compile` and `parallel`; a single rank is not sharded.
-        group: Process group that reduces gradients, or None for the default.
-    """
-    if train.compile:
-        model.compile()
-    if train.exact:
-        if device.type == "cuda":
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
-        return model.to(device)
-    if train.parallel == "ddp" or ray.train.get_context().get_world_size() == 1:
-        replica: nn.Module = ray.train.torch.prepare_model(
-            model,
-            move_to_device=device,
-            parallel_strategy_kwargs={"gradient_as_bucket_view": True, "process_group": group},
-        )
-        return replica
-    shard(model, device, matmul_dtype(precision), group)
-    return model

@@ -13,9 +13,9 @@ from raytrain_gpt.config.load import given_fields, resolve
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config, ConfigT, parse_config
 from raytrain_gpt.config.sections import SHAPE_FIELDS
-from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.memory import checkpoint_bytes
 from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.core.registry import new_model, resolved_shape
 from raytrain_gpt.core.state import load_model
 from raytrain_gpt.data.locations import location, run_location
 from raytrain_gpt.data.mixture import Mixture, check_val_split, check_vocabulary, map_paths
@@ -119,7 +119,7 @@ def check_init_from(config: FittedConfig, data: Mixture) -> FittedConfig:
             f"seq_len={config.data.seq_len} is above the context of {checkpoint.path}; set seq_len "
             f"to at most {theirs.data.seq_len}"
         )
-    shape, has = (GPTShape.of(of, data.vocab_size) for of in (config, theirs))
+    shape, has = (resolved_shape(GPTShape.of(of, data.vocab_size)) for of in (config, theirs))
     for name in SHAPE_FIELDS:
         if (ours := getattr(shape, name)) != (value := getattr(has, name)):
             value = str(value).lower() if isinstance(value, bool) else value

@@ -35,6 +35,7 @@ from raytrain_gpt.cluster.shared_storage import check_storage
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig, RunPlan
 from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.data.locations import run_location
 from raytrain_gpt.data.mixed_order import MixedOrder
 from raytrain_gpt.data.mixture import Mixture
@@ -181,7 +182,7 @@ class Run:
         train, c = self.config.train, self.config.cluster
         shape = GPTShape.of(self.config, self.data.vocab_size)
         self.log(
-            f"model {amount(shape.num_parameters)} parameters | data "
+            f"model {amount(count_model(shape).num_parameters)} parameters | data "
             f"{amount(self.data.split_tokens('train'))} train tokens ({self.data.tokenizer}) | "
             f"{_epochs(ingest, train.max_steps)} | {count(train.max_steps, 'step')} of "
             f"{count(train.global_batch_tokens, 'token')} | "
@@ -307,12 +308,13 @@ class Run:
             # No recorder yet: the new one reads finished evaluations from the checkpoints.
             self._evaluations.hand_over(None, self.log)
             self._evaluations.look()
+        shape = GPTShape.of(self.config, self.data.vocab_size)
         details = {
             "time": time.time(),
             "attempt": self._attempts,
             "num_workers": self.world_size,
             "session": self._session,
-            "num_parameters": GPTShape.of(self.config, self.data.vocab_size).num_parameters,
+            "num_parameters": count_model(shape).num_parameters,
             "train_tokens": self.data.split_tokens("train"),
             "tokenizer": self.data.tokenizer,
         }

@@ -19,18 +19,23 @@ from raytrain_gpt.checkpoint.checkpoint_state import is_evaluated
 from raytrain_gpt.checkpoint.collectives import Collectives, DelayedFlags
 from raytrain_gpt.cluster.compilers import check_compiler
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.device import device_name, peak_flops, seed_everything
-from raytrain_gpt.core.exact import environment_changes, numerics_environment
+from raytrain_gpt.core.device import (
+    device_name,
+    environment_changes,
+    numerics_environment,
+    peak_flops,
+    seed_everything,
+)
 from raytrain_gpt.core.loop import StepResult, train_steps, warm_up_ddp_buckets
 from raytrain_gpt.core.optim import learning_rate
-from raytrain_gpt.core.parallel import gathered_weights
+from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.evaluate.evaluation import Evaluation, watched
 from raytrain_gpt.format import count
 from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed, rank_chunks, rows_in_process
 from raytrain_gpt.tracking.run_files import Row, finite
 from raytrain_gpt.train.checkpointing import WRITE_TIMEOUT_S, Checkpointing
 from raytrain_gpt.train.heartbeat import RecorderClient
-from raytrain_gpt.train.model_setup import exact_sum, set_up_training
+from raytrain_gpt.train.model_setup import set_up_training
 from raytrain_gpt.train.profile import Profile, StepProfile
 from raytrain_gpt.train.step_log import StepLog
 from raytrain_gpt.train.worker_group import WorkerSpec
@@ -159,7 +164,7 @@ class Worker:
             spec.rows_before,
             self.collectives,
             self.feed,
-            flops_per_token=self.setup.raw_model.shape.flops_per_token,
+            flops_per_token=count_model(self.setup.raw_model.shape).flops_per_token,
             peak_flops=peak_flops(name, self.setup.precision),
             device=device,
             slowed=self.profile.slowed,
@@ -237,16 +242,14 @@ class Worker:
             setup.model,
             setup.optimizer,
             watched(self.profile.mark_data_wait(self.feed.micro_batches()), self.recorder.progress),
+            setup.accumulation(self.spec.plan.micro_batches_per_step),
             first_step=self.step,
             max_steps=train.max_steps,
-            micro_batches_per_step=self.spec.plan.micro_batches_per_step,
             learning_rate=lambda step: learning_rate(step, optim, train.max_steps),
             grad_clip=optim.grad_clip,
             autocast=setup.autocast,
             seed=train.seed,
-            rank=self.collectives.rank,
             loss_scale=setup.loss_scale,
-            exact=exact_sum(setup.raw_model, train, self.spec.plan.micro_batches_per_step),
         )
         yield from self.profile.record_steps(results)
 
@@ -291,7 +294,7 @@ class Worker:
     def evaluate(self) -> None:
         """Report metrics over all ranks, and samples; excluded from training time."""
         started = time.perf_counter()
-        with gathered_weights(self.setup.raw_model, self.setup.eval_model):
+        with self.setup.full_weights():
             metrics = self.evaluation.metrics(self.recorder.progress)
             numbers = {name: finite(value) for name, value in metrics.items()}
             row = {"step": self.step, **numbers, "perf/eval_s": time.perf_counter() - started}

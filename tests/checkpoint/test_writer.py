@@ -14,6 +14,8 @@ from torch import nn
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.checkpoint.writer import CheckpointWriter, WrittenCheckpoint
+from raytrain_gpt.config.sections import OptimSection
+from raytrain_gpt.core.optim import AdamW
 from raytrain_gpt.core.state import HostSnapshot, load_model, load_optimizer
 from raytrain_gpt.errors import CheckpointError, ClusterError
 from raytrain_gpt.storage.location import Location
@@ -21,17 +23,18 @@ from tests.checkpoint.test_catalog import names
 from tests.training import STATE, WAIT_S, thread_ranks
 
 
-def trained(seed: int) -> tuple[nn.Module, torch.optim.AdamW]:
+def trained(seed: int) -> tuple[nn.Module, AdamW]:
     """Return a small model and its optimizer after one update."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = AdamW(model, OptimSection())  # type: ignore[arg-type]
     train(model, optimizer)
     return model, optimizer
 
 
-def train(model: nn.Module, optimizer: torch.optim.AdamW) -> None:
+def train(model: nn.Module, optimizer: AdamW) -> None:
     model(torch.ones(2, 8)).square().sum().backward()
+    optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.zeros(())
     optimizer.step()
     optimizer.zero_grad()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from raytrain_gpt.core import architectures
+from raytrain_gpt.core import registry
 from raytrain_gpt.core.loop import MicroBatch
 from raytrain_gpt.core.model import GPT, GPTShape
 
@@ -70,7 +70,7 @@ def make_model(shape: GPTShape, seed: int = 0, **kwargs: str) -> GPT:
 
     Zero matrices would hide errors in the layers before them.
     """
-    model = architectures.new_model(shape, **kwargs)
+    model = registry.new_model(shape, **kwargs)
     model.init_weights(seed)
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_gpt.config.sections import OptimSection
-from raytrain_gpt.core.architectures import new_model
+from raytrain_gpt.core.accumulation import FloatSum
 from raytrain_gpt.core.device import make_autocast, matmul_dtype
 from raytrain_gpt.core.loop import Autocast, MicroBatch, warm_up_ddp_buckets
 from raytrain_gpt.core.loss_scale import loss_scale_for
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.core.optim import build_optimizer
-from raytrain_gpt.core.parallel import full_tensor, gathered_weights, make_eval_model, shard
+from raytrain_gpt.core.parallel import full_tensor, gathered_weights, shard, unsharded_twin
+from raytrain_gpt.core.registry import build_optimizer, new_model
 from raytrain_gpt.core.state import HostSnapshot, load_model, load_optimizer
 from tests.training import steps
 
@@ -100,9 +100,8 @@ class Trained:
             self._micro_batches(first),
             stop,
             first_step=first,
-            micro_batches_per_step=2,
+            sums=FloatSum(self.model, 2, self.rank),
             autocast=self._spoiling(bad_step, first),
-            rank=self.rank,
             loss_scale=self.loss_scale,
         )
         return [{"loss": float(r.loss), "grad_norm": float(r.grad_norm)} for r in results]
@@ -166,7 +165,7 @@ class Trained:
 
         Rank 0 has three batches, every other rank has `rank - 1`.
         """
-        model = make_eval_model(self.raw_model)
+        model = unsharded_twin(self.raw_model)
         with gathered_weights(self.raw_model, model), torch.no_grad(), self.autocast():
             model.eval()
             batches = [batch_of(n, 0) for n in range(3 if self.rank == 0 else self.rank - 1)]

@@ -14,7 +14,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core import attention
-from raytrain_gpt.core.architectures import configured_model, new_model
 from raytrain_gpt.core.attention import (
     AttentionFn,
     block_sparse_attention,
@@ -27,6 +26,7 @@ from raytrain_gpt.core.attention import (
 from raytrain_gpt.core.loop import MicroBatch
 from raytrain_gpt.core.loss import IGNORE_INDEX
 from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.registry import configured_model, new_model
 
 END = 99
 SHAPE = GPTShape(num_layers=2, num_heads=2, embd_size=32, seq_len=48, vocab_size=100)

@@ -24,13 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from raytrain_gpt.config.sections import OptimSection
-from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.attention import SPARSE_BLOCK_TOKENS, block_sparse_attention
 from raytrain_gpt.core.loop import MicroBatch, warm_up_ddp_buckets
 from raytrain_gpt.core.loss import head_loss
 from raytrain_gpt.core.model import GPT, GPTShape
-from raytrain_gpt.core.optim import build_optimizer
-from raytrain_gpt.core.parallel import gathered_weights, make_eval_model, shard
+from raytrain_gpt.core.parallel import gathered_weights, shard, unsharded_twin
+from raytrain_gpt.core.registry import build_optimizer, new_model
 from tests.core.conftest import SHAPES
 from tests.training import steps
 
@@ -194,7 +193,7 @@ def operations(graph: fx.GraphModule) -> list[str]:
 def test_a_gathered_model_is_compiled_for_the_first_evaluation_only(four_ranks: None) -> None:
     model = made()
     shard(model, CPU)
-    evaluated = make_eval_model(model)
+    evaluated = unsharded_twin(model)
     evaluated.compile(backend="eager")
     losses = []
 

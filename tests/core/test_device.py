@@ -12,9 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from raytrain_gpt.core import device
-from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.device import inference_autocast, peak_flops, resolve_precision
 from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.core.registry import count_model, new_model
 
 QWEN3 = {"architecture": "qwen3", "num_kv_heads": 1, "mlp_size": 40}
 
@@ -27,13 +27,13 @@ def test_flops_are_those_of_the_matrix_products(sizes: tuple[int, int, int]) -> 
     attention = layers * 2 * d * 1024
     multiplications_forward = projections + attention
     forward_and_backward = 3 * 2 * multiplications_forward
-    assert shape.flops_per_token == pytest.approx(forward_and_backward, rel=2e-3)
+    assert count_model(shape).flops_per_token == pytest.approx(forward_and_backward, rel=2e-3)
 
 
 def test_flops_of_the_124m_model() -> None:
     shape = GPTShape(12, 12, 768, 1024, 50_257)
     without_positions = 124_439_808 + 47 * 768 - 1024 * 768
-    assert shape.flops_per_token == 6 * without_positions + 12 * 12 * 768 * 1024
+    assert count_model(shape).flops_per_token == 6 * without_positions + 12 * 12 * 768 * 1024
 
 
 def counted_flops(shape: GPTShape, num_sequences: int) -> int:
@@ -60,11 +60,14 @@ def test_flops_are_those_that_torch_counts(
 ) -> None:
     """Both sides count full, unmasked attention; the formula also counts biases and norms."""
     shape = GPTShape(*sizes, **more)
-    matrices = shape.num_layers * shape.block_matrix_parameters + shape.embedding_parameters
-    vectors = shape.num_parameters - matrices
+    matrices = (
+        shape.num_layers * count_model(shape).block_matrix_parameters
+        + count_model(shape).embedding_parameters
+    )
+    vectors = count_model(shape).num_parameters - matrices
     num_tokens = num_sequences * shape.seq_len
     counted = counted_flops(shape, num_sequences)
-    assert counted == num_tokens * (shape.flops_per_token - 6 * vectors)
+    assert counted == num_tokens * (count_model(shape).flops_per_token - 6 * vectors)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from raytrain_gpt.core.exact import ExactSum
+from raytrain_gpt.core.accumulation import ExactSum, FloatSum
 from raytrain_gpt.core.model import GPT
-from raytrain_gpt.core.optim import build_optimizer, update
+from raytrain_gpt.core.optim import update
+from raytrain_gpt.core.registry import build_optimizer
 from tests.core.conftest import MicroBatches, NewModel
 from tests.core.test_loop import OPTIM, steps
 
@@ -94,14 +95,16 @@ def test_a_bad_step_changes_nothing_and_the_next_one_is_whole(model: GPT) -> Non
 def test_losses_are_those_of_float_sums(new_model: NewModel, micro_batches: MicroBatches) -> None:
     floats, integers = new_model(), new_model()
     losses = []
-    for model, exact in ((floats, None), (integers, ExactSum(list(integers.parameters()), 4))):
+    for model, sums in (
+        (floats, FloatSum(floats, 4)),
+        (integers, ExactSum(list(integers.parameters()), 4)),
+    ):
         results = steps(
             model,
             build_optimizer(model, OPTIM),
             micro_batches(60, 2),
             max_steps=60,
-            micro_batches_per_step=4,
-            exact=exact,
+            sums=sums,
         )
         losses.append([result.loss.item() for result in results])
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.core import generate, kv_cache
-from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.attention import attention, without_cudnn_sdpa
 from raytrain_gpt.core.generate import DecodingBatch, SampledToken, sample_tokens
 from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.registry import new_model
 from raytrain_gpt.errors import ConfigError, DataError
 from tests.conftest import raises_line
 from tests.core.conftest import BOTH, QWEN3, TINY, WAYS

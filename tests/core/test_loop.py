@@ -18,7 +18,8 @@ from raytrain_gpt.core.loop import (
     warm_up_ddp_buckets,
 )
 from raytrain_gpt.core.model import GPT
-from raytrain_gpt.core.optim import build_optimizer, learning_rate, update
+from raytrain_gpt.core.optim import Optimizer, learning_rate, update
+from raytrain_gpt.core.registry import build_optimizer
 from tests import training
 from tests.core.conftest import MicroBatches, NewModel
 
@@ -33,7 +34,7 @@ GOLDEN_LOSSES = [
 
 def steps(
     model: torch.nn.Module,
-    optimizer: torch.optim.AdamW,
+    optimizer: Optimizer,
     micro_batches: Iterator[MicroBatch],
     max_steps: int = 20,
     **changes: Any,

@@ -19,7 +19,8 @@ from raytrain_gpt.core.loss_scale import (
     loss_scale_for,
 )
 from raytrain_gpt.core.model import GPT
-from raytrain_gpt.core.optim import build_optimizer
+from raytrain_gpt.core.optim import Optimizer
+from raytrain_gpt.core.registry import build_optimizer
 from raytrain_gpt.core.spikes import SpikeDetector, overflowed
 from tests import training
 from tests.core.conftest import MicroBatches, NewModel
@@ -31,7 +32,7 @@ YES, NO = torch.tensor(True), torch.tensor(False)
 
 def steps(
     model: GPT,
-    optimizer: torch.optim.AdamW,
+    optimizer: Optimizer,
     micro_batches: Iterator[MicroBatch],
     scale: LossScale | None,
     first: int,

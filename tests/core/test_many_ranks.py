@@ -15,10 +15,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raytrain_gpt.config.sections import OptimSection
-from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.model import GPT, GPTShape
-from raytrain_gpt.core.optim import build_optimizer, update
-from raytrain_gpt.core.parallel import full_tensor, gathered_weights, make_eval_model, shard
+from raytrain_gpt.core.optim import update
+from raytrain_gpt.core.parallel import full_tensor, gathered_weights, shard, unsharded_twin
+from raytrain_gpt.core.registry import build_optimizer, count_model, new_model
 
 pytestmark = pytest.mark.slow
 
@@ -115,7 +115,7 @@ def test_512_ranks_shard_update_and_gather(
                 rows, *others = shapes[name]
                 assert parameter.to_local().shape == (rows_of(rank, rows), *others)
                 assert full_tensor(parameter.detach()).shape == shapes[name]
-            whole = make_eval_model(model)
+            whole = unsharded_twin(model)
             with gathered_weights(model, whole):
                 assert {name: p.shape for name, p in whole.named_parameters()} == shapes
         collectives[rank] = called.names
@@ -141,5 +141,5 @@ def test_whole_matrices_travel_once_however_many_ranks_there_are(
         sizes[world_size] = []
         with as_rank(world_size - 1, world_size):
             train(model_of("gpt2"), "muon")
-    matrices = SHAPES["gpt2"].num_layers * SHAPES["gpt2"].block_matrix_parameters
+    matrices = SHAPES["gpt2"].num_layers * count_model(SHAPES["gpt2"]).block_matrix_parameters
     assert {sum(found) for found in sizes.values()} == {2 * matrices}  # over two updates

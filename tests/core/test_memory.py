@@ -12,11 +12,12 @@ from torch import Tensor
 
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core import attention, muon
-from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.loss import chunk_tokens
-from raytrain_gpt.core.memory import MemoryModel, _Allocations, update_bytes
+from raytrain_gpt.core.memory import MemoryModel, _Allocations
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.core.optim import build_optimizer, update
+from raytrain_gpt.core.muon import Muon
+from raytrain_gpt.core.optim import update
+from raytrain_gpt.core.registry import build_optimizer, count_model, new_model
 
 SHAPE = GPTShape(3, 2, 64, 32, 257)
 NARROW = replace(SHAPE, architecture="qwen3", num_kv_heads=1, mlp_size=48, tied_embeddings=False)
@@ -80,7 +81,7 @@ def test_selective_keeps_attention_and_all_linear_layers_but_the_last(shape: GPT
     more, less = (
         kept_bytes(replace(shape, num_layers=layers), 10, False, "selective") for layers in (4, 3)
     )
-    linear = sum(rows for rows, _ in shape.block_matrices[:-1])
+    linear = sum(rows for rows, _ in count_model(shape).block_matrices[:-1])
     channels = shape.embd_size + linear + shape.embd_size + shape.num_heads
     assert more - less == 10 * shape.seq_len * channels * 4
 
@@ -97,7 +98,13 @@ def test_the_more_is_recomputed_the_less_is_kept(architecture: Any) -> None:
 
 def test_the_state_is_16_bytes_a_parameter() -> None:
     memory = MemoryModel(SHAPE, True).predict(1, "none")
-    assert memory.weights + memory.gradients + memory.moments == 16 * SHAPE.num_parameters
+    assert (
+        memory.weights + memory.gradients + memory.moments == 16 * count_model(SHAPE).num_parameters
+    )
+
+
+def update_bytes(shape: GPTShape) -> int:
+    return Muon.update_bytes(count_model(shape).matrices, 1)
 
 
 class Peak(_Allocations):
@@ -126,7 +133,9 @@ def test_an_update_takes_what_a_real_one_has_at_its_peak(
 ) -> None:
     shape = ALIKE[architecture]
     monkeypatch.setattr(
-        muon, "STACK_ELEMENTS", matrices_per_stack * max(map(prod, shape.block_matrices))
+        muon,
+        "STACK_ELEMENTS",
+        matrices_per_stack * max(map(prod, count_model(shape).block_matrices)),
     )
 
     def peak_bytes(optim: OptimSection, dtype: torch.dtype | None = None) -> int:
@@ -142,7 +151,7 @@ def test_an_update_takes_what_a_real_one_has_at_its_peak(
                 update(optimizer, list(model.parameters()), 1e-3, 1.0)
         return peak.most
 
-    by_muon, counted = OptimSection(optimizer="muon"), update_bytes(shape, "muon")
+    by_muon, counted = OptimSection(optimizer="muon"), update_bytes(shape)
     assert counted == pytest.approx(peak_bytes(by_muon), rel=1e-3)
     assert counted / 2 < peak_bytes(by_muon, torch.bfloat16) < counted
     assert peak_bytes(OptimSection()) < 1000
@@ -154,9 +163,9 @@ def test_an_update_finds_the_memory_of_activations_free() -> None:
     )
     few, many = (muon.predict(sequences, "none") for sequences in (1, 10_000))
     free = few.activations + few.logits
-    assert few.update == update_bytes(SHAPE, "muon") - free > 0
+    assert few.update == update_bytes(SHAPE) - free > 0
     assert many.update == 0
-    by_muon = 3 * SHAPE.block_matrix_parameters
+    by_muon = 3 * count_model(SHAPE).block_matrix_parameters
     for sequences, more in ((1, few.update), (10_000, 0)):
         totals = [memory.predict(sequences, "none").total for memory in (adamw, muon)]
         assert totals[1] - totals[0] == more - 4 * by_muon

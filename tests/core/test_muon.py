@@ -13,11 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core import muon
-from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.loss_scale import LossScale
 from raytrain_gpt.core.model import GPT, GPTShape
-from raytrain_gpt.core.muon import MOMENTUM_BUFFER, newton_schulz, newton_schulz_flops
-from raytrain_gpt.core.optim import build_optimizer, update
+from raytrain_gpt.core.muon import newton_schulz, newton_schulz_flops
+from raytrain_gpt.core.optim import AdamW, update
+from raytrain_gpt.core.registry import build_optimizer, new_model
 from tests.core.test_optim import all_equal, put_gradients
 
 MUON = OptimSection(optimizer="muon", weight_decay=0.2, beta1=0.8, beta2=0.9, grad_clip=0.7)
@@ -44,7 +44,7 @@ def make(request: pytest.FixtureRequest) -> Callable[[], GPT]:
     return made
 
 
-def optimizer_of(model: GPT, dtype: torch.dtype = torch.float32) -> torch.optim.AdamW:
+def optimizer_of(model: GPT, dtype: torch.dtype = torch.float32) -> AdamW:
     return build_optimizer(model, MUON, dtype)
 
 
@@ -52,12 +52,12 @@ def matrices(model: GPT) -> list[torch.nn.Parameter]:
     return [parameter for parameter in model.h.parameters() if parameter.dim() == 2]
 
 
-def take_step(model: GPT, optimizer: torch.optim.AdamW, seed: int, scale: float = 1.0) -> None:
+def take_step(model: GPT, optimizer: AdamW, seed: int, scale: float = 1.0) -> None:
     put_gradients(model, seed, scale)
     update(optimizer, list(model.parameters()), 0.01, MUON.grad_clip)
 
 
-def state_of(model: GPT, optimizer: torch.optim.AdamW) -> list[Tensor]:
+def state_of(model: GPT, optimizer: AdamW) -> list[Tensor]:
     """Return copies of all weights and of the optimizer's state."""
     tensors: list[Tensor] = list(model.parameters())
     for parameter in model.parameters():
@@ -135,7 +135,7 @@ def test_all_but_the_blocks_matrices_get_exactly_adamws_steps(make: Callable[[],
     by_muon = {id(parameter) for parameter in matrices(ours)}
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(a, b) == (id(a) not in by_muon)
-    kept = [set(optimizers[0].state[p]) == {MOMENTUM_BUFFER} for p in matrices(ours)]
+    kept = [set(optimizers[0].state[p]) == {"momentum_buffer"} for p in matrices(ours)]
     assert kept == [True] * len(by_muon) != []
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.model import GPT
-from raytrain_gpt.core.optim import build_optimizer, learning_rate, update
+from raytrain_gpt.core.optim import Optimizer, learning_rate, update
+from raytrain_gpt.core.registry import build_optimizer
 from tests.core.conftest import NewModel
 
 
@@ -24,7 +25,7 @@ def put_gradients(model: GPT, seed: int, scale: float) -> float:
     return math.sqrt(squares)
 
 
-def state_of(model: GPT, optimizer: torch.optim.AdamW) -> list[Tensor]:
+def state_of(model: GPT, optimizer: Optimizer) -> list[Tensor]:
     """Return copies of all weights and moments."""
     tensors = [parameter.detach().clone() for parameter in model.parameters()]
     for parameter in model.parameters():

@@ -12,10 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from raytrain_gpt.config.sections import OptimSection
-from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.device import make_autocast, matmul_dtype
 from raytrain_gpt.core.gpt2 import GPT2
-from raytrain_gpt.core.optim import build_optimizer
+from raytrain_gpt.core.registry import build_optimizer, count_model, new_model
 from raytrain_gpt.core.state import HostSnapshot, load_model, load_optimizer
 from tests import training
 from tests.core.sharded import (
@@ -107,7 +106,7 @@ def test_a_bad_loss_of_one_rank_skips_the_update_on_all(two: Found, case: str) -
 
 
 def test_a_rank_keeps_its_shards_only(two: Found) -> None:
-    parameters = SHAPE.num_parameters
+    parameters = count_model(SHAPE).num_parameters
     for rank in two:
         for kept in (rank["fsdp fp32"]["kept"], rank["read"][1]):
             weights, moments = kept
@@ -159,7 +158,7 @@ def test_a_checkpoint_of_two_is_read_by_one_and_by_three(
         copy.write(file, tmp_path / "from" / file)
     three = ranks_of(3, tmp_path, go_on_from)
     assert same(files_of(tmp_path / "written"), files_of(directory / "fsdp"))
-    assert sum(rank["kept"][0] for rank in three) < 1.05 * SHAPE.num_parameters
+    assert sum(rank["kept"][0] for rank in three) < 1.05 * count_model(SHAPE).num_parameters
     for rank in three:
         assert len(rank["steps"]) == STEPS - 3
         assert same(rank["weights"], three[0]["weights"])

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.loop import MicroBatch
 from raytrain_gpt.core.model import GPT, GPTShape
-from raytrain_gpt.core.optim import build_optimizer
+from raytrain_gpt.core.optim import AdamW, Optimizer, numbers_of_groups
+from raytrain_gpt.core.registry import build_optimizer, count_model
 from raytrain_gpt.core.state import (
     MODEL_FILE,
     HostSnapshot,
@@ -29,10 +33,10 @@ from tests.core.conftest import MicroBatches, NewModel
 from tests.training import steps
 
 OPTIM_FILE = "optim-00000.safetensors"
-Trained = tuple[GPT, torch.optim.AdamW]
+Trained = tuple[GPT, AdamW]
 
 
-def save_state(directory: Path, model: GPT, optimizer: torch.optim.AdamW) -> None:
+def save_state(directory: Path, model: GPT, optimizer: Optimizer) -> None:
     copy = HostSnapshot(model, optimizer)
     copy.refresh()
     for file in copy.files():
@@ -40,7 +44,7 @@ def save_state(directory: Path, model: GPT, optimizer: torch.optim.AdamW) -> Non
 
 
 def train(
-    model: GPT, optimizer: torch.optim.AdamW, batches: Iterator[MicroBatch], first: int, stop: int
+    model: GPT, optimizer: AdamW, batches: Iterator[MicroBatch], first: int, stop: int
 ) -> None:
     for _ in steps(model, optimizer, batches, stop, first_step=first):
         pass
@@ -210,7 +214,9 @@ def test_a_model_of_another_size_is_refused_before_it_is_made(
     save_state(tmp_path, *trained)
     shape = trained[0].shape
     check_model_size(tmp_path, shape)
-    with raises_line(CheckpointError, MODEL_FILE, f"{shape.num_parameters} parameters"):
+    with raises_line(
+        CheckpointError, MODEL_FILE, f"{count_model(shape).num_parameters} parameters"
+    ):
         check_model_size(tmp_path, replace(shape, **sizes))
 
 
@@ -231,3 +237,98 @@ def test_a_damaged_file_is_refused(
         load_model(tmp_path, model)
     with raises_line(CheckpointError, str(tmp_path)):
         load_optimizer(tmp_path, model, build_optimizer(model, OptimSection()))
+
+
+class Late(torch.optim.Optimizer):
+    """Optimizer whose state, of many types, appears in its first step, and with a number in its group."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__(model.parameters(), {"lr": 0.1, "d": 1e-6, "k": 0, "weight_decay": 0.5})
+        self.grad_scale = self.found_inf = torch.zeros(())
+        self.group_numbers = numbers_of_groups(self.param_groups)
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["d"] *= 1.5
+            group["k"] += 1
+            for number, p in enumerate(group["params"]):
+                rows = torch.arange(len(p))
+                self.state[p] = {
+                    "bf16": torch.full_like(p, 0.3, dtype=torch.bfloat16),
+                    "fp64": torch.full_like(p, 1 / 3 + group["k"], dtype=torch.float64),
+                    "int8": (rows % 100).to(torch.int8),
+                    "flag": torch.tensor(True),
+                    "count": 2**53 + 1 + number,
+                    "ratio": 1e-300,
+                    "warm": group["k"] > 1,
+                    "nothing": None,
+                    "factors": [rows.double() / 7, [], 3, [None, rows]],
+                }
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Compare two states: same types, bits and structure."""
+    if isinstance(a, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return type(a) is type(b) and bool(a == b)
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_a_state_of_any_types_that_appears_in_the_first_step_comes_back(
+    tmp_path: Path, model: GPT, num_parts: int
+) -> None:
+    optimizer = Late(model)
+    copies = [HostSnapshot(model, optimizer, part, num_parts) for part in range(num_parts)]
+    for _ in range(2):  # the second snapshot reuses the buffers of the first
+        optimizer.step()
+        for copy in copies:
+            copy.refresh()
+            for file in copy.files():
+                copy.write(file, tmp_path / file)
+    again = Late(model)
+    load_optimizer(tmp_path, model, again)
+    for p in model.parameters():
+        assert again.state[p].keys() == optimizer.state[p].keys() != set()
+        assert all(equal(again.state[p][key], value) for key, value in optimizer.state[p].items())
+    numbers = [o.param_groups[0] for o in (again, optimizer)]
+    assert (numbers[0]["d"], numbers[0]["k"]) == (numbers[1]["d"], 2)
+    names = set(load_file(tmp_path / OPTIM_FILE))
+    assert {name for name in names if name.startswith("param_groups")} == {
+        "param_groups.0/d:float",
+        "param_groups.0/k:int",
+    }, "numbers that no step changed belong to the configuration"
+
+
+@pytest.mark.parametrize("value", [{"a": 1}, "text", (1, 2), [object()]])
+def test_a_state_that_a_file_cannot_hold_is_refused(model: GPT, value: object) -> None:
+    optimizer = Late(model)
+    optimizer.step()
+    optimizer.state[model.head_weight]["odd"] = value
+    with raises_line(CheckpointError, "wte.weight/odd", "tensors, numbers"):
+        HostSnapshot(model, optimizer)
+    optimizer.state = defaultdict(dict, {torch.zeros(1): {"a": torch.zeros(1)}})
+    with raises_line(CheckpointError, "belongs to no parameter"):
+        HostSnapshot(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"factors:list": torch.tensor(5)},
+        {"factors:list": torch.tensor([1, 2])},
+        {"factors:list": torch.tensor(torch.nan)},
+        {"count:int": torch.tensor([1, 2])},
+        {"count:int": torch.tensor(torch.inf)},
+    ],
+)
+def test_a_damaged_state_is_refused(tmp_path: Path, model: GPT, damage: dict[str, Tensor]) -> None:
+    optimizer = Late(model)
+    optimizer.step()
+    save_state(tmp_path, model, optimizer)
+    tensors = load_file(tmp_path / OPTIM_FILE)
+    tensors |= {f"wte.weight/{key}": tensor for key, tensor in damage.items()}
+    save_file(tensors, tmp_path / OPTIM_FILE)
+    with raises_line(CheckpointError, str(tmp_path), "damaged optimizer state"):
+        load_optimizer(tmp_path, model, Late(model))

@@ -17,8 +17,8 @@ import xllamacpp
 from gguf import GGUFReader
 from torch import Tensor
 
-from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.registry import new_model
 from raytrain_gpt.data.tokenizer import EOT, load_tokenizer, make_encoding
 from raytrain_gpt.errors import CheckpointError, DataError
 from raytrain_gpt.export import huggingface

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.core.registry import new_model
 from raytrain_gpt.errors import CheckpointError
 from raytrain_gpt.export.hf_config import hf_config_files, read_hf_config
 from raytrain_gpt.export.hf_gpt2 import shape_of_tensors

@@ -23,9 +23,9 @@ from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.config.load import resolve
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.registry import new_model, resolved_shape
 from raytrain_gpt.data.reader import read_sequences
 from raytrain_gpt.data.shards import read_manifest
 from raytrain_gpt.data.tokenizer import load_tokenizer, tokenizer_json, vocab_hash
@@ -321,7 +321,7 @@ def test_what_is_imported_is_exported_bit_for_bit(shape: tuple[int, ...], tmp_pa
     )
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "hf")
     _, found = import_weights(tmp_path / "hf", tmp_path / "checkpoint", print)
-    assert found == GPTShape(layers, heads, embd_size, seq_len, 257, dropout=0.1)
+    assert found == resolved_shape(GPTShape(layers, heads, embd_size, seq_len, 257, 0.1))
     export_checkpoint(tmp_path / "checkpoint", tmp_path / "again", "fp32", print)
     one, other = (load_file(tmp_path / d / "model.safetensors") for d in ("hf", "again"))
     assert one.keys() == other.keys()
@@ -489,7 +489,7 @@ def test_a_file_of_weights_needs_to_be_told_its_heads(
     assert "64 per head; set --num_heads" in refused("import", file)
     lines: list[str] = []
     place, shape = import_weights(file, tmp_path / "checkpoint", lines.append, num_heads=2)
-    assert shape == SHAPE
+    assert shape == resolved_shape(SHAPE)
     assert lines[0] == (
         "no tokenizer with the weights; assuming bytes from its 257 ids (override with --tokenizer)"
     )

@@ -22,9 +22,11 @@ from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.checkpoint.writer import CheckpointWriter
+from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.loop import MicroBatch
 from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.optim import AdamW
 from raytrain_gpt.core.state import load_model, load_optimizer
 from raytrain_gpt.storage.location import Location
 from tests.training import STATE, steps
@@ -50,7 +52,7 @@ def write_checkpoints(arguments: list[str], go: Connection, said: Connection) ->
     torch.set_num_threads(1)
     model = GPT2(SHAPE)
     model.init_weights(0)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = AdamW(model, OptimSection())
     go.recv()
     if args.world_size > 1:
         dist.init_process_group(
@@ -87,7 +89,7 @@ def go_on(
     catalog: Catalog,
     ranks: Collectives,
     model: GPT,
-    optimizer: torch.optim.AdamW,
+    optimizer: AdamW,
     say: Callable[[str], None],
 ) -> int:
     """Load the newest good checkpoint, the same on all ranks; return its step, or 0 without one."""

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from raytrain_gpt.config.call_options import SamplingOptions
-from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.generate import DecodingBatch
 from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.core.registry import new_model
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.serve import engine as engine_module
 from raytrain_gpt.serve.engine import Engine, Job, Weights

@@ -210,11 +210,11 @@ def test_real_steps_decide_and_running_out_of_memory_is_an_answer(
     """Steps are real, on the CPU, and run out of memory above `room` sequences."""
     seen: list[int] = []
 
-    def steps(model: object, optimizer: object, batches: Iterator[Any], **rest: Any) -> Any:
+    def steps(model: Any, optimizer: Any, batches: Iterator[Any], sums: Any, **rest: Any) -> Any:
         seen.append(len(next(batches)[0]))
         if seen[-1] > room:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return train_steps(model, optimizer, batches, **rest)  # type: ignore[arg-type]
+        return train_steps(model, optimizer, batches, sums, **rest)
 
     monkeypatch.setattr(memory_search, "train_steps", steps)
     search = table(config(), 2)

@@ -14,7 +14,7 @@ from raytrain_gpt.config.sections import STEPS_BEFORE_PROFILE, OptimSection
 from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.loop import MicroBatch, StepResult
 from raytrain_gpt.core.model import GPT, GPTShape
-from raytrain_gpt.core.optim import build_optimizer
+from raytrain_gpt.core.registry import build_optimizer
 from raytrain_gpt.tracking.run_files import read_rows
 from raytrain_gpt.tracking.step_time import STEP_SPAN, StepTimeBreakdown
 from raytrain_gpt.train.launch import train

@@ -1,0 +1,178 @@
+"""Gradients and losses summed over the micro-batches of a step, in floats or as integers.
+
+- `FloatSum`: autograd adds the gradients; DDP, or a sharded model, reduces them over the ranks.
+- `ExactSum`: the sum does not depend on the order or the number of workers. The gradients of every
+  micro-batch are rounded to multiples of 2^-44 and added to 64-bit integers, which one all-reduce per step
+  adds over the ranks. All ranks then have equal gradients, whatever their number, and take the same step.
+
+2^-44 is 6e-14, far below AdamW's epsilon of 1e-8. An exact step is skipped, like one that is not finite, if a
+gradient or a loss exceeds 2^18 / number of micro-batches: 4096 with 64 of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from raytrain_gpt.core.parallel import keeps_gradients
+
+FRACTION_BITS = 44
+LARGEST_SUM = 2.0**62
+"""Limit of a step's sum, so that all micro-batches together fit signed 64-bit integers."""
+
+
+class Accumulation(ABC):
+    """Sum over the micro-batches of a step; `finish` leaves the mean gradients in the parameters.
+
+    Attributes:
+        micro_batches_per_step: Micro-batches of this rank.
+        keeps_gradients: Whether gradients stay in memory between steps, see `parallel.keeps_gradients`.
+    """
+
+    def __init__(self, micro_batches_per_step: int, keeps_gradients: bool) -> None:
+        self.micro_batches_per_step = micro_batches_per_step
+        self.keeps_gradients = keeps_gradients
+
+    @abstractmethod
+    def random_stream(self, micro_batch: int) -> int | None:
+        """Number that seeds dropout from this micro-batch on, or None to continue the previous stream."""
+
+    def synchronized(self, micro_batch: int) -> contextlib.AbstractContextManager[object]:
+        """Context of a micro-batch's forward and backward pass."""
+        return contextlib.nullcontext()
+
+    @abstractmethod
+    def backward(self, loss: Tensor, factor: Tensor | None) -> None:
+        """Add a micro-batch's mean loss and, by its backward pass, its gradients.
+
+        Args:
+            factor: Multiplies the gradients, or None for 1.
+        """
+
+    @abstractmethod
+    def finish(self) -> Tensor:
+        """Complete the gradients of a step; return its mean loss, a scalar on the device."""
+
+
+class FloatSum(Accumulation):
+    """Float sums, reduced over the ranks in the last micro-batch's backward pass.
+
+    Args:
+        model: In DDP, sharded, or neither. A sharded model reduces gradients after every pass: accumulating
+            them would need full fp32 gradients on every rank, which sharding avoids.
+    """
+
+    def __init__(self, model: nn.Module, micro_batches_per_step: int, rank: int = 0) -> None:
+        super().__init__(micro_batches_per_step, keeps_gradients(model))
+        self._model, self._rank = model, rank
+        self._losses: list[Tensor] = []
+
+    def random_stream(self, micro_batch: int) -> int | None:
+        return self._rank if micro_batch == 0 else None
+
+    def synchronized(self, micro_batch: int) -> contextlib.AbstractContextManager[object]:
+        """Let DDP only accumulate gradients until the last micro-batch."""
+        is_last = micro_batch == self.micro_batches_per_step - 1
+        if is_last or not isinstance(self._model, DistributedDataParallel):
+            return contextlib.nullcontext()
+        return self._model.no_sync()
+
+    def backward(self, loss: Tensor, factor: Tensor | None) -> None:
+        loss = loss / self.micro_batches_per_step
+        self._losses.append(loss.detach())
+        is_last = len(self._losses) == self.micro_batches_per_step
+        torch.autograd.backward(loss, self._factor_or_nan(factor) if is_last else factor)
+
+    def _factor_or_nan(self, factor: Tensor | None) -> Tensor:
+        """Return the factor (default 1), or NaN if a loss of the step is not finite.
+
+        It multiplies the gradients that are all-reduced, so one rank's bad loss makes all ranks skip the
+        update, without an extra collective and without waiting.
+        """
+        total = torch.stack(self._losses).sum()
+        good = torch.isfinite(total)
+        return torch.where(good, 1.0 if factor is None else factor, torch.nan).to(total.dtype)
+
+    def finish(self) -> Tensor:
+        """Return the mean loss over this rank's tokens."""
+        losses, self._losses = self._losses, []
+        return torch.stack(losses).sum()
+
+
+class ExactSum(Accumulation):
+    """Integer sums over a step's micro-batches and all ranks.
+
+    Args:
+        parameters: Unsharded, equal on all ranks; their gradients are accumulated here.
+        group: The ranks, or None for a single rank.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        micro_batches_per_step: int,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(micro_batches_per_step, keeps_gradients=False)
+        self._parameters, self._group = parameters, group
+        rank, num_ranks = (0, 1) if group is None else (group.rank(), group.size())
+        self._first = rank * micro_batches_per_step
+        self._num = num_ranks * micro_batches_per_step
+        sizes = [p.numel() for p in parameters]
+        # After the gradients: the loss, and counts of out-of-range losses and micro-batches.
+        self._sums = torch.zeros(sum(sizes) + 3, dtype=torch.int64, device=parameters[0].device)
+        parts = torch.split(self._sums, [*sizes, 1, 1, 1])
+        *self._gradients, self._loss, self._bad_losses, self._bad = parts
+
+    def random_stream(self, micro_batch: int) -> int:
+        """Index of this rank's micro-batch among those of all ranks."""
+        return self._first + micro_batch
+
+    def backward(self, loss: Tensor, factor: Tensor | None) -> None:
+        torch.autograd.backward(loss, factor)
+        self.add(loss.detach())
+
+    @torch.no_grad()
+    def add(self, loss: Tensor) -> None:
+        """Add the mean loss and the gradients of a micro-batch, and drop the gradients."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        assert len(gradients) == len(self._parameters), (
+            "every parameter has a gradient in every step"
+        )
+        largest = torch.stack(torch._foreach_norm(gradients, math.inf)).max()
+        limit = LARGEST_SUM / self._num / 2**FRACTION_BITS
+        is_good = loss.abs() < limit  # false for NaN
+        self._bad_losses += ~is_good
+        self._bad += ~(is_good & (largest < limit))
+        scaled = torch.where(is_good, loss, 0).double() * 2.0**FRACTION_BITS
+        self._loss += scaled.round().long()
+        torch._foreach_mul_(gradients, 2.0**FRACTION_BITS)  # lossless: a power of two
+        torch._foreach_round_(gradients)
+        for total, gradient in zip(self._gradients, gradients, strict=True):
+            total += gradient.flatten().long()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def finish(self) -> Tensor:
+        """Set the gradients to the mean over all micro-batches and ranks, or NaN if out of range.
+
+        Returns:
+            The mean loss, NaN if one was not finite or out of range.
+        """
+        if self._group is not None:
+            dist.all_reduce(self._sums, group=self._group)
+        one = 1.0 / 2**FRACTION_BITS / self._num
+        unit = torch.where(self._bad > 0, math.nan, one).float()
+        for parameter, total in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = (total.float() * unit).view_as(parameter)
+        loss: Tensor = self._loss.double() * torch.where(self._bad_losses > 0, math.nan, one)
+        self._sums.zero_()
+        return loss.squeeze().float()
