@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -28,63 +27,36 @@ LARGEST_SUM = 2.0**62
 """Limit of a step's sum, so that all micro-batches together fit signed 64-bit integers."""
 
 
-class Accumulation(ABC):
-    """Sum over the micro-batches of a step; `finish` leaves the mean gradients in the parameters.
+class FloatSum:
+    """Float sums, which DDP reduces over the ranks in the last micro-batch's backward pass.
+
+    A sharded model reduces gradients in every pass: accumulating them would need full fp32 gradients on every
+    rank, which sharding avoids.
 
     Attributes:
         micro_batches_per_step: Micro-batches of this rank.
         keeps_gradients: Whether gradients stay in memory between steps, see `parallel.keeps_gradients`.
     """
 
-    def __init__(self, micro_batches_per_step: int, keeps_gradients: bool) -> None:
-        self.micro_batches_per_step = micro_batches_per_step
-        self.keeps_gradients = keeps_gradients
-
-    @abstractmethod
-    def random_stream(self, micro_batch: int) -> int | None:
-        """Number that seeds dropout from this micro-batch on, or None to continue the previous stream."""
-
-    def synchronized(self, micro_batch: int) -> contextlib.AbstractContextManager[object]:
-        """Context of a micro-batch's forward and backward pass."""
-        return contextlib.nullcontext()
-
-    @abstractmethod
-    def backward(self, loss: Tensor, factor: Tensor | None) -> None:
-        """Add a micro-batch's mean loss and, by its backward pass, its gradients.
-
-        Args:
-            factor: Multiplies the gradients, or None for 1.
-        """
-
-    @abstractmethod
-    def finish(self) -> Tensor:
-        """Complete the gradients of a step; return its mean loss, a scalar on the device."""
-
-
-class FloatSum(Accumulation):
-    """Float sums, reduced over the ranks in the last micro-batch's backward pass.
-
-    Args:
-        model: In DDP, sharded, or neither. A sharded model reduces gradients after every pass: accumulating
-            them would need full fp32 gradients on every rank, which sharding avoids.
-    """
-
     def __init__(self, model: nn.Module, micro_batches_per_step: int, rank: int = 0) -> None:
-        super().__init__(micro_batches_per_step, keeps_gradients(model))
+        self.micro_batches_per_step = micro_batches_per_step
+        self.keeps_gradients = keeps_gradients(model)
         self._model, self._rank = model, rank
         self._losses: list[Tensor] = []
 
     def random_stream(self, micro_batch: int) -> int | None:
+        """Number that seeds dropout from this micro-batch on, or None to continue the stream before it."""
         return self._rank if micro_batch == 0 else None
 
     def synchronized(self, micro_batch: int) -> contextlib.AbstractContextManager[object]:
-        """Let DDP only accumulate gradients until the last micro-batch."""
+        """Context of a forward and backward pass; until the last one, DDP only accumulates gradients."""
         is_last = micro_batch == self.micro_batches_per_step - 1
         if is_last or not isinstance(self._model, DistributedDataParallel):
             return contextlib.nullcontext()
         return self._model.no_sync()
 
     def backward(self, loss: Tensor, factor: Tensor | None) -> None:
+        """Add a micro-batch's mean loss and its gradients, which `factor` multiplies (None for 1)."""
         loss = loss / self.micro_batches_per_step
         self._losses.append(loss.detach())
         is_last = len(self._losses) == self.micro_batches_per_step
@@ -106,8 +78,8 @@ class FloatSum(Accumulation):
         return torch.stack(losses).sum()
 
 
-class ExactSum(Accumulation):
-    """Integer sums over a step's micro-batches and all ranks.
+class ExactSum:
+    """Integer sums over a step's micro-batches and all ranks; for the members see `FloatSum`.
 
     Args:
         parameters: Unsharded, equal on all ranks; their gradients are accumulated here.
@@ -120,7 +92,7 @@ class ExactSum(Accumulation):
         micro_batches_per_step: int,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(micro_batches_per_step, keeps_gradients=False)
+        self.micro_batches_per_step, self.keeps_gradients = micro_batches_per_step, False
         self._parameters, self._group = parameters, group
         rank, num_ranks = (0, 1) if group is None else (group.rank(), group.size())
         self._first = rank * micro_batches_per_step
@@ -134,6 +106,9 @@ class ExactSum(Accumulation):
     def random_stream(self, micro_batch: int) -> int:
         """Index of this rank's micro-batch among those of all ranks."""
         return self._first + micro_batch
+
+    def synchronized(self, micro_batch: int) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
 
     def backward(self, loss: Tensor, factor: Tensor | None) -> None:
         torch.autograd.backward(loss, factor)
@@ -176,3 +151,6 @@ class ExactSum(Accumulation):
         loss: Tensor = self._loss.double() * torch.where(self._bad_losses > 0, math.nan, one)
         self._sums.zero_()
         return loss.squeeze().float()
+
+
+Accumulation = FloatSum | ExactSum

@@ -142,18 +142,14 @@ class GPT(nn.Module, ABC):
         document_end: int | None = None,
     ) -> None:
         super().__init__()
-        self.shape = shape = self.resolved(shape)
+        mlp_size = shape.mlp_size or self.default_mlp_size(shape.embd_size)
+        self.shape = shape = replace(shape, mlp_size=mlp_size)
         self.activation_checkpointing = activation_checkpointing
         self.document_end = document_end
         keep = partial(_policy, shape.embd_size)
         # Created here, since a compiled model treats it as a constant.
         self._selective = partial(create_selective_checkpoint_contexts, keep)
         self.make_layers(shape)
-
-    @classmethod
-    def resolved(cls, shape: GPTShape) -> GPTShape:
-        """Return the shape with this architecture's default where `mlp_size` is 0."""
-        return replace(shape, mlp_size=shape.mlp_size or cls.default_mlp_size(shape.embd_size))
 
     @staticmethod
     @abstractmethod

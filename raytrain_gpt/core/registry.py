@@ -33,11 +33,6 @@ def new_model(
     return ARCHITECTURES[shape.architecture](shape, activation_checkpointing, document_end)
 
 
-def resolved_shape(shape: GPTShape) -> GPTShape:
-    """Return the shape that a model with it has."""
-    return ARCHITECTURES[shape.architecture].resolved(shape)
-
-
 def configured_model(
     config: Config, vocab_size: int, eot_token: int, activation_checkpointing: str = "none"
 ) -> GPT:
@@ -113,6 +108,12 @@ def moment_bytes(shape: GPTShape, optimizer: str) -> int:
         return sum(t.nbytes for state in states for t in state.values() if t.dim())
 
     return _extrapolate(shape, state_bytes)
+
+
+def resolved_shape(shape: GPTShape) -> GPTShape:
+    """Shape that a model has, with its architecture's defaults."""
+    one, _ = _shallow_models(replace(shape, num_layers=1))
+    return replace(one.shape, num_layers=shape.num_layers)
 
 
 def _extrapolate(shape: GPTShape, amount: Callable[[GPT], int]) -> int:

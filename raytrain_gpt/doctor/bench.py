@@ -76,7 +76,7 @@ def time_steps(
             setup.model,
             setup.optimizer,
             feed,
-            setup.accumulation(micro_batches),
+            setup.strategy.accumulation(setup.model, micro_batches),
             first_step=0,
             max_steps=num_steps,
             learning_rate=lambda step: learning_rate(step, optim, train.max_steps),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -37,8 +36,8 @@ from raytrain_gpt.data.tokenizer import read_tokenizer
 
 
 @dataclass(frozen=True)
-class Strategy(ABC):
-    """How the ranks hold one model and reduce its gradients.
+class Strategy:
+    """How the ranks hold one model: by default, a complete one on each, in DDP.
 
     Attributes:
         matmul_dtype: Type of matrix products under autocast, or None without autocast.
@@ -60,15 +59,16 @@ class Strategy(ABC):
         """Ranks that share the work of an update, or None if each does all of it."""
         return self.ranks
 
-    @abstractmethod
     def prepare(self, model: GPT) -> nn.Module:
-        """Bring a model to the device for the training loop; all ranks call it.
-
-        `model` is unsharded, initialized or loaded, and equal on all ranks.
-        """
+        """Bring a model, equal on all ranks, to the device for the training loop; all ranks call it."""
+        options = {"gradient_as_bucket_view": True, "process_group": self.group}
+        replica: nn.Module = ray.train.torch.prepare_model(
+            model, move_to_device=self.device, parallel_strategy_kwargs=options
+        )
+        return replica
 
     def accumulation(self, model: nn.Module, micro_batches_per_step: int) -> Accumulation:
-        """Sum the gradients of a prepared model."""
+        """Make the sum of a prepared model's gradients."""
         return FloatSum(model, micro_batches_per_step, self.rank)
 
     def eval_model(self, model: GPT) -> GPT:
@@ -78,17 +78,6 @@ class Strategy(ABC):
     def full_weights(self, model: GPT, eval_model: GPT) -> AbstractContextManager[None]:
         """Context in which `eval_model` has the weights of `model`; all ranks enter it together."""
         return nullcontext()
-
-
-class Replicated(Strategy):
-    """The complete model on every rank, in DDP."""
-
-    def prepare(self, model: GPT) -> nn.Module:
-        options = {"gradient_as_bucket_view": True, "process_group": self.group}
-        replica: nn.Module = ray.train.torch.prepare_model(
-            model, move_to_device=self.device, parallel_strategy_kwargs=options
-        )
-        return replica
 
 
 class Exact(Strategy):
@@ -138,7 +127,7 @@ def choose_strategy(
         case "fsdp" if _world_size() > 1:
             return Sharded(*given)
         case "ddp" | "fsdp":
-            return Replicated(*given)
+            return Strategy(*given)
 
 
 def _world_size() -> int:
@@ -166,14 +155,6 @@ class TrainingSetup:
     precision: str
     autocast: Autocast
     loss_scale: LossScale | None
-
-    def accumulation(self, micro_batches_per_step: int) -> Accumulation:
-        """Sum of the gradients of a step."""
-        return self.strategy.accumulation(self.model, micro_batches_per_step)
-
-    def full_weights(self) -> AbstractContextManager[None]:
-        """Context in which `eval_model` has the weights; all ranks enter it together."""
-        return self.strategy.full_weights(self.raw_model, self.eval_model)
 
 
 def set_up_training(

@@ -242,7 +242,7 @@ class Worker:
             setup.model,
             setup.optimizer,
             watched(self.profile.mark_data_wait(self.feed.micro_batches()), self.recorder.progress),
-            setup.accumulation(self.spec.plan.micro_batches_per_step),
+            setup.strategy.accumulation(setup.model, self.spec.plan.micro_batches_per_step),
             first_step=self.step,
             max_steps=train.max_steps,
             learning_rate=lambda step: learning_rate(step, optim, train.max_steps),
@@ -293,8 +293,8 @@ class Worker:
 
     def evaluate(self) -> None:
         """Report metrics over all ranks, and samples; excluded from training time."""
-        started = time.perf_counter()
-        with self.setup.full_weights():
+        started, setup = time.perf_counter(), self.setup
+        with setup.strategy.full_weights(setup.raw_model, setup.eval_model):
             metrics = self.evaluation.metrics(self.recorder.progress)
             numbers = {name: finite(value) for name, value in metrics.items()}
             row = {"step": self.step, **numbers, "perf/eval_s": time.perf_counter() - started}
