@@ -29,6 +29,7 @@ from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.tracking.recorder import CleanExit, RankState, RecorderSpec
 from raytrain_gpt.tracking.recorder_handle import ActorRecorder, RecorderHandle
 from raytrain_gpt.tracking.run_files import Row
+from raytrain_gpt.tracking.trackers import End
 from raytrain_gpt.train.policy import Kind, ScaleUp
 from raytrain_gpt.train.worker_group import TorchConfig, WorkerSpec, start_fit, worker_group
 
@@ -260,12 +261,12 @@ class Attempt:
 
     def close(self, end: AttemptEnd, newest: Checkpoint | None) -> None:
         """Finish all files and hand them to the trackers; after a dead recorder, the next one does."""
-        statuses = {"finished": "FINISHED", "failed": "FAILED", "hung": "FAILED"}
-        status = statuses.get(end.kind, "KILLED")
+        ends: dict[Kind, End] = {"finished": "finished", "failed": "failed", "hung": "failed"}
+        told = ends.get(end.kind, "interrupted")
         if end.kind == "stopped" and not self.killed.is_set():
-            status = "FINISHED"  # the sweep ended this trial as complete
+            told = "finished"  # the sweep ended this trial as complete
         with contextlib.suppress(ray.exceptions.RayActorError):
-            self.recorder.ask("close", status, str(newest.path) if newest else None)
+            self.recorder.ask("close", told, str(newest.path) if newest else None)
             for news in self.recorder.ask("take_news", 0.01):
                 self._take(news)
             self.recorder.end()
