@@ -18,10 +18,12 @@ def open_trackers(run: TrackedRun, files: RunFiles, log: Log) -> list[TrackerQue
     if run.config.tracking.tensorboard:
         from raytrain_gpt.tracking.tensorboard_events import TensorBoard  # imports for 0.3 s
 
-        trackers.append(TrackerQueue("TensorBoard", TensorBoard, run, log))
+        off = "no more TensorBoard events"  # its writer cannot recover from a full disk
+        trackers.append(TrackerQueue(TensorBoard, run, log, "TensorBoard", off, OSError))
         trackers[-1].rows(files.found_rows)
     if (uri := mlflow_run.tracking_uri(run.config)) is not None:
-        trackers.append(TrackerQueue(f"MLflow at {uri}", mlflow_run.MLflow, run, log))
+        name, off = f"MLflow at {uri}", "MLflow is off"
+        trackers.append(TrackerQueue(mlflow_run.MLflow, run, log, name, off))
         trackers[-1].rows(files.kept_rows)
     return trackers
 

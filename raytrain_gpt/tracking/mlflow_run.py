@@ -20,7 +20,7 @@ from typing import Any
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import location
-from raytrain_gpt.errors import ConfigError, UserError, reason
+from raytrain_gpt.errors import ConfigError, reason
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, is_url
@@ -126,10 +126,7 @@ class MLflow(MLflowRun):
 
     def __init__(self, run: TrackedRun) -> None:
         place, values, is_new = Location.of(run.directory), run.config.field_values(), run.step == 0
-        try:
-            super().__init__(place, run.config, values, run.tags, starts_over=is_new)
-        except UserError as error:
-            raise UserError(f"MLflow is off: {error}") from None
+        super().__init__(place, run.config, values, run.tags, starts_over=is_new)
         self._run = run
         # A rollback repeats steps with different batches; the later point counts.
         redone_from = float(self.tags.get(REDONE_TAG) or math.inf)

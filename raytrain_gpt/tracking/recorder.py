@@ -73,8 +73,8 @@ class Recorder:
     """See the module; methods are asynchronous, so that ranks do not wait for each other."""
 
     def __init__(self, spec: RecorderSpec) -> None:
-        self._run, self._sync = spec.run, spec.sync
-        self._config, step = spec.run.config, spec.run.step
+        run = spec.run
+        self._run, self._config, self._sync = run, run.config, spec.sync
         self._news: queue.SimpleQueue[str | Row] = queue.SimpleQueue()
         self._orders: list[str] = []
         self._changed = asyncio.Condition()
@@ -84,17 +84,17 @@ class Recorder:
         self._training = False
         self._unwritten: list[Row] = []
         self._pushing: asyncio.Task[None] | None = None
-        self._files = RunFiles(spec.run.directory, step, spec.saved_rows, spec.saved_samples)
+        self._files = RunFiles(run.directory, run.step, spec.saved_rows, spec.saved_samples)
         for line in self._files.left_out:
             self._news.put(line)
-        self._trackers = open_trackers(self._run, self._files, self._news.put)
+        self._trackers = open_trackers(run, self._files, self._news.put)
         for step, text in self._files.found_samples:
             self._track_samples(step, text)
         self._evaluated = {row["step"] for row in self._files.kept_rows if "val/loss" in row}
         self._files.kept_rows = []
         if spec.attempt is not None:
             lost = {"lost_steps": self._files.lost_steps, "lost_s": self._files.lost_s}
-            self._write([{"step": step, "event": "attempt", **spec.attempt, **lost}])
+            self._write([{"step": run.step, "event": "attempt", **spec.attempt, **lost}])
 
     def _write(self, rows: list[Row]) -> None:
         """Write rows, or keep them for the next call if the disk fails, so that metrics never end a run."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,8 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from raytrain_gpt.errors import UserError
 from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.tracking.trackers import End, TrackedRun, plottable_values
-
-
-@contextlib.contextmanager
-def _off_if_it_fails() -> Iterator[None]:
-    """Turn the tracker off after an error, from which the writer cannot recover."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"no more TensorBoard events: {error}") from None
 
 
 class TensorBoard:
@@ -35,12 +24,10 @@ class TensorBoard:
     Uses tensorboard's writer, since torch's and tensorboardX's import torch, which takes seconds.
     """
 
-    @_off_if_it_fails()
     def __init__(self, run: TrackedRun) -> None:
         self._writer = EventFileWriter(str(run.directory / "tensorboard"))
         self._add(run.step + 1, session_log=SessionLog(status=SessionLog.START))
 
-    @_off_if_it_fails()
     def rows(self, rows: list[Row]) -> None:
         for row in rows:
             numbers = plottable_values(row)
@@ -48,7 +35,6 @@ class TensorBoard:
             self._add(row["step"], row.get("time"), summary=Summary(value=values))
         self._writer.flush()
 
-    @_off_if_it_fails()
     def text(self, step: int, name: str, text: str) -> None:
         tensor = TensorProto(dtype=DT_STRING, string_val=[f"```\n{text}\n```".encode()])
         metadata = create_summary_metadata(name, "")

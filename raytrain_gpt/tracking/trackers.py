@@ -41,11 +41,7 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Tracker of one attempt, made from a `TrackedRun`.
-
-    A UserError turns it off, and its message goes to the console. After any other error, rows and texts come
-    again with the next ones.
-    """
+    """Tracker of one attempt; after an error, rows and texts come again with the next ones."""
 
     def rows(self, rows: list[Row]) -> None: ...
 
@@ -61,14 +57,22 @@ class TrackerQueue:
     seconds, do not delay the first step if the recorder is a thread of the training process.
 
     Args:
-        name: Name in the warning when the tracker first fails.
         make: Connects; retried until the tracker responds.
+        log: Receives a warning with the tracker's `name` when it first fails.
+        final: Error that turns the tracker off, with the warning `off`.
     """
 
     def __init__(
-        self, name: str, make: Callable[[TrackedRun], Tracker], run: TrackedRun, log: Log
+        self,
+        make: Callable[[TrackedRun], Tracker],
+        run: TrackedRun,
+        log: Log,
+        name: str,
+        off: str,
+        final: type[Exception] = UserError,
     ) -> None:
-        self._name, self._make, self._run, self._log = name, make, run, log
+        self._make, self._run, self._log = make, run, log
+        self._name, self._off, self._final = name, off, final
         self._rows: list[Row] = []
         self._texts: list[tuple[int, str, str]] = []
         self._end: End | None = None
@@ -120,8 +124,8 @@ class TrackerQueue:
                     return
                 with self._changed:  # only now, so that rows of a failed call are resent
                     del self._rows[: len(rows)], self._texts[: len(texts)]
-            except UserError as error:
-                self._log(str(error))
+            except self._final as error:
+                self._log(f"{self._off}: {error}")
                 with self._changed:
                     self._rows, self._texts, self._is_off = [], [], True
                     return

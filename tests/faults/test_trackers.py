@@ -41,7 +41,7 @@ def test_rows_wait_for_a_server_that_is_down(
         return MLflow(run)
 
     run = TrackedRun(tmp_path / "run", config, 0, tags={})
-    tracker = TrackerQueue(f"MLflow at {uri}", connect, run, lines.put)
+    tracker = TrackerQueue(connect, run, lines.put, f"MLflow at {uri}", "off")
     tracker.rows(rows[:20])
     returned.set()
     assert "does not respond" in lines.get(timeout=60)

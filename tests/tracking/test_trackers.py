@@ -18,7 +18,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.configured import mark_interrupted
+from raytrain_gpt.tracking.configured import mark_interrupted, open_trackers
 from raytrain_gpt.tracking.mlflow_run import (
     IDENTITY_TAG,
     TRACKING_FILE,
@@ -30,9 +30,8 @@ from raytrain_gpt.tracking.mlflow_run import (
     tracking_lines,
 )
 from raytrain_gpt.tracking.recorder import Recorder, RecorderSpec
-from raytrain_gpt.tracking.run_files import Row, read_rows
+from raytrain_gpt.tracking.run_files import Row, RunFiles, read_rows
 from raytrain_gpt.tracking.sync import RunSync
-from raytrain_gpt.tracking.tensorboard_events import TensorBoard
 from raytrain_gpt.tracking.trackers import End, TrackedRun, TrackerQueue, plottable_values
 from tests.conftest import raises_line
 
@@ -54,7 +53,7 @@ def track(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Track:
         uri = {"mlflow_uri": f"file:{tmp_path / 'mlruns'}", "experiment": "tests"}
         run = TrackedRun(tmp_path / "run", Config().updated(uri | fields), step, {"sweep": "a"})
         run.newest_checkpoint = newest
-        return TrackerQueue("MLflow", MLflow, run, pytest.fail)
+        return TrackerQueue(MLflow, run, pytest.fail, "MLflow", "off")
 
     return start
 
@@ -176,8 +175,8 @@ def test_what_mlflow_refuses_is_no_outage(tmp_path: Path) -> None:
         (str(tmp_path / "mlruns"), "a directory"),
     ):
         run = TrackedRun(tmp_path, Config().updated({"mlflow_uri": uri}), 0, {})
-        TrackerQueue("MLflow", MLflow, run, said.append).close("finished")
-        assert said.pop().startswith(f"MLflow is off: MLflow cannot use {uri}: "), why
+        TrackerQueue(MLflow, run, said.append, "MLflow", "off").close("finished")
+        assert said.pop().startswith(f"off: MLflow cannot use {uri}: "), why
 
 
 def test_the_page_of_a_run_is_told_and_a_run_that_was_left_is_killed(
@@ -234,7 +233,7 @@ def test_a_slow_and_failing_tracker_neither_slows_nor_ends_the_recorder(
             self._call("finish")
 
     def open_trackers(run: TrackedRun, _files: Any, log: Log) -> list[TrackerQueue]:
-        return [TrackerQueue("Fake", Fake, run, log)]
+        return [TrackerQueue(Fake, run, log, "Fake", "off")]
 
     monkeypatch.setattr("raytrain_gpt.tracking.recorder.open_trackers", open_trackers)
     monkeypatch.setattr("raytrain_gpt.tracking.trackers._RETRY_S", 0.0)
@@ -267,9 +266,8 @@ def test_tensorboard_ends_with_the_first_row_that_it_cannot_write(
         raise OSError(28, "No space left on device")
 
     said: list[str] = []
-    tracker = TrackerQueue(
-        "TensorBoard", TensorBoard, TrackedRun(tmp_path, Config(), 0, {}), said.append
-    )
+    run = TrackedRun(tmp_path, Config().updated({"mlflow_uri": None}), 0, {})
+    (tracker,) = open_trackers(run, RunFiles(tmp_path, 0, []), said.append)
     with monkeypatch.context() as patch:
         patch.setattr(EventFileWriter, "flush", full)
         tracker.rows(rows(1, 3))
