@@ -41,7 +41,7 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Tracker of one attempt; after an error, rows and texts come again with the next ones."""
+    """Tracker in one attempt; after an error, the call's rows or text come again with the next ones."""
 
     def rows(self, rows: list[Row]) -> None: ...
 

@@ -29,7 +29,6 @@ from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.tracking.recorder import CleanExit, RankState, RecorderSpec
 from raytrain_gpt.tracking.recorder_handle import ActorRecorder, RecorderHandle
 from raytrain_gpt.tracking.run_files import Row
-from raytrain_gpt.tracking.trackers import End
 from raytrain_gpt.train.policy import Kind, ScaleUp
 from raytrain_gpt.train.worker_group import TorchConfig, WorkerSpec, start_fit, worker_group
 
@@ -261,7 +260,7 @@ class Attempt:
 
     def close(self, end: AttemptEnd, newest: Checkpoint | None) -> None:
         """Finish all files and hand them to the trackers; after a dead recorder, the next one does."""
-        ends: dict[Kind, End] = {"finished": "finished", "failed": "failed", "hung": "failed"}
+        ends = {"finished": "finished", "failed": "failed", "hung": "failed"}
         told = ends.get(end.kind, "interrupted")
         if end.kind == "stopped" and not self.killed.is_set():
             told = "finished"  # the sweep ended this trial as complete

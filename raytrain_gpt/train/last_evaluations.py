@@ -15,7 +15,6 @@ from raytrain_gpt.evaluate.async_evaluation import AsyncEvaluation
 from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.tracking.recorder_handle import ActorRecorder, RecorderHandle
 from raytrain_gpt.tracking.run_files import read_rows
-from raytrain_gpt.tracking.trackers import End
 from raytrain_gpt.train.run_output import RunOutput
 
 POLL_S = 0.5
@@ -101,7 +100,7 @@ def _watch(
         lease.check()
     show(0.01)
     output.write_report()
-    end: End = "interrupted" if signals.stop.is_set() else "finished"
+    end = "interrupted" if signals.stop.is_set() else "finished"
     recorder.ask("close", end, str(newest.path))
     show(0.01)
     recorder.end()

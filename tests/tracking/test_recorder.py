@@ -84,7 +84,7 @@ def test_files_have_no_value_of_a_secret_variable(
 
 def test_an_attempt_begins_with_what_it_throws_away(tmp_path: Path) -> None:
     RunFiles(tmp_path, 0, []).add_rows([step_row(step) for step in range(1, 8)])
-    recorder(tmp_path, step=5, attempt=ATTEMPT)
+    recorder(tmp_path, step=5, attempt=ATTEMPT, saved_samples=[(3, "0: 'a'")])
     *kept, attempt = read_rows(tmp_path)
     assert [row["step"] for row in kept] == [1, 2, 3, 4, 5]
     assert attempt == {"step": 5, "event": "attempt", **ATTEMPT, "lost_steps": 2, "lost_s": 1.0}
