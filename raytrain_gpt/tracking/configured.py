@@ -13,10 +13,10 @@ from raytrain_gpt.tracking.trackers import TrackedRun, TrackerQueue
 
 
 def open_trackers(run: TrackedRun, files: RunFiles, log: Log) -> list[TrackerQueue]:
-    """Create the trackers of an attempt."""
+    """Create the trackers of an attempt, with the rows and samples that they may lack."""
     trackers = []
     if run.config.tracking.tensorboard:
-        from raytrain_gpt.tracking.tensorboard_events import TensorBoard  # imports for 0.3 s
+        from raytrain_gpt.tracking.tensorboard_events import TensorBoard  # here: it takes 0.3 s
 
         off = "no more TensorBoard events"  # its writer cannot recover from a full disk
         trackers.append(TrackerQueue(TensorBoard, run, log, "TensorBoard", off, OSError))
@@ -25,6 +25,9 @@ def open_trackers(run: TrackedRun, files: RunFiles, log: Log) -> list[TrackerQue
         name, off = f"MLflow at {uri}", "MLflow is off"
         trackers.append(TrackerQueue(mlflow_run.MLflow, run, log, name, off))
         trackers[-1].rows(files.kept_rows)
+    for tracker in trackers:
+        for step, text in files.found_samples:
+            tracker.text(step, "samples", text)
     return trackers
 
 

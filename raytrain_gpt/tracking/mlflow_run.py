@@ -299,9 +299,7 @@ def read_tracking(directory: Location) -> dict[str, str]:
     try:
         content = parse_json((directory / TRACKING_FILE).read_bytes())
         names = ("uri", "identity", "experiment_id", "run_id")
-        record = {
-            name: str(content[name]) for name in names if name in content or name in names[:2]
-        }
+        record = {n: str(content[n]) for n in names if n in content or n in names[:2]}
         return record if all(map(str.isprintable, record.values())) else {}
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return {}

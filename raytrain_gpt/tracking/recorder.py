@@ -88,8 +88,6 @@ class Recorder:
         for line in self._files.left_out:
             self._news.put(line)
         self._trackers = open_trackers(run, self._files, self._news.put)
-        for step, text in self._files.found_samples:
-            self._track_samples(step, text)
         self._evaluated = {row["step"] for row in self._files.kept_rows if "val/loss" in row}
         self._files.kept_rows = []
         if spec.attempt is not None:
@@ -135,11 +133,8 @@ class Recorder:
         text = redacted(text)
         with contextlib.suppress(OSError):  # `_write` reports a full disk
             self._files.add_samples(step, text)
-            self._track_samples(step, text)
-
-    def _track_samples(self, step: int, text: str) -> None:
-        for tracker in self._trackers:
-            tracker.text(step, "samples", text)
+            for tracker in self._trackers:
+                tracker.text(step, "samples", text)
 
     async def add_profile(self, attempt: int, use: StepTimeBreakdown, trace: bytes) -> None:
         """Store a profile: trace and tables as files, the tables on the console, an event."""
