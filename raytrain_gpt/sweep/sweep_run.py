@@ -5,13 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import re
-import tempfile
 import time
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -44,7 +41,9 @@ from raytrain_gpt.sweep.spec import Asha, Pbt, Sweep
 from raytrain_gpt.sweep.trial_actor import ShutdownBarrier, SweepContext, TrialActor, checkpoint_of
 from raytrain_gpt.sweep.trial_plan import num_trials, planned_trials, trial_config
 from raytrain_gpt.sweep.trials import State, Trial, best_trial
-from raytrain_gpt.tracking.mlflow_run import OFF, MLflowRun, mark_killed, mlflow_store
+from raytrain_gpt.tracking.configured import mark_interrupted, tracker_warnings
+from raytrain_gpt.tracking.mlflow_run import ParentRun, tracking_uri
+from raytrain_gpt.tracking.trackers import End
 from raytrain_gpt.train.supervisor import TrainLoop
 
 TRIALS_DIR = "trials"
@@ -60,41 +59,6 @@ _TUNE_ENVIRONMENT = {
     # We handle signals, so that runs save before they stop.
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
 }
-
-
-class ParentRun:
-    """The sweep's MLflow run, the parent of every trial's; an unresponsive server causes only a warning."""
-
-    def __init__(self, sweep: Sweep, base: Config, directory: Location, log: Log) -> None:
-        self._log = log
-        self._run: MLflowRun | None = None
-        uri, _ = mlflow_store(base)
-        if uri is None:
-            return
-        try:
-            self._run = MLflowRun(directory, base, sweep.model_dump(), {})
-        except Exception as error:  # a tracker's error must not end the sweep
-            log(f"cannot create the sweep's run in MLflow at {uri}: {error}")
-
-    @property
-    def child_tags(self) -> dict[str, str]:
-        return {} if self._run is None else {"mlflow.parentRunId": self._run.run_id}
-
-    def close(self, status: str, metrics: Mapping[str, float], files: Mapping[str, bytes]) -> None:
-        """End the run as FINISHED, FAILED or KILLED; `files` (name -> content) are its artifacts."""
-        if self._run is None:
-            return
-        client, run_id = self._run.client, self._run.run_id
-        try:
-            for name, value in metrics.items():
-                client.log_metric(run_id, name, value)
-            with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as directory:
-                for name, content in files.items():
-                    Path(directory, name).write_bytes(content)
-                client.log_artifacts(run_id, directory)
-            client.set_terminated(run_id, status)
-        except Exception as error:
-            self._log(f"cannot log the sweep's results to MLflow: {error}")
 
 
 @dataclass(frozen=True)
@@ -132,11 +96,10 @@ class SweepRun:
     ) -> None:
         self._sweep, self._base, self._directory, self._log = sweep, base, directory, log
         self._history = History(directory)
-        uri, _ = mlflow_store(base)
-        if uri is None and base.tracking.mlflow_uri == "auto":
-            log(OFF)
+        for line in tracker_warnings(base):
+            log(line)
         trials_path = str(directory / TRIALS_DIR)
-        changes: dict[str, Any] = {"storage_path": trials_path, "mlflow_uri": uri}
+        changes: dict[str, Any] = {"storage_path": trials_path, "mlflow_uri": tracking_uri(base)}
         if isinstance(sweep.scheduler, Pbt):
             # A copy may start after its original has reached the next comparison.
             needed = sweep.scheduler.perturb_every_tokens // sweep.report_every_tokens + 1
@@ -153,7 +116,7 @@ class SweepRun:
             TrainingFailed: no trial has a result.
             UserError: the storage is full, or another process took the sweep over.
         """
-        parent = ParentRun(self._sweep, self._base, self._directory, self._log)
+        parent = ParentRun(self._directory, self._base, self._sweep.model_dump(), self._log)
         remaining = self._remaining()
         if not remaining.names:
             self._log(f"{self._sweep.title} has already ended")
@@ -167,22 +130,22 @@ class SweepRun:
         context = SweepContext(
             sweep=self._sweep,
             base=self._fitted,
-            mlflow_tags=parent.child_tags,
+            tracker_tags=parent.child_tags,
             barrier=barrier,
             begun=remaining.begun,
             train_loop=train_loop,
         )
-        signals.defer(partial(mark_killed, self._directory, mlflow_store(self._base)[0]))
+        signals.defer(partial(mark_interrupted, self._directory, self._base))
         callback = SweepCallback(context, self._history, signals.stop, lease, self._log)
-        status = "FAILED"
+        end: End = "failed"
         try:
             self._tune(remaining, context, callback, at_once)
             lease.verify()
             if any(trial.state == "running" for trial in self._history.trials()):
                 raise SweepStopped  # Ray Tune returns at once on SIGUSR1, which batch systems may send
-            status = "FINISHED"
+            end = "finished"
         except SweepStopped:
-            status = "KILLED"
+            end = "interrupted"
             raise Interrupted(
                 "interrupted, all trials saved; continue with the same command and --resume"
             ) from None
@@ -190,8 +153,8 @@ class SweepRun:
             raise user_error_in(error) or error from None
         finally:
             ray.kill(barrier)
-            if status != "FINISHED":
-                parent.close(status, {}, {})
+            if end != "finished":
+                parent.close(end, {}, {})
         return self._finish(parent)
 
     def _remaining(self) -> _Remaining:
@@ -281,7 +244,7 @@ class SweepRun:
             (self._directory / name).write_bytes(content)
         resumable = not isinstance(sweep.scheduler, Pbt)
         failure = failure_text(trials, sweep.title, resumable)
-        parent.close("FAILED" if failure or best is None else "FINISHED", metrics, files)
+        parent.close("failed" if failure or best is None else "finished", metrics, files)
         tune_dir = self._directory / TUNE_DIR
         for name in filter(re.compile(r"\d{10}").fullmatch, tune_dir.names()):
             (tune_dir / name).remove()  # named by `_tune`

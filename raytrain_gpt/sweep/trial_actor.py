@@ -57,7 +57,7 @@ class SweepContext:
     sweep: Sweep
     base: FittedConfig
     """Configuration of all trials, with every `auto` resolved and absolute paths."""
-    mlflow_tags: dict[str, str]
+    tracker_tags: dict[str, str]
     barrier: Any
     begun: dict[str, tuple[int, str | None]]
     """Name of a trial that ran before -> tokens of its newest report, and, if a different run made it, the
@@ -173,7 +173,7 @@ class TrialRun:
         if self._origin is not None:
             origin = read_checkpoint(location(self._config, self._origin))
         trial = TrialHooks(
-            lambda _: self._report_new(), self._killed, origin, self._context.mlflow_tags
+            lambda _: self._report_new(), self._killed, origin, self._context.tracker_tags
         )
         config, train_loop = self._config, self._context.train_loop
         data, world_size = data_of(config), config.cluster.num_workers
@@ -190,7 +190,7 @@ class TrialRun:
                 self._error = Diverged(
                     f"{self._objective} is not finite at step {row['step']}, after {tokens} tokens"
                 )
-                self._killed.set()  # in MLflow such a trial is not FINISHED
+                self._killed.set()  # trackers shall not count such a trial as finished
                 self._signals.stop.set()
                 return
             report = self._report(row, rows)

@@ -1,16 +1,19 @@
 """The MLflow run of a training run, or of a sweep, which is the parent of its trials' runs.
 
 `mlflow.json` in the directory stores a random identity, also a tag of the MLflow run. It is written before
-the run is created, so that any restart finds the run.
+the run is created, so that any restart finds the run. After a restart, only rows that MLflow lacks are sent.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
+import tempfile
+import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -21,17 +24,23 @@ from raytrain_gpt.errors import ConfigError, reason
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, is_url
+from raytrain_gpt.tracking.run_files import PROFILE_DIR, Row
+from raytrain_gpt.tracking.trackers import End, TrackedRun, plottable_values
 
 SQLITE = "sqlite:///"
 OFF = "MLflow is off: its SQLite file cannot be in an object store; set mlflow_uri"
 TRACKING_FILE = "mlflow.json"
 IDENTITY_TAG = "raytrain_gpt_run"
+EVENTS_TAG = "raytrain_gpt_events_until"
+REDONE_TAG = "raytrain_gpt_redone_from"
 EXPORT_DIR = "exported"
 """Artifact directory of the last exported model."""
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
 _SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file", "databricks")
 _DATABASE, _ARTIFACTS = "mlflow.db", "mlartifacts"
+_STATUSES: dict[End, str] = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 _PARAMETER_LENGTH = 6000  # characters, MLflow's limit
+_BATCH_POINTS = 1000
 
 
 def check_uri(uri: str) -> None:
@@ -47,18 +56,12 @@ def check_uri(uri: str) -> None:
         )
 
 
-def mlflow_store(config: Config) -> tuple[str | None, str | None]:
-    """Return the tracking URI or None, and a new experiment's artifact location or None for the server's.
-
-    An SQLite file cannot be in an object store, where `auto` therefore disables tracking.
-    """
-    uri = config.tracking.mlflow_uri
-    if uri == "auto":
-        storage = location(config, config.run.storage_path)
-        uri = f"{SQLITE}{storage / _DATABASE}" if storage.is_local else None
-    if uri is None or not uri.startswith(SQLITE):
-        return uri, None
-    return uri, str(Path(uri.removeprefix(SQLITE)).parent / _ARTIFACTS)
+def tracking_uri(config: Config) -> str | None:
+    """Return the tracking URI, or None if it is null or `auto` needs an SQLite file in an object store."""
+    if config.tracking.mlflow_uri != "auto":
+        return config.tracking.mlflow_uri
+    storage = location(config, config.run.storage_path)
+    return f"{SQLITE}{storage / _DATABASE}" if storage.is_local else None
 
 
 class MLflowRun:
@@ -66,7 +69,7 @@ class MLflowRun:
 
     Args:
         directory: Directory of the run or sweep, which names the MLflow run.
-        config: Its `mlflow_store` is not None; a missing experiment is created.
+        config: Its `tracking_uri` is not None; a missing experiment is created.
         parameters: Logged under their names unless present.
         starts_over: Whether the run starts at step 0, and replaces an MLflow run with different parameters.
     """
@@ -80,8 +83,9 @@ class MLflowRun:
         *,
         starts_over: bool = False,
     ) -> None:
-        uri, artifact_location = mlflow_store(config)
+        uri = tracking_uri(config)
         assert uri is not None, "tracking is off"
+        store = Path(uri.removeprefix(SQLITE)).parent if uri.startswith(SQLITE) else None
         self.client = _client(uri)
         from mlflow.entities import Param
 
@@ -90,7 +94,7 @@ class MLflowRun:
         experiment_id = (
             existing.experiment_id
             if existing is not None
-            else self.client.create_experiment(experiment, artifact_location)
+            else self.client.create_experiment(experiment, store and str(store / _ARTIFACTS))
         )
         texts = {name: str(value)[:_PARAMETER_LENGTH] for name, value in parameters.items()}
         run = _find(self.client, experiment_id, _identity(directory, uri))
@@ -109,6 +113,95 @@ class MLflowRun:
         self.client.update_run(self.run_id, status="RUNNING")
         new = [Param(name, text) for name, text in texts.items() if name not in run.data.params]
         self.client.log_batch(self.run_id, params=new)
+
+    def finish(self, end: End, files: Iterable[Path]) -> None:
+        for file in files:
+            folder = PROFILE_DIR if file.parent.name == PROFILE_DIR else None
+            self.client.log_artifact(self.run_id, str(file), folder)
+        self.client.set_terminated(self.run_id, _STATUSES[end])
+
+
+class MLflow(MLflowRun):
+    """Tracker that sends the rows that a run's MLflow run lacks."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        place, values, is_new = Location.of(run.directory), run.config.field_values(), run.step == 0
+        super().__init__(place, run.config, values, run.tags, starts_over=is_new)
+        self._run = run
+        # A rollback repeats steps with different batches; the later point counts.
+        redone_from = float(self.tags.get(REDONE_TAG) or math.inf)
+        self._last_step = min(max(self._steps("train/loss"), default=0), redone_from)
+        # One by one, since an async evaluation may arrive after a later step's.
+        self._evaluated = {step for step in self._steps("val/loss") if step <= redone_from}
+        if redone_from < math.inf:
+            self.client.set_tag(self.run_id, REDONE_TAG, "")
+        # Events of the same step are distinguished by time.
+        self._last_event_s = float(self.tags.get(EVENTS_TAG, 0.0))
+
+    def _steps(self, key: str) -> list[int]:
+        return [metric.step for metric in self.client.get_metric_history(self.run_id, key)]
+
+    def rows(self, rows: list[Row]) -> None:
+        from mlflow.entities import Metric
+
+        now_ms = int(time.time() * 1000)
+        events = [row for row in rows if row.get("time", 0.0) > self._last_event_s]
+        for row in events:
+            if row["event"] == "rollback":
+                self.client.set_tag(self.run_id, REDONE_TAG, str(row["to_step"]))
+        steps = [row for row in rows if "train/loss" in row and row["step"] > self._last_step]
+        evaluations = [r for r in rows if "val/loss" in r and r["step"] not in self._evaluated]
+        metrics = [
+            Metric(key, value, now_ms, row["step"])
+            for row in (*events, *steps, *evaluations)
+            for key, value in plottable_values(row)
+        ]
+        for start in range(0, len(metrics), _BATCH_POINTS):
+            self.client.log_batch(self.run_id, metrics=metrics[start : start + _BATCH_POINTS])
+        if events:
+            self._last_event_s = max(row["time"] for row in events)
+            self.client.set_tag(self.run_id, EVENTS_TAG, repr(self._last_event_s))
+        self._last_step = max([self._last_step, *(row["step"] for row in steps)])
+        self._evaluated |= {row["step"] for row in evaluations}
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self.client.log_text(self.run_id, text, f"{name}/step={step:08d}.txt")
+
+    def finish(self, end: End, files: Iterable[Path]) -> None:
+        if self._run.newest_checkpoint is not None:
+            self.client.set_tag(self.run_id, "newest_checkpoint", self._run.newest_checkpoint)
+        super().finish(end, files)
+
+
+class ParentRun:
+    """The sweep's MLflow run, the parent of every trial's; an unresponsive server causes only a warning."""
+
+    def __init__(self, directory: Location, base: Config, sweep: dict[str, Any], log: Log) -> None:
+        self._log, self._run = log, None
+        if (uri := tracking_uri(base)) is None:
+            return
+        try:
+            self._run = MLflowRun(directory, base, sweep, {})
+        except Exception as error:  # a tracker's error must not end the sweep
+            log(f"cannot create the sweep's run in MLflow at {uri}: {error}")
+
+    @property
+    def child_tags(self) -> dict[str, str]:
+        return {} if self._run is None else {"mlflow.parentRunId": self._run.run_id}
+
+    def close(self, end: End, metrics: Mapping[str, float], files: Mapping[str, bytes]) -> None:
+        """End the run; `files` (name -> content) are its artifacts."""
+        if self._run is None:
+            return
+        try:
+            for name, value in metrics.items():
+                self._run.client.log_metric(self._run.run_id, name, value)
+            with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as directory:
+                for name, content in files.items():
+                    Path(directory, name).write_bytes(content)
+                self._run.finish(end, Path(directory).iterdir())
+        except Exception as error:
+            self._log(f"cannot log the sweep's results to MLflow: {error}")
 
 
 def track_export(run_dir: Location, experiment: str, directory: Path, log: Log) -> None:
@@ -162,11 +255,11 @@ def _check_artifacts(uri: str, run: Any) -> None:
         )
 
 
-def mark_killed(directory: Location, uri: str | None) -> None:
-    """End a directory's MLflow run at `uri`, if any, as KILLED; may raise any error."""
+def mark_killed(directory: Location, config: Config) -> None:
+    """End a directory's MLflow run, if any, as interrupted; may raise any error."""
     record = read_tracking(directory)
-    if uri is not None and record.get("uri") == uri and "run_id" in record:
-        _client(uri).set_terminated(record["run_id"], "KILLED")
+    if "run_id" in record and record["uri"] == tracking_uri(config):
+        _client(record["uri"]).set_terminated(record["run_id"], _STATUSES["interrupted"])
 
 
 def tracking_lines(directory: Location) -> list[str]:
@@ -206,9 +299,7 @@ def read_tracking(directory: Location) -> dict[str, str]:
     try:
         content = parse_json((directory / TRACKING_FILE).read_bytes())
         names = ("uri", "identity", "experiment_id", "run_id")
-        record = {
-            name: str(content[name]) for name in names if name in content or name in names[:2]
-        }
+        record = {n: str(content[n]) for n in names if n in content or n in names[:2]}
         return record if all(map(str.isprintable, record.values())) else {}
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return {}

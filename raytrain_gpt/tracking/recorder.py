@@ -1,7 +1,7 @@
 """The recorder, which writes a run's reports; `recorder_handle` decides where it runs.
 
 Workers send rows, samples and console lines by calls they do not wait for; the recorder writes the
-run's files, TensorBoard and MLflow, and passes console lines to the driver. The driver's commands go the
+run's files, feeds the trackers, and passes console lines to the driver. The driver's commands go the
 other way, in the response to each rank's heartbeat, so that they cost no step time.
 """
 
@@ -13,20 +13,18 @@ import queue
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
-from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.format import eval_line, event_line, step_line
 from raytrain_gpt.redact import redacted
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.mlflow_run import MLflowRun, mlflow_store
+from raytrain_gpt.tracking.configured import open_trackers
 from raytrain_gpt.tracking.run_files import PROFILE_DIR, Row, RunFiles
 from raytrain_gpt.tracking.step_time import StepTimeBreakdown
 from raytrain_gpt.tracking.sync import RunSync
-from raytrain_gpt.tracking.trackers import MLflow, TensorBoard
+from raytrain_gpt.tracking.trackers import End, TrackedRun
 
 BEAT_S = 3.0
 """Longest time that a heartbeat waits for a command, and so between a rank's heartbeats."""
@@ -37,16 +35,13 @@ class RecorderSpec:
     """Input of a recorder.
 
     Attributes:
-        step: Step to resume at.
         attempt: Details of the `attempt` event, or None if the run only evaluates.
         saved_rows: Rows stored in the checkpoints.
         saved_samples: (step, text) of the samples stored in them.
     """
 
     sync: RunSync
-    config: Config
-    mlflow_tags: dict[str, str]
-    step: int
+    run: TrackedRun
     attempt: Row | None
     saved_rows: list[Row]
     saved_samples: list[tuple[int, str]]
@@ -78,8 +73,8 @@ class Recorder:
     """See the module; methods are asynchronous, so that ranks do not wait for each other."""
 
     def __init__(self, spec: RecorderSpec) -> None:
-        config, work_dir = spec.config, spec.sync.work_dir
-        self._config, self._sync = config, spec.sync
+        run = spec.run
+        self._run, self._config, self._sync = run, run.config, spec.sync
         self._news: queue.SimpleQueue[str | Row] = queue.SimpleQueue()
         self._orders: list[str] = []
         self._changed = asyncio.Condition()
@@ -89,31 +84,15 @@ class Recorder:
         self._training = False
         self._unwritten: list[Row] = []
         self._pushing: asyncio.Task[None] | None = None
-        self._files = RunFiles(work_dir, spec.step, spec.saved_rows, spec.saved_samples)
+        self._files = RunFiles(run.directory, run.step, spec.saved_rows, spec.saved_samples)
         for line in self._files.left_out:
             self._news.put(line)
-        self._trackers: list[TensorBoard | MLflow] = []
-        if config.tracking.tensorboard:
-            tensorboard = TensorBoard(work_dir, spec.step)
-            tensorboard.add_rows(self._files.found_rows)
-            self._trackers.append(tensorboard)
-        self._mlflow: MLflow | None = None
-        uri, _ = mlflow_store(config)
-        if uri is not None:
-            place, values = Location.of(work_dir), config.field_values()
-            open_run = partial(
-                MLflowRun, place, config, values, spec.mlflow_tags, starts_over=spec.step == 0
-            )
-            self._mlflow = MLflow(open_run, work_dir, uri, self._news.put, self._files.kept_rows)
-            self._trackers.append(self._mlflow)
-        for step, text in self._files.found_samples:
-            for tracker in self._trackers:
-                tracker.add_samples(step, text)
+        self._trackers = open_trackers(run, self._files, self._news.put)
         self._evaluated = {row["step"] for row in self._files.kept_rows if "val/loss" in row}
         self._files.kept_rows = []
         if spec.attempt is not None:
             lost = {"lost_steps": self._files.lost_steps, "lost_s": self._files.lost_s}
-            self._write([{"step": spec.step, "event": "attempt", **spec.attempt, **lost}])
+            self._write([{"step": run.step, "event": "attempt", **spec.attempt, **lost}])
 
     def _write(self, rows: list[Row]) -> None:
         """Write rows, or keep them for the next call if the disk fails, so that metrics never end a run."""
@@ -127,12 +106,8 @@ class Recorder:
                 self._news.put(f"keeping metrics in memory: cannot write {where}: {error.strerror}")
             return
         written, self._unwritten = self._unwritten, []
-        for tracker in list(self._trackers):
-            try:
-                tracker.add_rows(written)
-            except OSError as error:  # TensorBoard's writer cannot recover from a failure
-                self._trackers.remove(tracker)
-                self._news.put(f"no more TensorBoard events: {error}")
+        for tracker in self._trackers:
+            tracker.rows(written)
 
     async def add_rows(self, rows: list[Row]) -> None:
         """Write rows everywhere, and the console lines that are due."""
@@ -159,7 +134,7 @@ class Recorder:
         with contextlib.suppress(OSError):  # `_write` reports a full disk
             self._files.add_samples(step, text)
             for tracker in self._trackers:
-                tracker.add_samples(step, text)
+                tracker.text(step, "samples", text)
 
     async def add_profile(self, attempt: int, use: StepTimeBreakdown, trace: bytes) -> None:
         """Store a profile: trace and tables as files, the tables on the console, an event."""
@@ -272,16 +247,12 @@ class Recorder:
     async def is_training(self) -> bool:
         return self._training
 
-    async def close(self, status: str, newest_checkpoint: str | None) -> None:
-        """Close all files; end MLflow's run as FINISHED, FAILED or KILLED."""
+    async def close(self, end: End, newest_checkpoint: str | None) -> None:
+        """Finish all copies and have all trackers end the run."""
         if self._pushing is not None:
             await self._pushing
-        if self._mlflow is not None:
-            await asyncio.to_thread(self._mlflow.close, status, newest_checkpoint)
-        for tracker in self._trackers:
-            if isinstance(tracker, TensorBoard):
-                with contextlib.suppress(OSError):
-                    tracker.close()
+        self._run.newest_checkpoint = newest_checkpoint
+        await asyncio.gather(*(asyncio.to_thread(one.close, end) for one in self._trackers))
 
 
 def _without_secrets(row: Row) -> Row:

@@ -260,12 +260,12 @@ class Attempt:
 
     def close(self, end: AttemptEnd, newest: Checkpoint | None) -> None:
         """Finish all files and hand them to the trackers; after a dead recorder, the next one does."""
-        statuses = {"finished": "FINISHED", "failed": "FAILED", "hung": "FAILED"}
-        status = statuses.get(end.kind, "KILLED")
+        ends = {"finished": "finished", "failed": "failed", "hung": "failed"}
+        told = ends.get(end.kind, "interrupted")
         if end.kind == "stopped" and not self.killed.is_set():
-            status = "FINISHED"  # the sweep ended this trial as complete
+            told = "finished"  # the sweep ended this trial as complete
         with contextlib.suppress(ray.exceptions.RayActorError):
-            self.recorder.ask("close", status, str(newest.path) if newest else None)
+            self.recorder.ask("close", told, str(newest.path) if newest else None)
             for news in self.recorder.ask("take_news", 0.01):
                 self._take(news)
             self.recorder.end()

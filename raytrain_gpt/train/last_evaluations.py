@@ -100,7 +100,7 @@ def _watch(
         lease.check()
     show(0.01)
     output.write_report()
-    status = "KILLED" if signals.stop.is_set() else "FINISHED"
-    recorder.ask("close", status, str(newest.path))
+    end = "interrupted" if signals.stop.is_set() else "finished"
+    recorder.ask("close", end, str(newest.path))
     show(0.01)
     recorder.end()

@@ -25,7 +25,7 @@ from raytrain_gpt.evaluate.hellaswag import DOWNLOAD
 from raytrain_gpt.format import count, size
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location, cache_directory, is_url
-from raytrain_gpt.tracking.mlflow_run import OFF, SQLITE, check_uri, mlflow_store
+from raytrain_gpt.tracking.configured import absolute_stores, tracker_warnings
 
 VERIFY_CONTENT_BYTES = 2**30
 """Data up to this size is hashed at every start; beyond it only sizes and footers are read."""
@@ -59,9 +59,7 @@ def warnings(config: Config) -> list[str]:
             f"warmup_steps={warmup} is above max_steps={max_steps}, so the learning rate never reaches "
             "peak_lr; usual: a twentieth of max_steps"
         )
-    if config.tracking.mlflow_uri == "auto" and mlflow_store(config) == (None, None):
-        messages.append(OFF)
-    return messages
+    return messages + tracker_warnings(config)
 
 
 def sizes_of_init_from(
@@ -159,7 +157,7 @@ def absolute_paths(config: ConfigT) -> ConfigT:
 
     Raises:
         ConfigError: a path is relative in a submitted job, whose working directory is deleted afterwards, or
-            the MLflow store is invalid.
+            a tracker's store is invalid.
     """
     values = config.field_values()
 
@@ -179,9 +177,4 @@ def absolute_paths(config: ConfigT) -> ConfigT:
             is_start = name == "init_from"
             path = _start_path(config, values[name]) if is_start else values[name]
             changes[name] = absolute(name, path)
-    uri = config.tracking.mlflow_uri
-    if uri not in (None, "auto"):
-        check_uri(uri)
-        prefix = SQLITE if uri.startswith(SQLITE) else ""
-        changes["mlflow_uri"] = prefix + absolute("mlflow_uri", uri.removeprefix(prefix))
-    return config.updated(changes)
+    return config.updated({**changes, **absolute_stores(config, absolute)})

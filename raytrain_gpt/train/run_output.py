@@ -21,14 +21,15 @@ from raytrain_gpt.tracking.run_files import (
     read_rows,
 )
 from raytrain_gpt.tracking.sync import RunSync
+from raytrain_gpt.tracking.trackers import TrackedRun
 
 
 class RunOutput:
     """Small files of a run, edited in a local directory and copied to an object store."""
 
-    def __init__(self, run_dir: Location, mlflow_tags: dict[str, str], log: Log) -> None:
+    def __init__(self, run_dir: Location, tracker_tags: dict[str, str], log: Log) -> None:
         self.run_dir, self.sync = run_dir, RunSync(run_dir)
-        self._mlflow_tags, self.log = mlflow_tags, log
+        self._tracker_tags, self.log = tracker_tags, log
 
     def check_is_ours(self) -> None:
         """Check, before the first step, that only files of a run would be replaced.
@@ -68,9 +69,7 @@ class RunOutput:
         samples = [(c.state.step, c.evaluated.samples) for c in checkpoints if c.evaluated]
         return RecorderSpec(
             sync=self.sync,
-            config=config,
-            mlflow_tags=self._mlflow_tags,
-            step=step,
+            run=TrackedRun(self.sync.work_dir, config, step, self._tracker_tags),
             attempt=attempt,
             saved_rows=saved_rows,
             saved_samples=[(at, text) for at, text in samples if text],

@@ -47,7 +47,7 @@ from raytrain_gpt.format import Log, amount, count
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.lease import LEASE_FILE, Lease, hold_lease
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.mlflow_run import mark_killed, mlflow_store
+from raytrain_gpt.tracking.configured import mark_interrupted
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, Row
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import preflight
@@ -78,7 +78,7 @@ class TrialHooks:
     evaluated: Callable[[Row], None]
     killed: threading.Event
     origin: Checkpoint | None = None
-    mlflow_tags: dict[str, str] = field(default_factory=dict)
+    tracker_tags: dict[str, str] = field(default_factory=dict)
 
 
 class Run:
@@ -100,7 +100,7 @@ class Run:
         self.make_attempt: Callable[..., Attempt] = Attempt
         self.origin = trial.origin if trial else None
         self.run_dir = run_location(config)
-        self.output = RunOutput(self.run_dir, trial.mlflow_tags if trial else {}, log)
+        self.output = RunOutput(self.run_dir, trial.tracker_tags if trial else {}, log)
         self.rollback = Rollback(self.run_dir, config.spikes.skip_before, log)
         self.catalog = Catalog(self.run_dir)
         self._choices: Any = None
@@ -272,8 +272,8 @@ class Run:
             )
         except ray.exceptions.RayError as error:  # the memory probe died
             return AttemptEnd("failed", error)
-        uri, _ = mlflow_store(self.config)
-        self.signals.defer(partial(mark_killed, Location.of(self.output.sync.work_dir), uri))
+        work_dir = Location.of(self.output.sync.work_dir)
+        self.signals.defer(partial(mark_interrupted, work_dir, self.config))
         # Checkpoints above this step are damaged or from a dead attempt; this attempt rewrites them.
         self.catalog.clean(good_until=resume_step(resumed))
         attempt = self._new_attempt(plan, resumed, lease)

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.mlflow_run import MLflowRun
+from raytrain_gpt.tracking.mlflow_run import MLflow
 from raytrain_gpt.tracking.run_files import Row
-from raytrain_gpt.tracking.trackers import MLflow
+from raytrain_gpt.tracking.trackers import TrackedRun, TrackerQueue
 from tests.ports import free_port
 
 from .gates import WITHIN_S, wait_until
@@ -33,18 +32,17 @@ def test_rows_wait_for_a_server_that_is_down(
     uri = f"http://127.0.0.1:{free_port()}"
     lines: queue.Queue[str] = queue.Queue()
     rows: list[Row] = [{"step": step, "train/loss": 1.0 / step} for step in range(1, 41)]
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    place = Location.of(run_dir)
+    (tmp_path / "run").mkdir()
     config = Config().updated({"mlflow_uri": uri, "experiment": "down"})
     returned = threading.Event()
 
-    def open_run() -> MLflowRun:
+    def connect(run: TrackedRun) -> MLflow:
         assert returned.wait(WITHIN_S), "adding rows must not wait for a tracker that is down"
-        return MLflowRun(place, config, {"seed": 1}, {}, starts_over=True)
+        return MLflow(run)
 
-    tracker = MLflow(open_run, run_dir, uri, lines.put)
-    tracker.add_rows(rows[:20])
+    run = TrackedRun(tmp_path / "run", config, 0, tags={})
+    tracker = TrackerQueue(connect, run, lines.put, f"MLflow at {uri}", "off")
+    tracker.rows(rows[:20])
     returned.set()
     assert "does not respond" in lines.get(timeout=60)
 
@@ -69,11 +67,11 @@ def test_rows_wait_for_a_server_that_is_down(
             return sorted(metric.step for metric in history)
 
         wait_until(lambda: logged() == list(range(1, 21)), "the rows added first")
-        tracker.add_rows(rows[20:])
-        tracker.close("FINISHED", None)
+        tracker.rows(rows[20:])
+        tracker.close("finished")
         assert logged() == list(range(1, 41))
-        (run,) = client.search_runs([client.get_experiment_by_name("down").experiment_id])
-        assert run.info.status == "FINISHED"
+        (sent,) = client.search_runs([client.get_experiment_by_name("down").experiment_id])
+        assert sent.info.status == "FINISHED"
         assert lines.empty()
     finally:
         server.terminate()

@@ -13,9 +13,10 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep import tune
 from raytrain_gpt.sweep.history import History
 from raytrain_gpt.sweep.spec import Sweep
-from raytrain_gpt.sweep.sweep_run import ParentRun, SweepRun, SweepSummary
+from raytrain_gpt.sweep.sweep_run import SweepRun, SweepSummary
 from raytrain_gpt.sweep.trial_plan import base_config
 from raytrain_gpt.sweep.tune import BASE_FILE, SWEEP_FILE, check_known, to_yaml
+from raytrain_gpt.tracking.mlflow_run import ParentRun
 from tests.conftest import RunCli, raises_line
 
 from .conftest import sweep_of
@@ -81,7 +82,7 @@ def ended_sweep(directory: Path, states: list[str], **changes: Any) -> SweepSumm
     base = base_config(sweep).updated({"mlflow_uri": None})
     fitted = decided(FittedConfig, base, use_gpu=False, num_workers=1, cpus_per_worker=1)
     at = Location.of(directory)
-    return SweepRun(sweep, base, fitted, at, print)._finish(ParentRun(sweep, base, at, print))
+    return SweepRun(sweep, base, fitted, at, print)._finish(ParentRun(at, base, {}, print))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from raytrain_gpt.tracking.recorder_handle import ActorRecorder
 from raytrain_gpt.tracking.run_files import Row, RunFiles, read_rows, read_samples
 from raytrain_gpt.tracking.step_time import KINDS, StepTimeBreakdown
 from raytrain_gpt.tracking.sync import RunSync
+from raytrain_gpt.tracking.trackers import TrackedRun
 
 ATTEMPT = {"time": 1.0, "attempt": 1, "num_workers": 2, "session": "a"}
 CHECKPOINT = {"perf/checkpoint_blocked_s": 0.01, "perf/checkpoint_write_s": 2.0}
@@ -29,14 +30,8 @@ def spec(run_dir: Path, step: int = 0, attempt: Row | None = None, **changed: An
     """Make the specification of a recorder that writes only files."""
     saved = {name: changed.pop(name, []) for name in ("saved_rows", "saved_samples")}
     values = {"max_steps": 40, "log_every_steps": 10, "tensorboard": False, **changed}
-    return RecorderSpec(
-        sync=RunSync(Location.of(run_dir)),
-        config=Config().updated({"mlflow_uri": None, **values}),
-        mlflow_tags={},
-        step=step,
-        attempt=attempt,
-        **saved,
-    )
+    run = TrackedRun(run_dir, Config().updated({"mlflow_uri": None, **values}), step, tags={})
+    return RecorderSpec(RunSync(Location.of(run_dir)), run, attempt, **saved)
 
 
 def recorder(run_dir: Path, step: int = 0, attempt: Row | None = None, **changed: Any) -> Recorder:
@@ -89,7 +84,7 @@ def test_files_have_no_value_of_a_secret_variable(
 
 def test_an_attempt_begins_with_what_it_throws_away(tmp_path: Path) -> None:
     RunFiles(tmp_path, 0, []).add_rows([step_row(step) for step in range(1, 8)])
-    recorder(tmp_path, step=5, attempt=ATTEMPT)
+    recorder(tmp_path, step=5, attempt=ATTEMPT, saved_samples=[(3, "0: 'a'")])
     *kept, attempt = read_rows(tmp_path)
     assert [row["step"] for row in kept] == [1, 2, 3, 4, 5]
     assert attempt == {"step": 5, "event": "attempt", **ATTEMPT, "lost_steps": 2, "lost_s": 1.0}
@@ -148,7 +143,7 @@ def test_a_checkpoint_copies_the_files_and_a_failure_is_said(
     async def two_checkpoints() -> None:
         for step in (10, 20):
             await writer.add_event(step, "checkpoint", **CHECKPOINT)
-            await writer.close("FINISHED", None)
+            await writer.close("finished", None)
 
     writer = recorder(tmp_path)
     run(two_checkpoints())

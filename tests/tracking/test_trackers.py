@@ -1,34 +1,41 @@
-"""Records of a run in MLflow and TensorBoard after restarts and rollbacks."""
+"""Trackers: records of a run in MLflow after restarts and rollbacks, and trackers that fail."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import queue
+import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mlflow import MlflowClient
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.configured import mark_interrupted, open_trackers
 from raytrain_gpt.tracking.mlflow_run import (
     IDENTITY_TAG,
     TRACKING_FILE,
     URI_VARIABLE,
+    MLflow,
     MLflowRun,
-    mark_killed,
     read_tracking,
     track_export,
     tracking_lines,
 )
-from raytrain_gpt.tracking.run_files import Row
-from raytrain_gpt.tracking.trackers import MLflow, plottable_values
+from raytrain_gpt.tracking.recorder import Recorder, RecorderSpec
+from raytrain_gpt.tracking.run_files import Row, RunFiles, read_rows
+from raytrain_gpt.tracking.sync import RunSync
+from raytrain_gpt.tracking.trackers import End, TrackedRun, TrackerQueue, plottable_values
 from tests.conftest import raises_line
 
-Track = Callable[..., MLflow]
+Track = Callable[..., TrackerQueue]
 
 
 @pytest.fixture
@@ -42,15 +49,11 @@ def track(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Track:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     (tmp_path / "run").mkdir()
 
-    def start(step: int, **parameters: Any) -> MLflow:
-        uri, run_dir = f"file:{tmp_path / 'mlruns'}", tmp_path / "run"
-
-        def open_run() -> MLflowRun:
-            config = Config().updated({"mlflow_uri": uri, "experiment": "tests"})
-            place = Location.of(run_dir)
-            return MLflowRun(place, config, parameters, {}, starts_over=step == 0)
-
-        return MLflow(open_run, run_dir, uri, list[str]().append)
+    def start(step: int, newest: str | None = None, **fields: Any) -> TrackerQueue:
+        uri = {"mlflow_uri": f"file:{tmp_path / 'mlruns'}", "experiment": "tests"}
+        run = TrackedRun(tmp_path / "run", Config().updated(uri | fields), step, {"sweep": "a"})
+        run.newest_checkpoint = newest
+        return TrackerQueue(MLflow, run, pytest.fail, "MLflow", "off")
 
     return start
 
@@ -78,28 +81,31 @@ def test_numbers_that_a_tracker_can_plot() -> None:
 
 def test_steps_repeated_after_a_restart_are_sent_once(track: Track, client: MlflowClient) -> None:
     first = track(0, seed=1)
-    first.add_rows([*rows(1, 20), {"step": 10, "val/loss": 3.0}])
-    first.add_samples(10, "To be")
-    first.close("KILLED", None)
-    again = track(10, seed=1, num_workers=2)
-    again.add_rows([{"step": 10, "val/loss": 3.0}, *rows(11, 30), {"step": 20, "val/loss": 2.0}])
-    again.close("FINISHED", "checkpoints/step=00000030")
+    first.rows([*rows(1, 20), {"step": 10, "val/loss": 3.0}])
+    first.text(10, "samples", "To be")
+    first.close("interrupted")
+    again = track(10, "checkpoints/step=00000030", seed=1)
+    again.rows([{"step": 10, "val/loss": 3.0}, *rows(11, 30), {"step": 20, "val/loss": 2.0}])
+    again.close("finished")
     assert history(client, "train/loss") == [(step, 1.0) for step in range(1, 31)]
     assert history(client, "val/loss") == [(10, 3.0), (20, 2.0)]
     (run,) = runs(client)
     assert run.info.status == "FINISHED"
-    assert run.data.params == {"seed": "1", "num_workers": "2"}
-    assert run.data.tags["newest_checkpoint"] == "checkpoints/step=00000030"
+    assert run.data.params["seed"] == "1"
+    tags = {"newest_checkpoint": "checkpoints/step=00000030", "sweep": "a"}
+    assert tags.items() <= run.data.tags.items()
+    (samples,) = client.list_artifacts(run.info.run_id, "samples")
+    assert samples.path == "samples/step=00000010.txt"
 
 
 def test_steps_after_a_rollback_are_sent_again(track: Track, client: MlflowClient) -> None:
     first = track(0)
     rollback: Row = {"step": 8, "event": "rollback", "time": 5.0, "to_step": 5}
-    first.add_rows([*rows(1, 8), rollback])
-    first.close("KILLED", None)
+    first.rows([*rows(1, 8), rollback])
+    first.close("interrupted")
     again = track(5)
-    again.add_rows([rollback, *rows(6, 8, loss=0.5)])
-    again.close("FINISHED", None)
+    again.rows([rollback, *rows(6, 8, loss=0.5)])
+    again.close("finished")
     redone = [(step, loss) for step, loss in history(client, "train/loss") if loss == 0.5]
     assert redone == [(6, 0.5), (7, 0.5), (8, 0.5)]
     assert history(client, "events/rollback") == [(8, 1.0)]
@@ -109,8 +115,8 @@ def test_steps_after_a_rollback_are_sent_again(track: Track, client: MlflowClien
 def test_a_run_that_starts_over_with_other_parameters_has_a_curve_of_its_own(
     track: Track, client: MlflowClient, seed: int, num_runs: int
 ) -> None:
-    track(0, seed=1).close("KILLED", None)
-    track(0, seed=seed).close("FINISHED", None)
+    track(0, seed=1).close("interrupted")
+    track(0, seed=seed).close("finished")
     assert len(runs(client)) == num_runs
 
 
@@ -118,7 +124,7 @@ def test_an_export_is_logged_with_its_run(
     track: Track, client: MlflowClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(URI_VARIABLE, f"file:{tmp_path / 'mlruns'}")
-    track(0).close("FINISHED", None)
+    track(0).close("finished")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     lines: list[str] = []
@@ -168,31 +174,114 @@ def test_what_mlflow_refuses_is_no_outage(tmp_path: Path) -> None:
         ("postgresql+none://host/db", "an unknown driver"),
         (str(tmp_path / "mlruns"), "a directory"),
     ):
-        config = Config().updated({"mlflow_uri": uri})
-        open_run = partial(MLflowRun, Location.of(tmp_path), config, {}, {})
-        MLflow(open_run, tmp_path, uri, said.append).close("FINISHED", None)
-        assert said.pop().startswith(f"MLflow is off: MLflow cannot use {uri}: "), why
+        run = TrackedRun(tmp_path, Config().updated({"mlflow_uri": uri}), 0, {})
+        TrackerQueue(MLflow, run, said.append, "MLflow", "off").close("finished")
+        assert said.pop().startswith(f"off: MLflow cannot use {uri}: "), why
 
 
 def test_the_page_of_a_run_is_told_and_a_run_that_was_left_is_killed(
     track: Track, client: MlflowClient, tmp_path: Path
 ) -> None:
     place = Location.of(tmp_path / "run")
-    uri = f"file:{tmp_path / 'mlruns'}"
+    config = Config().updated({"mlflow_uri": f"file:{tmp_path / 'mlruns'}"})
     assert tracking_lines(place) == []
-    mark_killed(place, uri)
-    track(0).close("FINISHED", None)
+    mark_interrupted(place, config)
+    track(0).close("failed")
     (run,) = runs(client)
+    assert run.info.status == "FAILED"
     command, page = tracking_lines(place)
     assert command == f"mlflow ui --backend-store-uri file:{tmp_path / 'mlruns'}"
     ids = f"experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
     assert page.split() == ["mlflow", f"http://127.0.0.1:5000/#/{ids}"]
     client.update_run(run.info.run_id, status="RUNNING")
-    mark_killed(place, None)
-    mark_killed(place, "http://127.0.0.1:1")
+    for other in (None, "http://127.0.0.1:1"):
+        mark_interrupted(place, config.updated({"mlflow_uri": other}))
     assert runs(client)[0].info.status == "RUNNING", "only the server in the run's files is used"
-    mark_killed(place, uri)
+    mark_interrupted(place, config)
     assert runs(client)[0].info.status == "KILLED"
     known = json.loads((place / TRACKING_FILE).read_bytes())
     (place / TRACKING_FILE).write_text(json.dumps({**known, "uri": "http://host:5000/"}))
     assert tracking_lines(place) == [f"mlflow      http://host:5000/#/{ids}"]
+
+
+def test_a_slow_and_failing_tracker_neither_slows_nor_ends_the_recorder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, failed = threading.Event(), set[str]()
+    calls: queue.Queue[tuple[Any, ...]] = queue.Queue()
+
+    class Fake:
+        def __init__(self, run: TrackedRun) -> None:
+            assert answers.wait(60), "adding rows must not wait for a tracker"
+            self._call("make", run.directory.name, run.step, run.tags)
+
+        def _call(self, name: str, *arguments: Any) -> None:
+            """Fail at the first call, and record the next ones."""
+            if name not in failed:
+                failed.add(name)
+                raise RuntimeError(f"{name} failed")
+            calls.put((name, *arguments))
+
+        def rows(self, rows: list[Row]) -> None:
+            self._call("rows", [row["step"] for row in rows])
+
+        def text(self, step: int, name: str, text: str) -> None:
+            self._call("text", step, name, text)
+
+        def finish(self, end: End, files: list[Path]) -> None:
+            calls.put((end, *(file.name for file in files)))
+            self._call("finish")
+
+    def open_trackers(run: TrackedRun, _files: Any, log: Log) -> list[TrackerQueue]:
+        return [TrackerQueue(Fake, run, log, "Fake", "off")]
+
+    monkeypatch.setattr("raytrain_gpt.tracking.recorder.open_trackers", open_trackers)
+    monkeypatch.setattr("raytrain_gpt.tracking.trackers._RETRY_S", 0.0)
+    run = TrackedRun(tmp_path, Config(), 0, {"sweep": "a"})
+    recorder = Recorder(RecorderSpec(RunSync(Location.of(tmp_path)), run, None, [], []))
+    asyncio.run(recorder.add_rows(rows(1, 3)))
+    asyncio.run(recorder.add_samples(3, "To be"))
+    assert read_rows(tmp_path) == rows(1, 3)
+    assert calls.empty()
+    answers.set()
+    assert calls.get(timeout=60) == ("make", tmp_path.name, 0, {"sweep": "a"})
+    sent = ("rows", [1, 2, 3])
+    # The text fails once, so the rows come again.
+    assert [calls.get(timeout=60) for _ in range(3)] == [
+        sent,
+        sent,
+        ("text", 3, "samples", "To be"),
+    ]
+    asyncio.run(recorder.close("failed", None))
+    assert calls.get_nowait() == ("failed", "samples.txt")
+    assert calls.empty()
+    lines = [line for line in asyncio.run(recorder.take_news(0.0)) if "Fake" in str(line)]
+    assert lines == ["Fake does not respond, retrying: make failed"]
+
+
+def test_tensorboard_ends_with_the_first_row_that_it_cannot_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_writer: EventFileWriter) -> None:
+        raise OSError(28, "No space left on device")
+
+    said: list[str] = []
+    run = TrackedRun(tmp_path, Config().updated({"mlflow_uri": None}), 0, {})
+    (tracker,) = open_trackers(run, RunFiles(tmp_path, 0, []), said.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(EventFileWriter, "flush", full)
+        tracker.rows(rows(1, 3))
+        tracker.close("finished")
+    tracker.rows(rows(4, 5))
+    tracker.close("finished")
+    assert said == ["no more TensorBoard events: [Errno 28] No space left on device"]
+
+
+def test_a_new_parameter_is_added_and_the_others_stay(
+    track: Track, client: MlflowClient, tmp_path: Path
+) -> None:
+    track(0, seed=1).close("interrupted")
+    config = Config().updated({"mlflow_uri": f"file:{tmp_path / 'mlruns'}", "experiment": "tests"})
+    MLflowRun(Location.of(tmp_path / "run"), config, {"seed": 2, "new": 3}, {})
+    (run,) = runs(client)
+    assert (run.data.params["seed"], run.data.params["new"]) == ("1", "3")

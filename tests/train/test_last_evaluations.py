@@ -66,7 +66,7 @@ EndOf = Callable[..., AttemptEnd]
 
 @pytest.fixture
 def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Record the statuses with which recorders are closed; calls return at once."""
+    """Record the ends with which recorders are closed; calls return at once."""
     how: list[str] = []
     recorder = SimpleNamespace(
         ask=lambda method, *args: how.append(args[0]) if method == "close" else [],
@@ -94,7 +94,7 @@ def test_nothing_is_waited_for_where_all_is_evaluated(end_of: EndOf, closed: lis
 def test_the_last_evaluation_is_waited_for(end_of: EndOf, closed: list[str]) -> None:
     end = end_of(due=True, failing=False)
     assert end.finish() is True
-    assert closed == ["FINISHED"]
+    assert closed == ["finished"]
     assert end.lines[0] == "training finished; waiting for the evaluation of step 50"
 
 
@@ -104,7 +104,7 @@ def test_an_evaluation_that_fails_is_missing_and_the_next_command_tries_it_again
     words = "step 50 is not evaluated; run the same command to try"
     with pytest.raises(TrainingFailed, match=words):
         end_of(due=True, failing=True).finish()
-    assert closed == ["FINISHED"]
+    assert closed == ["finished"]
 
 
 def test_a_signal_ends_the_wait(end_of: EndOf, closed: list[str]) -> None:
@@ -112,4 +112,4 @@ def test_a_signal_ends_the_wait(end_of: EndOf, closed: list[str]) -> None:
     end.stop.set()
     with pytest.raises(Interrupted, match="run the same command to evaluate step 50"):
         end.finish()
-    assert closed == ["KILLED"]
+    assert closed == ["interrupted"]

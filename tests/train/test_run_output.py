@@ -64,7 +64,7 @@ def test_a_recorder_begins_with_the_rows_that_the_checkpoints_kept(
         write(Catalog(output.run_dir), step)
     checkpoints = Catalog(output.run_dir).complete()
     spec = output.recorder_spec(config, 20, checkpoints, attempt=None)
-    assert (spec.step, spec.attempt, spec.mlflow_tags) == (20, None, {"sweep": "a"})
+    assert (spec.run.step, spec.attempt, spec.run.tags) == (20, None, {"sweep": "a"})
     assert spec.saved_rows == [{"step": 10}, {"step": 20}]
     assert spec.saved_samples == []
 

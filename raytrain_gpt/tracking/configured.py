@@ -1,0 +1,56 @@
+"""The trackers that a configuration names, and their settings; a new tracker is listed here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.format import Log
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking import mlflow_run
+from raytrain_gpt.tracking.run_files import RunFiles
+from raytrain_gpt.tracking.trackers import TrackedRun, TrackerQueue
+
+
+def open_trackers(run: TrackedRun, files: RunFiles, log: Log) -> list[TrackerQueue]:
+    """Create the trackers of an attempt, with the rows and samples that they may lack."""
+    trackers = []
+    if run.config.tracking.tensorboard:
+        from raytrain_gpt.tracking.tensorboard_events import TensorBoard  # here: it takes 0.3 s
+
+        off = "no more TensorBoard events"  # its writer cannot recover from a full disk
+        trackers.append(TrackerQueue(TensorBoard, run, log, "TensorBoard", off, OSError))
+        trackers[-1].rows(files.found_rows)
+    if (uri := mlflow_run.tracking_uri(run.config)) is not None:
+        name, off = f"MLflow at {uri}", "MLflow is off"
+        trackers.append(TrackerQueue(mlflow_run.MLflow, run, log, name, off))
+        trackers[-1].rows(files.kept_rows)
+    for tracker in trackers:
+        for step, text in files.found_samples:
+            tracker.text(step, "samples", text)
+    return trackers
+
+
+def mark_interrupted(directory: Location, config: Config) -> None:
+    """End a run in trackers that do not notice its process's death; may raise any error."""
+    mlflow_run.mark_killed(directory, config)
+
+
+def tracker_warnings(config: Config) -> list[str]:
+    """List trackers that are off because of other settings."""
+    is_off = config.tracking.mlflow_uri == "auto" and mlflow_run.tracking_uri(config) is None
+    return [mlflow_run.OFF] if is_off else []
+
+
+def absolute_stores(config: Config, absolute: Callable[[str, str], str]) -> dict[str, str]:
+    """Return trackers' settings with absolute paths, by a function of field and path.
+
+    Raises:
+        ConfigError: a tracker does not support its store.
+    """
+    uri = config.tracking.mlflow_uri
+    if uri is None or uri == "auto":
+        return {}
+    mlflow_run.check_uri(uri)
+    prefix = mlflow_run.SQLITE if uri.startswith(mlflow_run.SQLITE) else ""
+    return {"mlflow_uri": prefix + absolute("mlflow_uri", uri.removeprefix(prefix))}

@@ -1,0 +1,49 @@
+"""The tracker TensorBoard, which reads event files in the run's directory."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.plugins.text.metadata import create_summary_metadata
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from raytrain_gpt.tracking.run_files import Row
+from raytrain_gpt.tracking.trackers import End, TrackedRun, plottable_values
+
+
+class TensorBoard:
+    """Writer of events; earlier ones above the resumed step are marked as replaced.
+
+    Uses tensorboard's writer, since torch's and tensorboardX's import torch, which takes seconds.
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        self._writer = EventFileWriter(str(run.directory / "tensorboard"))
+        self._add(run.step + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def rows(self, rows: list[Row]) -> None:
+        for row in rows:
+            numbers = plottable_values(row)
+            values = [Summary.Value(tag=tag, simple_value=number) for tag, number in numbers]
+            self._add(row["step"], row.get("time"), summary=Summary(value=values))
+        self._writer.flush()
+
+    def text(self, step: int, name: str, text: str) -> None:
+        tensor = TensorProto(dtype=DT_STRING, string_val=[f"```\n{text}\n```".encode()])
+        metadata = create_summary_metadata(name, "")
+        value = Summary.Value(tag=name, metadata=metadata, tensor=tensor)
+        self._add(step, summary=Summary(value=[value]))
+
+    def _add(self, step: int, time_s: float | None = None, **content: Any) -> None:
+        self._writer.add_event(Event(step=step, wall_time=time_s or time.time(), **content))
+
+    def finish(self, end: End, files: list[Path]) -> None:
+        with contextlib.suppress(OSError):
+            self._writer.close()
