@@ -6,6 +6,7 @@ import ast
 import re
 from functools import cache
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 from ray._private.runtime_env.packaging import get_excludes_from_ignore_files
@@ -120,6 +121,13 @@ def test_modules_that_are_named_exist(page: Path) -> None:
         if not file.is_file() or (name and name not in names_of(file)):
             missing.append(f"{room}/{module}" + (f".{name}" if name else ""))
     assert not missing
+
+
+def test_the_readme_quotes_the_training_loop() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    (quoted,) = re.findall(r"^```python\n(for step in .*?)^```$", text, re.MULTILINE | re.DOTALL)
+    source = (PACKAGE / "core" / "loop.py").read_text("utf-8")
+    assert f"\n{indent(quoted, ' ' * 4)}\n\n" in source
 
 
 def test_the_layers_of_the_architecture_are_those_that_are_tested() -> None:
