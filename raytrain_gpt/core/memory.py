@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.loss import chunk_tokens
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.core.registry import OPTIMIZERS, count_model, moment_bytes, new_model
+from raytrain_gpt.core.registry import OPTIMIZERS, count_model, new_model
 
 _FP32_BYTES = 4
 _BF16_BYTES = 2
@@ -30,7 +30,9 @@ _BF16_BYTES = 2
 
 def checkpoint_bytes(shape: GPTShape, optimizer: str) -> int:
     """Bytes of a checkpoint's tensors: weights and moments."""
-    return count_model(shape).num_parameters * _FP32_BYTES + moment_bytes(shape, optimizer)
+    counts = count_model(shape)
+    state_bytes = OPTIMIZERS[optimizer].state_bytes(counts.num_parameters, counts.matrices)
+    return counts.num_parameters * _FP32_BYTES + state_bytes
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,11 @@ class MemoryModel:
 
     def predict(self, micro_batch_sequences: int, activation_checkpointing: str) -> TrainingMemory:
         """Predict the memory of a micro-batch and mode (`none`, `selective` or `full`)."""
-        state = count_model(self.shape).num_parameters * _FP32_BYTES
+        weights = count_model(self.shape).num_parameters * _FP32_BYTES
         unsharded = TrainingMemory(
-            weights=state,
-            gradients=state * (3 if self.exact else 1),  # plus int64 sums, twice as long
-            moments=moment_bytes(self.shape, self.optimizer),
+            weights=weights,
+            gradients=weights * (3 if self.exact else 1),  # plus int64 sums, twice as long
+            moments=checkpoint_bytes(self.shape, self.optimizer) - weights,
             activations=self._activations(micro_batch_sequences, activation_checkpointing),
             logits=self._logits(micro_batch_sequences * self.shape.seq_len),
         )

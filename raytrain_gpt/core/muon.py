@@ -62,6 +62,12 @@ class Muon(AdamW):
             self.state[matrix] = {"momentum_buffer": torch.zeros_like(matrix)}
 
     @staticmethod
+    def state_bytes(num_parameters: int, matrices: MatrixCounts) -> int:
+        """Bytes of the state in fp32, without scalars: two moments per parameter, one in matrices."""
+        by_muon = sum(num * rows * columns for (rows, columns), num in matrices.items())
+        return (2 * num_parameters - by_muon) * torch.float32.itemsize
+
+    @staticmethod
     def update_bytes(matrices: MatrixCounts, num_shards: int) -> int:
         """Peak bytes of an update besides the state, in fp32.
 

@@ -90,6 +90,11 @@ class AdamW(torch.optim.AdamW):
         self.group_numbers = numbers_of_groups(self.param_groups)
 
     @staticmethod
+    def state_bytes(num_parameters: int, matrices: MatrixCounts) -> int:
+        """Bytes of the state in fp32, without scalars."""
+        return 2 * num_parameters * torch.float32.itemsize
+
+    @staticmethod
     def update_bytes(matrices: MatrixCounts, num_shards: int) -> int:
         """Peak bytes of an update besides the state."""
         return 0

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import OptimSection
@@ -83,8 +84,9 @@ class ModelCounts:
 @functools.cache
 def count_model(shape: GPTShape) -> ModelCounts:
     """Count a model; raises a RuntimeError for sizes beyond 64 bits."""
-    one, _ = _shallow_models(replace(shape, num_layers=1))
-    num_parameters = _extrapolate(shape, lambda m: sum(p.numel() for p in m.parameters()))
+    one, two = _shallow_models(replace(shape, num_layers=1))
+    first, both = (sum(p.numel() for p in model.parameters()) for model in (one, two))
+    num_parameters = first + (shape.num_layers - 1) * (both - first)
     block = [*one.h.parameters()]
     outside = {*one.parameters()} - {*block}
     embedding_parameters = sum(p.numel() for p in outside if p.dim() == 2)
@@ -99,30 +101,22 @@ def count_model(shape: GPTShape) -> ModelCounts:
     )
 
 
-@functools.cache
-def moment_bytes(shape: GPTShape, optimizer: str) -> int:
-    """Bytes of an optimizer's state, without scalars."""
-
-    def state_bytes(model: GPT) -> int:
-        states = OPTIMIZERS[optimizer](model, OptimSection()).state.values()
-        return sum(t.nbytes for state in states for t in state.values() if t.dim())
-
-    return _extrapolate(shape, state_bytes)
-
-
 def resolved_shape(shape: GPTShape) -> GPTShape:
     """Shape that a model has, with its architecture's defaults."""
     one, _ = _shallow_models(replace(shape, num_layers=1))
     return replace(one.shape, num_layers=shape.num_layers)
 
 
-def _extrapolate(shape: GPTShape, amount: Callable[[GPT], int]) -> int:
-    one, two = map(amount, _shallow_models(replace(shape, num_layers=1)))
-    return one + (shape.num_layers - 1) * (two - one)
-
-
 @functools.cache
 def _shallow_models(shape: GPTShape) -> tuple[GPT, GPT]:
     """The model with one and with two blocks, on the meta device."""
-    with torch.device("meta"):
+    with torch.device("meta"), _WithoutInit():
         return new_model(shape), new_model(replace(shape, num_layers=2))
+
+
+class _WithoutInit(TorchFunctionMode):
+    """Skips `torch.nn.init`, which for meta tensors imports torch's compiler, for a second."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_init = getattr(func, "__module__", None) == "torch.nn.init"
+        return kwargs["tensor"] if is_init else func(*args, **(kwargs or {}))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -179,3 +181,22 @@ def test_logits_are_those_of_a_chunk_once_there_are_more() -> None:
     assert more - many == 72 * 1024 * 768 * 4  # the gradient of the hidden states
     compiled = MemoryModel(SMALL, True, compiled=True).predict(80, "none").logits
     assert compiled > 80 * 1024 * 50_304 * 2 * 2
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@BOTH
+def test_the_counted_state_is_that_of_a_built_optimizer(shape: GPTShape, optimizer: Any) -> None:
+    states = build_optimizer(new_model(shape), OptimSection(optimizer=optimizer)).state.values()
+    built = sum(tensor.nbytes for state in states for tensor in state.values() if tensor.dim())
+    assert MemoryModel(shape, True, optimizer=optimizer).predict(1, "none").moments == built
+
+
+@pytest.mark.slow
+def test_counting_a_model_does_not_load_torchs_compiler() -> None:
+    """The import would add a second to every start."""
+    code = (
+        "import sys; from raytrain_gpt.core.model import GPTShape; "
+        "from raytrain_gpt.core.memory import checkpoint_bytes; "
+        "checkpoint_bytes(GPTShape(2, 2, 8, 8, 8), 'muon'); assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
