@@ -115,17 +115,21 @@ def _state_by_owner(
             "the optimizer has state that belongs to no parameter, which a checkpoint cannot hold; keep it "
             "by parameter, or as numbers in param_groups"
         )
-    states: dict[str, dict[str, object]]
+    states: dict[str, dict[Any, object]]
     states = {name: optimizer.state.get(p, {}) for name, p in parameters.items()}
     groups = zip(numbers_of_groups(optimizer.param_groups), optimizer.group_numbers, strict=True)
     for i, (now, built) in enumerate(groups):
         states[_GROUP.format(i)] = {k: v for k, v in now.items() if k in built and v != built[k]}
-    return {
-        owner: {
-            k: t for key, value in state.items() for k, t in _as_tensors(f"{owner}/{key}", value)
-        }
-        for owner, state in states.items()
-    }
+    flat: dict[str, dict[str, Tensor]] = {}
+    for owner, state in states.items():
+        if bad := [key for key in state if not (isinstance(key, str) and key.isidentifier())]:
+            raise CheckpointError(
+                f"the optimizer's state of {owner} has the key {bad[0]!r}; name it like a variable"
+            )
+        flat[owner] = dict(
+            chain.from_iterable(_as_tensors(f"{owner}/{k}", state[k]) for k in state)
+        )
+    return flat
 
 
 def _as_tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:

@@ -214,8 +214,8 @@ class MemorySearch:
     def measure(self, sequences: int, mode: ActivationCheckpointing, device: torch.device) -> float:
         """Peak bytes of a GPU's allocator during real steps; 0 on a CPU, infinite if out of memory.
 
-        Step 2 starts with AdamW's moments and its second micro-batch with gradients, so two of each
-        reach the peak of all later steps.
+        The second micro-batch starts with gradients, and a lazy optimizer's second step with its state, so
+        two of each reach the peak of all later steps.
         """
         num_bytes = math.inf
         with contextlib.suppress(torch.OutOfMemoryError):

@@ -308,6 +308,10 @@ def test_a_state_that_a_file_cannot_hold_is_refused(model: GPT, value: object) -
     optimizer.state[model.head_weight]["odd"] = value
     with raises_line(CheckpointError, "wte.weight/odd", "tensors, numbers"):
         HostSnapshot(model, optimizer)
+    for key in ("a/b", "a:int", 0):
+        optimizer.state[model.head_weight] = {key: torch.zeros(1)}
+        with raises_line(CheckpointError, repr(key), "name it like a variable"):
+            HostSnapshot(model, optimizer)
     optimizer.state = defaultdict(dict, {torch.zeros(1): {"a": torch.zeros(1)}})
     with raises_line(CheckpointError, "belongs to no parameter"):
         HostSnapshot(model, optimizer)
