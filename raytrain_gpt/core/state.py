@@ -231,6 +231,7 @@ def load_optimizer(
         f"{name}/{key}": value
         for name, parameter in parameters.items()
         for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
     }
     optimizer.state.clear()  # makes room for the tensors that are read
     states: dict[str, dict[str, Tensor]] = defaultdict(dict)

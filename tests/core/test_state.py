@@ -288,6 +288,7 @@ def test_a_state_of_any_types_that_appears_in_the_first_step_comes_back(
             for file in copy.files():
                 copy.write(file, tmp_path / file)
     again = Late(model)
+    again.state[model.head_weight]["count"] = 0  # some of a state may exist before the first step
     load_optimizer(tmp_path, model, again)
     for p in model.parameters():
         assert again.state[p].keys() == optimizer.state[p].keys() != set()
