@@ -23,6 +23,10 @@ from raytrain_gpt.config.batch import divisors, nearest
 STEPS_BEFORE_PROFILE = 5
 """Steps before profiling starts; they compile, fill caches and warm up."""
 
+ARCHITECTURES = {"gpt2": "raytrain_gpt.core.gpt2:GPT2", "qwen3": "raytrain_gpt.core.qwen3:Qwen3"}
+OPTIMIZERS = {"adamw": "raytrain_gpt.core.optim:AdamW", "muon": "raytrain_gpt.core.muon:Muon"}
+"""Name -> module and class, which `core/registry` imports, as a configuration is read without torch."""
+
 ARCHITECTURE_FIELDS: dict[str, tuple[str, ...]] = {
     "gpt2": (),
     "qwen3": ("num_kv_heads", "mlp_size", "tied_embeddings", "rope_theta"),
