@@ -126,9 +126,9 @@ def _state_by_owner(
             raise CheckpointError(
                 f"the optimizer's state of {owner} has the key {bad[0]!r}; name it like a variable"
             )
-        flat[owner] = dict(
-            chain.from_iterable(_as_tensors(f"{owner}/{k}", state[k]) for k in state)
-        )
+        # Sorted, since ranks gather together, and the order of keys may differ between them.
+        values = (_as_tensors(f"{owner}/{key}", state[key]) for key in sorted(state))
+        flat[owner] = dict(chain.from_iterable(values))
     return flat
 
 
@@ -270,9 +270,9 @@ def load_optimizer(
         group.update({key: value for key, value in read.items() if key in numbers})
 
 
-def _keys(tensors: Mapping[str, Tensor]) -> set[str]:
+def _keys(tensors: Mapping[str, Tensor]) -> list[str]:
     """Keys of a state, without the items of its lists."""
-    return {name.partition(":")[0] for name in tensors if "/" not in name}
+    return [name.partition(":")[0] for name in tensors if "/" not in name]
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
