@@ -27,9 +27,9 @@ from raytrain_gpt.core.parallel import gathered_weights
 from raytrain_gpt.evaluate.evaluation import Evaluation, watched
 from raytrain_gpt.format import count
 from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed, rank_chunks, rows_in_process
+from raytrain_gpt.tracking.heartbeat import RecorderClient
 from raytrain_gpt.tracking.run_files import Row, finite
 from raytrain_gpt.train.checkpointing import WRITE_TIMEOUT_S, Checkpointing
-from raytrain_gpt.train.heartbeat import RecorderClient
 from raytrain_gpt.train.model_setup import exact_sum, set_up_training
 from raytrain_gpt.train.profile import Profile, StepProfile
 from raytrain_gpt.train.step_log import StepLog
@@ -95,10 +95,11 @@ def train_worker(spec: WorkerSpec) -> None:
     worker = Worker(spec)
     for result in worker.steps():
         worker.record(result)
+        worker.exchange_requests()
         actions = step_actions(
             result.step,
             spec.plan.config,
-            leaving=worker.should_stop(),
+            leaving=worker.is_leaving,
             profile_edge=worker.profile.is_edge(result.step),
             is_trial=spec.is_trial,
         )
@@ -228,7 +229,8 @@ class Worker:
                 train.micro_batch_sequences, self.config.data.seq_len, dtype=torch.int64
             ).to(setup.device)
             warm_up_ddp_buckets(setup.model, (dummy, dummy), setup.autocast)
-        if self.should_stop():
+        self.exchange_requests()
+        if self.is_leaving:
             return
         self.recorder.call("training_started")
         self._record_start()
@@ -308,32 +310,37 @@ class Worker:
         self.checkpoints.begin(self.step, self._evaluated["val/loss"] if is_evaluated else None)
         self.agreement.reset()  # its pending flags predate this checkpoint
 
-    def should_stop(self) -> bool:
-        """Whether any rank was asked to exit, up to one step ago; the same on all ranks.
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the ranks were asked to exit; the same on all of them."""
+        return self._leaves_for is not None
 
-        The same collective agrees on two more actions that all ranks must take in the same step:
-        collecting a checkpoint once every rank has written it, and asking Ray for a preemption notice.
-        `get_preemption_info` is a barrier, in which a single rank would hang.
+    def exchange_requests(self) -> None:
+        """Act on the ranks' requests, up to one step old; all ranks call it after every step.
+
+        One collective agrees on actions that all ranks must take in the same step: to exit, to collect a
+        checkpoint that every rank has written, and to ask Ray for a preemption notice, whose
+        `get_preemption_info` is a barrier.
         """
         now = time.monotonic()
-        is_first = self.collectives.rank == 0
-        ask = is_first and now - self._preemption_checked_at >= PREEMPTION_CHECK_S
-        flags = (self.recorder.stop.is_set(), self.checkpoints.writing, ask)
+        is_due = now - self._preemption_checked_at >= PREEMPTION_CHECK_S
+        asks = self.collectives.rank == 0 and is_due
+        flags = (self.recorder.stop.is_set(), self.checkpoints.writing, asks)
         stop, writing, ask = self.agreement.exchange(*flags)
         if not writing:
             self.checkpoints.collect()
-        # Flags arrive one step late, so rank 0 has raised this one twice; the second is ignored.
+        # Flags arrive one step late: rank 0 raises this one again in the step that learns of it. So two
+        # steps in a row see it, and only the first asks.
         self._asks_ray = ask and not self._asks_ray
         if self._asks_ray:
             self._preemption_checked_at = now
             notice = ray.train.get_preemption_info()
-            if notice is not None and self._leaves_for is None:
+            if notice is not None and not self.is_leaving:
                 self._leaves_for = "preempted"
                 self.recorder.event(self.step, "preemption_notice", ranks=notice.preempted_ranks)
-        if stop and self._leaves_for is None:
+        if stop and not self.is_leaving:
             self._leaves_for = "stopped"
             self.recorder.stop.set()  # in local mode, also stops ranks that got no signal
-        return self._leaves_for is not None
 
     def await_scheduler(self) -> bool:
         """Wait for the sweep's decision on the last evaluation; returns whether to continue."""

@@ -8,7 +8,7 @@ import pytest
 
 from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.tracking.recorder import CleanExit
-from raytrain_gpt.train.attempt import AttemptEnd, classify_end
+from raytrain_gpt.train.policy import AttemptEnd, classify_end
 
 BAD = BadStreak(first_step=25, last_step=34, first_batch=24, last_batch=33)
 ERROR = RuntimeError("Ray says that a worker died")
