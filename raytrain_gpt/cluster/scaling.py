@@ -50,12 +50,10 @@ def wait_for_workers(
     resources: Callable[[], Resources],
     pause: Pause,
     log: Log,
-    clock: Callable[[], float] = time.monotonic,
 ) -> int:
     """Return the largest number of workers that fits; waits while it is below `min_workers`.
 
-    Args:
-        current: Workers so far; a change is logged.
+    Logs a number that differs from `current`.
     """
     c = config.cluster
     said_at = -math.inf
@@ -66,8 +64,8 @@ def wait_for_workers(
             if world_size != current or math.isfinite(said_at):
                 log(f"{world_size} of {count(c.num_workers, 'worker')}")
             return world_size
-        if clock() - said_at >= WAIT_LINE_EVERY_S:
-            said_at = clock()
+        if time.monotonic() - said_at >= WAIT_LINE_EVERY_S:
+            said_at = time.monotonic()
             log(
                 f"waiting for nodes: the run needs {count(c.least_workers, 'worker')}, the cluster has "
                 f"{count(available.cpus, 'CPU', form='g')} and {count(available.gpus, 'GPU')}"

@@ -37,7 +37,7 @@ from raytrain_gpt.sweep.spec import Sweep
 from raytrain_gpt.sweep.trial_plan import tied_values, trial_config
 from raytrain_gpt.tracking.run_files import Row, merge_rows, read_rows
 from raytrain_gpt.tracking.sync import RunSync
-from raytrain_gpt.train.on_ray import OnRay
+from raytrain_gpt.train.attempt import OnRay
 from raytrain_gpt.train.supervisor import Run, TrainLoop, TrialHooks
 
 STOP_TIMEOUT_S = 120.0

@@ -21,8 +21,8 @@ from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, tokenizer_json
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.storage.lease import LEASE_FILE, still_held
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.heartbeat import RecorderClient
 from raytrain_gpt.tracking.run_files import Row
+from raytrain_gpt.train.heartbeat import RecorderClient
 from raytrain_gpt.train.model_setup import TrainingSetup
 from raytrain_gpt.train.step_log import StepLog
 from raytrain_gpt.train.worker_group import WorkerSpec

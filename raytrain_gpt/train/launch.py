@@ -20,8 +20,8 @@ from raytrain_gpt.format import Log
 from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import preflight
+from raytrain_gpt.train.attempt import OnRay
 from raytrain_gpt.train.local_mode import train_locally
-from raytrain_gpt.train.on_ray import OnRay
 from raytrain_gpt.train.supervisor import BEFORE_FIRST_STEP, Run, TrainLoop
 from raytrain_gpt.train.worker import train_worker
 

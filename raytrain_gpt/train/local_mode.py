@@ -42,14 +42,14 @@ from raytrain_gpt.errors import ConfigError, Interrupted
 from raytrain_gpt.evaluate.hellaswag import Choices
 from raytrain_gpt.format import Log, count
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.recorder import RecorderSpec
-from raytrain_gpt.tracking.recorder_handle import ConsoleRecorder, RecorderHandle, ThreadRecorder
+from raytrain_gpt.tracking.recorder_handle import ConsoleRecorder, ThreadRecorder
 from raytrain_gpt.tracking.summary import RunSummary
-from raytrain_gpt.train.attempt import POLL_S, Attempt
+from raytrain_gpt.train.attempt import POLL_S, STOPPING, Attempt
 from raytrain_gpt.train.policy import AttemptEnd, classify_end
 from raytrain_gpt.train.supervisor import Run, TrainLoop
 from raytrain_gpt.train.worker_group import AttemptSpec, WorkerSpec
 
+_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _WAIT_FOR_RANK_0 = timedelta(days=7)
 
 
@@ -88,14 +88,13 @@ def train_locally(
             log(line)
         fitted, data = load_or_prepare_data(fitted, log)
         ranks.init_group()
+        place = InProcess(ranks, fitted.cluster.cpus_per_worker)
         log(
             f"local mode: {count(ranks.world_size, 'process', 'processes')}, no Ray, no automatic "
             "restarts; run the same command again to resume"
         )
         try:
-            place = InProcess(ranks, fitted.cluster.cpus_per_worker)
-            run = Run(fitted, ranks.world_size, data, place, signals, log, train_loop)
-            return run.train()
+            return Run(fitted, ranks.world_size, data, place, signals, log, train_loop).train()
         finally:
             ranks.release_followers()
 
@@ -132,15 +131,7 @@ class LaunchRanks:
         Raises:
             ConfigError: some of them are missing.
         """
-        names = (
-            "RANK",
-            "WORLD_SIZE",
-            "LOCAL_WORLD_SIZE",
-            "LOCAL_RANK",
-            "MASTER_ADDR",
-            "MASTER_PORT",
-        )
-        missing = [name for name in names if name not in os.environ]
+        missing = [name for name in _NAMES if name not in os.environ]
         if missing and os.environ.get("WORLD_SIZE", "1") != "1":
             raise ConfigError(
                 f"WORLD_SIZE={os.environ['WORLD_SIZE']} needs several processes, but "
@@ -148,7 +139,7 @@ class LaunchRanks:
             )
         if missing:
             return cls(0, 1, 1)
-        return cls(*(int(os.environ[name]) for name in names[:3]))
+        return cls(*(int(os.environ[name]) for name in _NAMES[:3]))
 
     def init_group(self) -> None:
         """Create the group for rank 0's broadcasts; all ranks call it, in local mode.
@@ -197,15 +188,12 @@ class LaunchRanks:
 
 @dataclass
 class InProcess:
-    """The processes of this launch as a `Place`; this one is rank 0.
-
-    Attributes:
-        cpus_per_worker: CPUs of each process.
-    """
+    """The processes of this launch as a `Place`; this one is rank 0."""
 
     ranks: LaunchRanks
     cpus_per_worker: int
     retries = False
+    recorder = staticmethod(ThreadRecorder)
 
     def resources(self) -> Resources:
         memory_bytes = estimate_available_memory()  # Ray's estimate; respects a container's limit
@@ -222,31 +210,27 @@ class InProcess:
     def share(self, value: object) -> object:
         return value
 
-    def recorder(self, spec: RecorderSpec) -> RecorderHandle:
-        return ThreadRecorder(spec)
-
     def train(self, attempt: Attempt) -> AttemptEnd:
         ended, error = threading.Event(), None
         spec = replace(attempt.spec, recorder=attempt.recorder, stop=attempt.stop)
         with ThreadPoolExecutor(1, "console") as console:
             shown = console.submit(_show, attempt, ended)
             try:
-                try:
-                    self.ranks.broadcast_spec(attempt.spec)
-                    self.ranks.training = True
-                    attempt.train_loop(spec)
-                    self.ranks.training = False
-                finally:
-                    ended.set()
-                shown.result()
+                self.ranks.broadcast_spec(attempt.spec)
+                self.ranks.training = True
+                attempt.train_loop(spec)
+                self.ranks.training = False
             except Exception as raised:
                 error = raised
+            finally:
+                ended.set()
+        error = error or shown.result()
         outcome = attempt.recorder.ask("outcome")
         return classify_end(outcome, error, stopping=attempt.stop.is_set(), hung=False)
 
 
-def _show(attempt: Attempt, ended: threading.Event) -> None:
-    """Print console lines; stop the ranks if the lease or the console is lost."""
+def _show(attempt: Attempt, ended: threading.Event) -> Exception | None:
+    """Print console lines; if the lease or the console is lost, stop the ranks; return its error."""
     try:
         is_over = asked_to_stop = False
         while not is_over:
@@ -256,7 +240,8 @@ def _show(attempt: Attempt, ended: threading.Event) -> None:
                 attempt.stop.set()
             if attempt.stop.is_set() and not asked_to_stop:
                 asked_to_stop = True
-                attempt.say_stopping()
-    except Exception:
+                attempt.log(STOPPING)
+        return None
+    except Exception as error:
         attempt.stop.set()
-        raise
+        return error

@@ -97,26 +97,15 @@ class StartAttempt:
     pause_s: float = 0.0
 
 
-Action = Finish | Interrupt | GiveUp | StartAttempt
-
-
 def next_action(
-    end: AttemptEnd,
-    started_at: int,
-    step: int,
-    done: Counters,
-    config: FittedConfig,
-    *,
-    stopping: bool,
-) -> Action:
+    end: AttemptEnd, start: int, step: int, done: Counters, config: FittedConfig, stopping: bool
+) -> Finish | Interrupt | GiveUp | StartAttempt:
     """Decide whether to start another attempt, and how, unless a retry would repeat the error.
 
-    Args:
-        started_at: Step at which the attempt started.
-        step: Step of the newest good checkpoint, or of the rollback's target.
+    The attempt started at step `start`; the run would resume from `step`.
     """
     limits, run_name = config.cluster, config.run.run_name
-    made_progress = step > started_at
+    made_progress = step > start
     if end.kind == "finished":
         return Finish()
     if end.kind == "stopped":

@@ -20,7 +20,7 @@ from raytrain_gpt.config.schema import FIELDS, SAFE_ON_RESUME, Config, ConfigT, 
 from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS
 from raytrain_gpt.core.optim import learning_rate
 from raytrain_gpt.core.spikes import BadStreak
-from raytrain_gpt.data.locations import location
+from raytrain_gpt.data.locations import location, run_location
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.order import ORDER_VERSION, BatchRanges
 from raytrain_gpt.errors import CheckpointError, reason
@@ -131,8 +131,7 @@ def read_skipped(run_dir: Location, resumed: Checkpoint | None, log: Log) -> Bat
         skipped = set(TypeAdapter(BatchRanges).validate_python(content))
     except ValueError as error:
         log(
-            f"ignoring damaged {file} ({reason(error)}); using the skipped batches stored in the "
-            "checkpoint"
+            f"ignoring damaged {file} ({reason(error)}); using the skipped batches stored in the checkpoint"
         )
     if resumed:
         skipped.update(resumed.state.skipped_batches)
@@ -144,17 +143,14 @@ class ResumePoints:
 
     Args:
         origin: Checkpoint of a different run to start from, or None.
-        skip_before: Global batches to skip before the first bad one.
 
     Attributes:
         skipped: Ranges of skipped global batches, (first, stop).
     """
 
-    def __init__(
-        self, run_dir: Location, origin: Checkpoint | None, skip_before: int, log: Log
-    ) -> None:
-        self._run_dir, self._catalog = run_dir, Catalog(run_dir)
-        self._origin, self._skip_before, self._log = origin, skip_before, log
+    def __init__(self, config: FittedConfig, origin: Checkpoint | None, log: Log) -> None:
+        self._run_dir, self._skip_before = run_location(config), config.spikes.skip_before
+        self._catalog, self._origin, self._log = Catalog(self._run_dir), origin, log
         self._last_step: int | None = None
         self.skipped: BatchRanges = ()
 
@@ -191,8 +187,7 @@ class ResumePoints:
         return next(reversed(self._catalog.complete()), None)
 
     def after(self, end: AttemptEnd) -> Checkpoint | None:
-        """Checkpoint the run stands at after an attempt; verified only if it will be loaded."""
-        # After a rollback its target is the newest, and verified.
+        """Checkpoint the run stands at after an attempt; verified, by `go_back` or here, if it is loaded."""
         is_listed = end.kind in ("finished", "stopped", "rolled_back")
         newest = self.newest() if is_listed else self._catalog.newest_good(self._log)
         return newest or self._origin

@@ -18,7 +18,7 @@ import contextlib
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -48,7 +48,6 @@ from raytrain_gpt.train import policy, preflight
 from raytrain_gpt.train.attempt import Attempt, Place
 from raytrain_gpt.train.last_evaluations import await_evaluations
 from raytrain_gpt.train.memory_fit import fit_memory
-from raytrain_gpt.train.policy import AttemptEnd
 from raytrain_gpt.train.resume import ResumePoints, read_skipped
 from raytrain_gpt.train.run_output import RunOutput
 from raytrain_gpt.train.worker_group import WorkerSpec
@@ -94,8 +93,7 @@ class Run:
         self.train_loop, self.trial = train_loop, trial
         self.run_dir = run_location(config)
         self.output = RunOutput(self.run_dir, trial.mlflow_tags if trial else {}, log)
-        origin = trial.origin if trial else None
-        self.resume = ResumePoints(self.run_dir, origin, config.spikes.skip_before, log)
+        self.resume = ResumePoints(config, trial.origin if trial else None, log)
         self.catalog = Catalog(self.run_dir)
         self._choices: object = None
         self._evaluations: AsyncEvaluation | None = None
@@ -107,12 +105,15 @@ class Run:
         # Read-only checks run before the lease: a mistake must not disturb a run that holds it.
         ingest = self._ingest(None)
         preflight.check_data(ingest)
-        self._choices = self._share_choices()
+        if (path := self.config.eval.hellaswag_path) is not None:
+            tokenizer = read_tokenizer(self.data.first.directory)
+            self._choices = self.place.share(read_choices(self.config, path, tokenizer))
         if not self.config.cluster.use_gpu:  # GPU workers check on their nodes
             check_compiler(self.config, on_gpu=False, where="a CPU")
-        datasets = [dataset.directory for dataset in self.data.datasets]
-        self.place.check_storage(self.run_dir, datasets)
-        with hold_lease(self.run_dir / LEASE_FILE, f"run {self.run_dir.name}", self.log) as lease:
+        self.place.check_storage(self.run_dir, [d.directory for d in self.data.datasets])
+        with contextlib.ExitStack() as stack:
+            name = f"run {self.run_dir.name}"
+            lease = stack.enter_context(hold_lease(self.run_dir / LEASE_FILE, name, self.log))
             saved = self.catalog.complete()
             preflight.check_disk(self.config, self.run_dir, self.data.vocab_size, len(saved))
             existing = self.resume.find(self.config)
@@ -121,26 +122,17 @@ class Run:
                 self.output.check_is_ours()
                 self.config = preflight.check_init_from(self.config, self.data)
             self.config, resumed = self.resume.start(self.config, self.data, existing)
+            if self.config.eval.eval_mode == "async":
+                self._evaluations = AsyncEvaluation(
+                    self.config, self.catalog, self._choices, self.signals.stop
+                )
+                stack.callback(self._evaluations.close)
             if existing is not None and existing.state.step >= self.config.train.max_steps:
-                with self._evaluating():
-                    return self._finished(existing, lease, trained=False)
+                return self._finished(existing, lease, trained=False)
             self._announce(ingest)
             self.output.write_config(self.config)
             self.resume.skipped = read_skipped(self.run_dir, resumed, self.log)
-            with self._evaluating():
-                return self._supervise(resumed, lease)
-
-    @contextlib.contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Evaluate checkpoints asynchronously inside, if so configured."""
-        if self.config.eval.eval_mode == "inline":
-            yield
-            return
-        self._evaluations = AsyncEvaluation(
-            self.config, self.catalog, self._choices, self.signals.stop
-        )
-        with contextlib.closing(self._evaluations):
-            yield
+            return self._supervise(resumed, lease)
 
     def _ingest(self, resumed: Checkpoint | None) -> IngestSpec:
         return IngestSpec(
@@ -150,14 +142,6 @@ class Run:
             first_batch=resumed.state.next_batch if resumed else 0,
             skipped=self.resume.skipped,
         )
-
-    def _share_choices(self) -> object:
-        """HellaSwag as the place shares it, so that nodes need not share its file, or None."""
-        path = self.config.eval.hellaswag_path
-        if path is None:
-            return None
-        tokenizer = read_tokenizer(self.data.first.directory)
-        return self.place.share(read_choices(self.config, path, tokenizer))
 
     def _announce(self, ingest: IngestSpec) -> None:
         self.log(f"configuration {self.run_dir / CONFIG_FILE}")
@@ -175,26 +159,22 @@ class Run:
             self.log(line)
 
     def _supervise(self, resumed: Checkpoint | None, lease: Lease) -> RunSummary:
-        counters = policy.Counters()
+        place, config, counters = self.place, self.config, policy.Counters()
         while True:
-            self.world_size = self.place.await_workers(
-                self.config, self.world_size, self._pause, self.log
-            )
+            self.world_size = place.await_workers(config, self.world_size, self._pause, self.log)
             started_at = resume_step(resumed)
             end = self._attempt(resumed, lease)
             if end.user_error is not None:
                 raise end.user_error from None
             reason = root_cause(end.error) if end.error else ""
-            if end.kind == "failed" and not self.place.retries:
+            if end.kind == "failed" and not place.retries:
                 raise TrainingFailed(
                     f"run {self.run_dir.name} failed ({reason}); run the same command to resume from its "
                     "newest checkpoint"
                 ) from end.error
             resumed, stopping = self.resume.after(end), self.signals.stop.is_set()
             step = resume_step(resumed)
-            match policy.next_action(
-                end, started_at, step, counters, self.config, stopping=stopping
-            ):
+            match policy.next_action(end, started_at, step, counters, config, stopping):
                 case policy.Finish():
                     assert resumed is not None, "a run has steps, and the last one is saved"
                     return self._finished(resumed, lease)
@@ -222,7 +202,7 @@ class Run:
         was_finished = not (trained or waited)
         return RunSummary(self.run_dir, self.output.sync, newest.state.step, newest, was_finished)
 
-    def _attempt(self, resumed: Checkpoint | None, lease: Lease) -> AttemptEnd:
+    def _attempt(self, resumed: Checkpoint | None, lease: Lease) -> policy.AttemptEnd:
         """Run one attempt; on return all files are written and a rollback is complete.
 
         Raises:
@@ -241,17 +221,30 @@ class Run:
                 is_trial=self.trial is not None,
             )
         except ray.exceptions.RayError as error:  # the memory probe died
-            return AttemptEnd("failed", error)
+            return policy.AttemptEnd("failed", error)
         uri, _ = mlflow_store(self.config)
         self.signals.defer(partial(mark_killed, Location.of(self.output.sync.work_dir), uri))
         # Checkpoints above this step are damaged or from a dead attempt; this attempt rewrites them.
         self.catalog.clean(good_until=resume_step(resumed))
         attempt = self._new_attempt(plan, resumed, lease)
-        end = self.place.train(attempt)
+        return self._settled(attempt, self.place.train(attempt))
+
+    def _settled(self, attempt: Attempt, end: policy.AttemptEnd) -> policy.AttemptEnd:
+        """Roll back from bad steps, and write the attempt's last files.
+
+        The order matters: the lease is verified again, a rollback retires checkpoints, and only then are
+        the end recorded and the report written. If the storage failed or the lease is lost, the files may
+        belong to another process, so neither rollback nor report touches them.
+        """
+        resumed = attempt.spec.resumed
         try:
-            newest = self._checked(attempt, end)
+            if isinstance(end.user_error, StorageError):
+                raise end.user_error
+            attempt.lease.verify()
+            if end.bad_streak is not None:
+                self.resume.go_back(end.bad_streak, resume_step(resumed), attempt.recorder)
+            newest = self.resume.newest() or resumed
         except BaseException as error:
-            # The files may belong to another process: no report, and nothing is pushed.
             attempt.record_end(end, resumed)
             attempt.close(end, resumed)
             if isinstance(error, StorageError):
@@ -262,21 +255,6 @@ class Run:
         attempt.close(end, newest)
         self.output.sync.push()
         return end
-
-    def _checked(self, attempt: Attempt, end: AttemptEnd) -> Checkpoint | None:
-        """Verify the lease, roll back from bad steps, and return the newest checkpoint.
-
-        Raises:
-            ClusterError: another run took over the name.
-            StorageError: the storage was unreachable for too long, during the attempt or now.
-        """
-        if isinstance(end.user_error, StorageError):
-            raise end.user_error
-        attempt.lease.verify()
-        resumed = attempt.spec.resumed
-        if end.bad_streak is not None:
-            self.resume.go_back(end.bad_streak, resume_step(resumed), attempt.recorder)
-        return self.resume.newest() or resumed
 
     def _new_attempt(self, plan: RunPlan, resumed: Checkpoint | None, lease: Lease) -> Attempt:
         self._attempts = self.output.next_attempt(self._attempts)

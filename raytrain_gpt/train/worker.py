@@ -27,9 +27,9 @@ from raytrain_gpt.core.parallel import gathered_weights
 from raytrain_gpt.evaluate.evaluation import Evaluation, watched
 from raytrain_gpt.format import count
 from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed, rank_chunks, rows_in_process
-from raytrain_gpt.tracking.heartbeat import RecorderClient
 from raytrain_gpt.tracking.run_files import Row, finite
 from raytrain_gpt.train.checkpointing import WRITE_TIMEOUT_S, Checkpointing
+from raytrain_gpt.train.heartbeat import RecorderClient
 from raytrain_gpt.train.model_setup import exact_sum, set_up_training
 from raytrain_gpt.train.profile import Profile, StepProfile
 from raytrain_gpt.train.step_log import StepLog
@@ -316,11 +316,10 @@ class Worker:
         return self._leaves_for is not None
 
     def exchange_requests(self) -> None:
-        """Act on the ranks' requests, up to one step old; all ranks call it after every step.
+        """Exchange requests, which arrive a step late, and act on them; all ranks call it every step.
 
-        One collective agrees on actions that all ranks must take in the same step: to exit, to collect a
-        checkpoint that every rank has written, and to ask Ray for a preemption notice, whose
-        `get_preemption_info` is a barrier.
+        All ranks must exit, collect a checkpoint that each has written, or ask Ray for a preemption notice
+        in the same step: `get_preemption_info` is a barrier, in which a single rank would hang.
         """
         now = time.monotonic()
         is_due = now - self._preemption_checked_at >= PREEMPTION_CHECK_S
@@ -329,8 +328,7 @@ class Worker:
         stop, writing, ask = self.agreement.exchange(*flags)
         if not writing:
             self.checkpoints.collect()
-        # Flags arrive one step late: rank 0 raises this one again in the step that learns of it. So two
-        # steps in a row see it, and only the first asks.
+        # The flag arrives one step late, when rank 0 has just raised it again; the second is ignored.
         self._asks_ray = ask and not self._asks_ray
         if self._asks_ray:
             self._preemption_checked_at = now

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from raytrain_gpt.cluster import scaling
 from raytrain_gpt.cluster.capacity import Node, Resources
 from raytrain_gpt.cluster.scaling import WAIT_LINE_EVERY_S, ScaleUp, wait_for_workers
 from raytrain_gpt.config.resolved import FittedConfig, decided
@@ -68,9 +69,11 @@ class Nodes:
             raise Interrupted("a signal")
 
     def wait(self, current: int) -> int:
-        return wait_for_workers(
-            fitted(), current, self.resources, self.pause, self.lines.append, lambda: self.now
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(scaling.time, "monotonic", lambda: self.now)
+            return wait_for_workers(
+                fitted(), current, self.resources, self.pause, self.lines.append
+            )
 
 
 def test_the_largest_number_that_fits_is_taken_at_once_and_told_when_it_is_another() -> None:

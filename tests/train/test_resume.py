@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
+from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.config.schema import FIELDS, SAFE_ON_RESUME, Config
 from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.data.order import ORDER_VERSION
@@ -258,7 +259,9 @@ ROLLED_BACK = AttemptEnd("rolled_back", bad_streak=BAD)
 def points(
     run_dir: Location, skip_before: int = 0, log: Log = print, origin: Checkpoint | None = None
 ) -> ResumePoints:
-    return ResumePoints(run_dir, origin, skip_before, log)
+    where = {"storage_path": str(run_dir.parent), "run_name": run_dir.name}
+    sizes = {"num_workers": 1, "cpus_per_worker": 1, "use_gpu": False, "skip_before": skip_before}
+    return ResumePoints(decided(FittedConfig, Config().updated({**where, **sizes})), origin, log)
 
 
 def go_back(points: ResumePoints, started_at: int, recorder: Any) -> Checkpoint | None:

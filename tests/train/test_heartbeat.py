@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-from raytrain_gpt.tracking import heartbeat
-from raytrain_gpt.tracking.heartbeat import RecorderClient
 from raytrain_gpt.tracking.recorder_handle import RecorderHandle
+from raytrain_gpt.train import heartbeat
+from raytrain_gpt.train.heartbeat import RecorderClient
 
 # Where a rank would kill its process, its heartbeat thread here ends with SystemExit.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
