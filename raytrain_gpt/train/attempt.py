@@ -109,7 +109,7 @@ class Place(Protocol):
     """Whether a new attempt follows a failed one."""
 
     def resources(self) -> Resources:
-        """Nodes available now."""
+        """Return the nodes available now."""
 
     def check_storage(self, run_dir: Location, data: Sequence[Location]) -> None:
         """Check that all nodes share the directories; raises ClusterError."""

@@ -230,7 +230,7 @@ class InProcess:
 
 
 def _show(attempt: Attempt, ended: threading.Event) -> Exception | None:
-    """Print console lines; if the lease or the console is lost, stop the ranks; return its error."""
+    """Print console lines; stop the ranks if the lease or the console is lost, and return its error."""
     try:
         is_over = asked_to_stop = False
         while not is_over:

@@ -139,7 +139,7 @@ def read_skipped(run_dir: Location, resumed: Checkpoint | None, log: Log) -> Bat
 
 
 class ResumePoints:
-    """Decides which checkpoint a run loads next, and what it skips after a rollback.
+    """Chooses the checkpoint that a run loads next, and the batches to skip after a rollback.
 
     Args:
         origin: Checkpoint of a different run to start from, or None.
@@ -155,7 +155,7 @@ class ResumePoints:
         self.skipped: BatchRanges = ()
 
     def find(self, config: Config) -> Checkpoint | None:
-        """Newest good checkpoint of the run, or None for a new run.
+        """Return the newest good checkpoint of the run, or None for a new run.
 
         Raises:
             CheckpointError: `resume=never` and the name is taken, or no checkpoint is good.
@@ -183,11 +183,11 @@ class ResumePoints:
         return config, existing
 
     def newest(self) -> Checkpoint | None:
-        """Newest checkpoint of the run that looks complete, not verified."""
+        """Return the newest checkpoint of the run that looks complete, without verifying it."""
         return next(reversed(self._catalog.complete()), None)
 
     def after(self, end: AttemptEnd) -> Checkpoint | None:
-        """Checkpoint the run stands at after an attempt; verified, by `go_back` or here, if it is loaded."""
+        """Return the newest checkpoint after an attempt; verified, here or by `go_back`, if it is loaded."""
         is_listed = end.kind in ("finished", "stopped", "rolled_back")
         newest = self.newest() if is_listed else self._catalog.newest_good(self._log)
         return newest or self._origin
