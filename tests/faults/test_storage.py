@@ -136,6 +136,7 @@ def test_a_run_directory_that_is_away_after_the_last_step_costs_no_run(
     straight: Straight, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, away, finish = tmp_path / "renamed", tmp_path / "away", InProcess.train
+    whole = straight(0)
 
     def finish_and_rename(place: InProcess, attempt: Attempt) -> AttemptEnd:
         end = finish(place, attempt)
@@ -145,7 +146,7 @@ def test_a_run_directory_that_is_away_after_the_last_step_costs_no_run(
 
     monkeypatch.setattr(InProcess, "train", finish_and_rename)
     assert train(make_config(run_name="renamed", storage_path=str(tmp_path)), print).step == 50
-    assert_same(run, straight(0))
+    assert_same(run, whole)
     assert (run / "report.html").is_file()
     assert not away.exists()
 
