@@ -14,7 +14,13 @@ from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.data.locations import data_of
-from raytrain_gpt.errors import DataError, Interrupted, TrainingFailed
+from raytrain_gpt.errors import (
+    ClusterError,
+    DataError,
+    Interrupted,
+    StorageError,
+    TrainingFailed,
+)
 from raytrain_gpt.storage import lease as lease_module
 from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
 from raytrain_gpt.train import supervisor
@@ -217,3 +223,35 @@ def test_a_directory_that_was_renamed_after_the_last_step_is_waited_for(
     assert (end.kind, end.user_error, lines) == ("finished", None, [])
     assert (directory / "report.html").is_file()
     assert not away.exists()
+
+
+@pytest.mark.parametrize("where", ["attempt", "lease", "taken"])
+def test_without_storage_or_lease_the_files_stay_as_they_are(
+    attempts: Attempts, where: str, tmp_path: Path
+) -> None:
+    run, _, _ = attempts()
+    gone, asked = StorageError("the store is gone"), list[str]()
+    raised = ClusterError("lost the lease") if where == "taken" else gone
+
+    def verify() -> None:
+        assert where != "attempt", "the storage is known to have failed"
+        raise raised
+
+    bad = BadStreak(first_step=12, last_step=21, first_batch=11, last_batch=20)
+    end = AttemptEnd("rolled_back", bad_streak=bad)
+    if where == "attempt":
+        end = AttemptEnd("failed", ERROR, user_error=gone)
+    recorder: Any = SimpleNamespace(
+        ask=lambda method, *_, **__: asked.append(method) or [], end=lambda: None
+    )
+    spec: Any = SimpleNamespace(resumed=None)
+    lease: Any = SimpleNamespace(verify=verify)
+    stop = run.signals.stop
+    attempt = Attempt(spec, recorder, tmp_path, pytest.fail, stop, stop, lease, pytest.fail)
+    if where == "taken":
+        with pytest.raises(ClusterError):
+            run._settled(attempt, end)
+    else:
+        assert run._settled(attempt, end).user_error is gone
+    assert asked == ["add_event", "close", "take_news"]
+    assert not run.run_dir.path.exists()
