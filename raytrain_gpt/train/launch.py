@@ -20,6 +20,7 @@ from raytrain_gpt.format import Log
 from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import preflight
+from raytrain_gpt.train.attempt import OnRay
 from raytrain_gpt.train.local_mode import train_locally
 from raytrain_gpt.train.supervisor import BEFORE_FIRST_STEP, Run, TrainLoop
 from raytrain_gpt.train.worker import train_worker
@@ -45,7 +46,7 @@ def train(config: Config, log: Log, train_loop: TrainLoop = train_worker) -> Run
         if config.cluster.num_workers == 0:
             return train_locally(config, load_or_prepare_data, signals, log, train_loop)
         with training_session(config, log) as (fitted, world_size, data):
-            return Run(fitted, world_size, data, signals, log, train_loop).train()
+            return Run(fitted, world_size, data, OnRay(), signals, log, train_loop).train()
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.goodput import read_attempts
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, read_rows
 from raytrain_gpt.tracking.runs import find_run
-from raytrain_gpt.train.resume import Rollback
+from raytrain_gpt.train.resume import read_skipped
 
 SAY_EVERY_S = 10.0
 SHOWN_CHARACTERS = 100
@@ -85,9 +85,7 @@ class RunProvenance:
                 f"run {self.dir} was trained on different data than {data or self._config.data.data_path} "
                 "has now; restore the old dataset, or pass it as --data"
             )
-        rollback = Rollback(self.dir, self._config.spikes.skip_before, print)
-        rollback.read_skipped(newest)
-        self._skipped = rollback.skipped
+        self._skipped = read_skipped(self.dir, newest, print)
         self._branch = read_branch(self.dir)
         self._base = (self._branch.step, self._branch.next_batch) if self._branch else (0, 0)
         counts = [

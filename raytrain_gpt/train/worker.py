@@ -100,10 +100,11 @@ def train_worker(spec: WorkerSpec) -> None:
     worker = Worker(spec)
     for result in worker.steps():
         worker.record(result)
+        worker.exchange_requests()
         actions = step_actions(
             result.step,
             spec.plan.config,
-            leaving=worker.should_stop(),
+            leaving=worker.is_leaving,
             profile_edge=worker.profile.is_edge(result.step),
             is_trial=spec.is_trial,
         )
@@ -233,7 +234,8 @@ class Worker:
                 train.micro_batch_sequences, self.config.data.seq_len, dtype=torch.int64
             ).to(setup.device)
             warm_up_ddp_buckets(setup.model, (dummy, dummy), setup.autocast)
-        if self.should_stop():
+        self.exchange_requests()
+        if self.is_leaving:
             return
         self.recorder.call("training_started")
         self._record_start()
@@ -311,32 +313,35 @@ class Worker:
         self.checkpoints.begin(self.step, self._evaluated["val/loss"] if is_evaluated else None)
         self.agreement.reset()  # its pending flags predate this checkpoint
 
-    def should_stop(self) -> bool:
-        """Whether any rank was asked to exit, up to one step ago; the same on all ranks.
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the ranks were asked to exit; the same on all of them."""
+        return self._leaves_for is not None
 
-        The same collective agrees on two more actions that all ranks must take in the same step:
-        collecting a checkpoint once every rank has written it, and asking Ray for a preemption notice.
-        `get_preemption_info` is a barrier, in which a single rank would hang.
+    def exchange_requests(self) -> None:
+        """Exchange requests, which arrive a step late, and act on them; all ranks call it every step.
+
+        All ranks must exit, collect a checkpoint that each has written, or ask Ray for a preemption notice
+        in the same step: `get_preemption_info` is a barrier, in which a single rank would hang.
         """
         now = time.monotonic()
-        is_first = self.collectives.rank == 0
-        ask = is_first and now - self._preemption_checked_at >= PREEMPTION_CHECK_S
-        flags = (self.recorder.stop.is_set(), self.checkpoints.writing, ask)
+        is_due = now - self._preemption_checked_at >= PREEMPTION_CHECK_S
+        asks = self.collectives.rank == 0 and is_due
+        flags = (self.recorder.stop.is_set(), self.checkpoints.writing, asks)
         stop, writing, ask = self.agreement.exchange(*flags)
         if not writing:
             self.checkpoints.collect()
-        # Flags arrive one step late, so rank 0 has raised this one twice; the second is ignored.
+        # The flag arrives one step late, when rank 0 has just raised it again; the second is ignored.
         self._asks_ray = ask and not self._asks_ray
         if self._asks_ray:
             self._preemption_checked_at = now
             notice = ray.train.get_preemption_info()
-            if notice is not None and self._leaves_for is None:
+            if notice is not None and not self.is_leaving:
                 self._leaves_for = "preempted"
                 self.recorder.event(self.step, "preemption_notice", ranks=notice.preempted_ranks)
-        if stop and self._leaves_for is None:
+        if stop and not self.is_leaving:
             self._leaves_for = "stopped"
             self.recorder.stop.set()  # in local mode, also stops ranks that got no signal
-        return self._leaves_for is not None
 
     def await_scheduler(self) -> bool:
         """Wait for the sweep's decision on the last evaluation; returns whether to continue."""
