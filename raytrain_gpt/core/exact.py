@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raytrain_gpt import __version__
 from raytrain_gpt.core.device import device_name
+from raytrain_gpt.version import VERSION
 
 FRACTION_BITS = 44
 LARGEST_SUM = 2.0**62
@@ -32,7 +32,7 @@ def numerics_environment(device: torch.device, precision: str) -> dict[str, str]
         "threads": str(torch.get_num_threads()),
         "precision": precision,
         "torch": torch.__version__,
-        "raytrain-gpt": __version__,
+        "raytrain-gpt": VERSION,
     }
 
 

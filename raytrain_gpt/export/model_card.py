@@ -10,13 +10,13 @@ import jinja2
 import torch
 import yaml
 
-from raytrain_gpt import __version__
 from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.data.mixture import dataset_names, parse_data_path
 from raytrain_gpt.data.tokenizer import MAX_NAME_LENGTH
 from raytrain_gpt.format import number
+from raytrain_gpt.version import VERSION
 
 CARD_FILE = "README.md"
 IMPORT_EVENT = "import"
@@ -54,7 +54,7 @@ def model_card(
     return environment.from_string(template.read_text("utf-8")).render(
         name=config.run.run_name,
         architecture=shape.architecture,
-        version=__version__,
+        version=VERSION,
         torch_version=torch.__version__,
         model=model,
         imported_from=_code(imports[-1]["source"]) if imports else None,
