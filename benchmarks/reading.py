@@ -33,7 +33,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.mixture import Mixture, WeightedDataset
 from raytrain_gpt.data.order import Order, sequence_hashes
 from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, Shard, read_manifest, write_manifest
-from raytrain_gpt.ingest.feed import TrainFeed, rank_chunks
+from raytrain_gpt.ingest.feed import TrainFeed, chunks_from_ray, rank_chunks
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset
 from raytrain_gpt.storage.location import Location
 
@@ -72,7 +72,7 @@ def read_through_ray(args: argparse.Namespace) -> None:
             }
         )
         mixture = Mixture((WeightedDataset(Location.of(data), manifest, Fraction(1)),))
-        spec = IngestSpec(config, mixture, args.workers)
+        spec = IngestSpec.of(config, mixture, args.workers, BATCH_SEQUENCES // args.workers)
         steps = EPOCHS * spec.order().batches_per_epoch
         dataset = ingest_dataset(spec, steps)
         dataset.context.execution_options = ExecutionOptions(preserve_order=True)
@@ -93,10 +93,9 @@ def read_through_ray(args: argparse.Namespace) -> None:
 @ray.remote(num_cpus=1)
 def consume(shard: object, spec: IngestSpec, rank: int) -> tuple[float, float]:
     """Return the times of the first and last micro-batch."""
-    tables = shard.iter_batches(batch_size=1, batch_format="pyarrow", prefetch_batches=1)
-    chunks = rank_chunks(tables, spec, rank)
+    chunks = rank_chunks(chunks_from_ray(shard, spec), spec, rank)
     next(chunks)
-    feed = TrainFeed(chunks, BATCH_SEQUENCES // spec.world_size, torch.device("cpu"))
+    feed = TrainFeed(chunks, spec.micro_batch_sequences, torch.device("cpu"))
     first = None
     for inputs, _ in feed.micro_batches():
         first = first or time.perf_counter()

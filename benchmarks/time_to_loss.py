@@ -45,7 +45,7 @@ from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.optim import learning_rate
 from raytrain_gpt.core.qwen3 import Qwen3
 from raytrain_gpt.data.locations import data_of
-from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed, rank_chunks, rows_in_process
+from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed, chunks_in_process, rank_chunks
 from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.tracking.run_files import read_rows
@@ -204,8 +204,9 @@ def peer_curve(config: Config, arm: str) -> Curve:
     torch.manual_seed(config.train.seed)
     sizes = (shape.num_layers, shape.num_heads, shape.embd_size, shape.seq_len)
     model = PlainGPT(Sizes(*sizes, shape.padded_vocab_size))
-    spec, device, size = IngestSpec(config, data, 1), torch.device("cpu"), config.batch_sequences
-    chunks = rank_chunks(rows_in_process(spec, num_steps, 0), spec, 0)
+    device, size = torch.device("cpu"), config.batch_sequences
+    spec = IngestSpec.of(config, data, 1, size)
+    chunks = rank_chunks(chunks_in_process(spec, num_steps, 0), spec, 0)
     val = next(chunks)
     held_out = EvalFeed(val.tokens[0], val.ids[0], data, size, device)
     losses = train_plainly(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.data.mixture import Mixture, parse_data_path, read_mixture
+from raytrain_gpt.data.mixture import BatchOrder, Mixture, parse_data_path, read_mixture
 from raytrain_gpt.data.shards import MANIFEST_FILE
 from raytrain_gpt.errors import ConfigError, DataError
 from raytrain_gpt.format import shell
@@ -51,6 +51,11 @@ def data_of(config: Config, data_path: str | None = None) -> Mixture:
     """Read the prepared datasets of a `data_path`; see `read_mixture`."""
     weighted = parse_data_path(config.data.data_path if data_path is None else data_path)
     return read_mixture([(location(config, path), weight) for path, weight in weighted])
+
+
+def order_of(config: Config, data: Mixture) -> BatchOrder:
+    """Make the training order of a run; see `Mixture.order`."""
+    return data.order(config.batch_sequences, config.data.seq_len, config.train.seed)
 
 
 def recorded(config: Config) -> Config:

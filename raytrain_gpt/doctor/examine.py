@@ -175,7 +175,7 @@ def _read_data(exam: Examination, is_default: bool) -> str:
     if is_default and not data_is_there(config):
         raise Skipped(f"{config.data.data_path} does not exist yet; the first train prepares it")
     data = data_of(config)
-    preflight.check_data(IngestSpec(config, data, world_size=1))
+    preflight.check_data(config, data)
     exam.data = data
     return f"{amount(data.split_tokens('train'))} train tokens, all shards match the manifest"
 
@@ -214,7 +214,8 @@ def _look_at_nodes(exam: Examination, resources: Resources, data_check: Check) -
 def _look_at_ranks(exam: Examination, config: FittedConfig, world_size: int, bench: bool) -> None:
     ingest = plan = None
     if exam.data is not None and not exam.failed("data"):
-        ingest = IngestSpec(config, exam.data, world_size)
+        # Any micro-batch: ranks must only read the sequences that are planned for them.
+        ingest = IngestSpec.of(config, exam.data, world_size, micro_batch_sequences=1)
     if bench and ingest is not None:
         try:
             plan = fit_memory(config, world_size, ingest.data.vocab_size, exam.log)

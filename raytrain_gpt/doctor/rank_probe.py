@@ -35,7 +35,7 @@ from raytrain_gpt.config.resolved import FittedConfig, RunPlan
 from raytrain_gpt.core.device import synchronize
 from raytrain_gpt.doctor.bench import BenchFacts, time_steps
 from raytrain_gpt.doctor.node_probe import node_names
-from raytrain_gpt.ingest.feed import rank_chunks
+from raytrain_gpt.ingest.feed import chunks_from_ray, rank_chunks
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.worker_group import TorchConfig, start_fit, worker_group
@@ -176,10 +176,8 @@ def probe_rank(spec: RankSpec) -> None:
         share("all_reduce", time_all_reduce(device, group))
     if spec.ingest is None:
         return
-    tables = ray.train.get_dataset_shard("train").iter_batches(
-        batch_size=1, batch_format="pyarrow", prefetch_batches=1
-    )
-    val, *chunks = rank_chunks(tables, spec.ingest, rank)
+    received = chunks_from_ray(ray.train.get_dataset_shard("train"), spec.ingest)
+    val, *chunks = rank_chunks(received, spec.ingest, rank)
     train = {chunk.first + i: ids for chunk in chunks for i, ids in enumerate(chunk.ids)}
     share("sequences", RankIds(val.ids[0], train))
     if spec.plan is not None and usable:

@@ -91,11 +91,12 @@ def _probe_speed(config: Config, log: Log) -> tuple[RunPlan, float, str]:
     stopped = StopSignals("interrupted; nothing is left behind")
     with stopped, training_session(config, log) as (fitted, world_size, data):
         plan = fit_memory(fitted, world_size, data.vocab_size, log)
-        ingest = IngestSpec(fitted, data, world_size)
-        preflight.check_data(ingest)
+        preflight.check_data(fitted, data)
         if not fitted.cluster.use_gpu:  # GPU workers check this themselves
             check_compiler(fitted, on_gpu=False, where="a CPU")
         log(f"timing steps on {count(world_size, 'worker')}")
+        micro = plan.config.train.micro_batch_sequences
+        ingest = IngestSpec.of(plan.config, data, world_size, micro)
         group = ask_ranks(fitted, world_size, ingest, plan)
     if group.bench is None or group.devices is None:
         raise TrainingFailed(

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +24,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.mixture import BatchOrder, Mixture
 from raytrain_gpt.data.order import BatchRanges, Ids, batches_to_read, sequence_hashes
 from raytrain_gpt.data.shards import Split
+from raytrain_gpt.ingest.rank_chunk import RankChunk
 
 MIN_READERS = 2
 RANKS_PER_READER = 16
@@ -34,40 +34,53 @@ RANKS_PER_READER = 16
 
 @dataclass(frozen=True)
 class IngestSpec:
-    """Data that a run reads.
+    """Data that the ranks of a run read.
 
     Attributes:
+        micro_batch_sequences: Sequences per rank and forward pass in validation.
+        eval_tokens: Maximum number of validation tokens.
+        cache_bytes: Size limit of every node's disk cache for object stores.
         first_batch: Global batch to start with, unless it is skipped.
         skipped: Ranges of skipped global batches, (first, stop).
     """
 
-    config: Config
     data: Mixture
     world_size: int
+    seq_len: int
+    batch_sequences: int
+    micro_batch_sequences: int
+    seed: int
+    eval_tokens: int
+    cache_bytes: int
     first_batch: int = 0
     skipped: BatchRanges = ()
 
-    @property
-    def seq_len(self) -> int:
-        """Context length in tokens; a sequence has one more."""
-        return self.config.data.seq_len
-
-    @property
-    def cache_bytes(self) -> int:
-        """Size limit of every node's disk cache for object stores, in bytes."""
-        return round(self.config.data.data_cache_gb * 1e9)
+    @classmethod
+    def of(
+        cls, config: Config, data: Mixture, world_size: int, micro_batch_sequences: int
+    ) -> IngestSpec:
+        """Take the numbers of a configuration, in which the micro-batch may still be `auto`."""
+        return cls(
+            data=data,
+            world_size=world_size,
+            seq_len=config.data.seq_len,
+            batch_sequences=config.batch_sequences,
+            micro_batch_sequences=micro_batch_sequences,
+            seed=config.train.seed,
+            eval_tokens=config.eval.eval_tokens,
+            cache_bytes=round(config.data.data_cache_gb * 1e9),
+        )
 
     def order(self) -> BatchOrder:
-        return self.data.order(self.config.batch_sequences, self.seq_len, self.config.train.seed)
+        return self.data.order(self.batch_sequences, self.seq_len, self.seed)
 
     def eval_ids(self) -> Ids:
         """Validation sequences in equal shares of full micro-batches: int64 (1, world_size · share).
 
         Each dataset is padded with −1, so that a micro-batch is the same whichever rank evaluates it.
         """
-        size = self.config.train.micro_batch_sequences
-        micro = 1 if size == "auto" else size
-        ids = self.data.val_ids(self.seq_len, self.config.eval.eval_tokens)
+        micro = self.micro_batch_sequences
+        ids = self.data.val_ids(self.seq_len, self.eval_tokens)
         ends = np.searchsorted(ids, self.data.val_ends(self.seq_len))
         by_dataset = [padded(dataset_ids, micro) for dataset_ids in np.split(ids, ends[:-1])]
         return padded(np.concatenate(by_dataset), micro * self.world_size)[None]
@@ -117,47 +130,28 @@ def num_readers(world_size: int) -> int:
 
 
 def _read_chunk(table: pa.Table, spec: IngestSpec) -> pa.Table:
-    return read_rows(spec, ReadRange(**table.to_pylist()[0]), range(spec.world_size))
+    return read_chunk(spec, ReadRange(**table.to_pylist()[0]), range(spec.world_size)).to_table()
 
 
-def read_rows(spec: IngestSpec, read: ReadRange, ranks: range) -> pa.Table:
+def read_chunk(spec: IngestSpec, read: ReadRange, ranks: range) -> RankChunk:
+    """Read the shares of consecutive ranks in a range."""
     if read.split == "val":
-        return rank_rows(spec, "val", 0, spec.eval_ids(), ranks)
-    order = spec.order()
-    ids = np.stack([order.batch_ids(batch) for batch in range(read.first, read.stop)])
-    return rank_rows(spec, "train", read.first, ids, ranks)
-
-
-def rank_rows(spec: IngestSpec, split: Split, first: int, ids: Ids, ranks: range) -> pa.Table:
-    """Make a table of one row per rank: its sequences of some global batches.
-
-    Args:
-        first: First global batch, which the worker checks.
-        ids: int64 (batches, sequences) of all ranks, −1 for padding.
-    """
+        ids = spec.eval_ids()
+    else:
+        order = spec.order()
+        ids = np.stack([order.batch_ids(batch) for batch in range(read.first, read.stop)])
     num_batches, size = ids.shape
     share = size // spec.world_size
     # (rank, batch, sequence)
     by_rank = ids.reshape(num_batches, spec.world_size, share).swapaxes(0, 1)[ranks]
-    tokens, delivered = spec.data.read(split, spec.seq_len, by_rank.reshape(-1), spec.cache_bytes)
-    planned = sequence_hashes(ids).sum(1)  # (batches,)
-    count = len(ranks)
-    return pa.table(
-        {
-            "split": pa.array([split] * count),
-            "rank": pa.array(ranks, pa.int64()),
-            "first": pa.array([first] * count, pa.int64()),
-            "num_batches": pa.array([num_batches] * count, pa.int64()),
-            "planned": pa.array([planned.tobytes()] * count, pa.large_binary()),
-            "ids": _blobs(delivered, count),
-            "tokens": _blobs(tokens, count),
-        }
+    tokens, delivered = spec.data.read(
+        read.split, spec.seq_len, by_rank.reshape(-1), spec.cache_bytes
     )
-
-
-def _blobs(array: np.ndarray[Any, Any], count: int) -> pa.Array:
-    """Split an array into `count` equal binary values, without a copy."""
-    size = array.nbytes // count
-    offsets = np.arange(count + 1, dtype=np.int64) * size
-    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(array)]
-    return pa.LargeBinaryArray.from_buffers(pa.large_binary(), count, buffers)
+    return RankChunk(
+        split=read.split,
+        ranks=ranks,
+        first=read.first,
+        tokens=tokens.reshape(-1, share, spec.seq_len + 1),
+        ids=delivered.reshape(-1, share),
+        planned=sequence_hashes(ids).sum(1),
+    )

@@ -17,13 +17,12 @@ from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.memory import checkpoint_bytes
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.state import load_model
-from raytrain_gpt.data.locations import location, run_location
+from raytrain_gpt.data.locations import location, order_of, run_location
 from raytrain_gpt.data.mixture import Mixture, check_val_split, check_vocabulary, map_paths
 from raytrain_gpt.data.verify import check_shards, check_tokenizer
 from raytrain_gpt.errors import CheckpointError, ClusterError, ConfigError
 from raytrain_gpt.evaluate.hellaswag import DOWNLOAD
 from raytrain_gpt.format import count, size
-from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location, cache_directory, is_url
 from raytrain_gpt.tracking.mlflow_run import OFF, SQLITE, check_uri, mlflow_store
 
@@ -33,21 +32,21 @@ RUN_FILES_BYTES = 2**24
 """Room for metrics, logs and events."""
 
 
-def check_data(ingest: IngestSpec) -> None:
+def check_data(config: Config, data: Mixture) -> None:
     """Compare the shards with their manifest, and the batch with the data.
 
     Raises:
         ConfigError: there is no cache directory.
         DataError: a shard is missing or damaged, the data is too small, or the tokenizer differs.
     """
-    shards = [shard for dataset in ingest.data.datasets for shard in dataset.manifest.shards]
+    shards = [shard for dataset in data.datasets for shard in dataset.manifest.shards]
     content = sum(shard.file_bytes for shard in shards) <= VERIFY_CONTENT_BYTES
-    for dataset in ingest.data.datasets:
+    for dataset in data.datasets:
         check_tokenizer(dataset.directory, dataset.manifest)
         check_shards(dataset.directory, dataset.manifest, content)
-    ingest.order()
-    check_val_split(ingest.data, ingest.seq_len)
-    if ingest.cache_bytes:
+    order_of(config, data)
+    check_val_split(data, config.data.seq_len)
+    if config.data.data_cache_gb:
         cache_directory()
 
 

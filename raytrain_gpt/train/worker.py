@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-import pyarrow as pa
 import ray.train
 import ray.train.torch
 import torch
@@ -26,7 +25,14 @@ from raytrain_gpt.core.optim import learning_rate
 from raytrain_gpt.core.parallel import gathered_weights
 from raytrain_gpt.evaluate.evaluation import Evaluation, watched
 from raytrain_gpt.format import count
-from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed, rank_chunks, rows_in_process
+from raytrain_gpt.ingest.feed import (
+    EvalFeed,
+    TrainFeed,
+    chunks_from_ray,
+    chunks_in_process,
+    rank_chunks,
+)
+from raytrain_gpt.ingest.rank_chunk import RankChunk
 from raytrain_gpt.tracking.run_files import Row, finite
 from raytrain_gpt.train.checkpointing import WRITE_TIMEOUT_S, Checkpointing
 from raytrain_gpt.train.heartbeat import RecorderClient
@@ -159,6 +165,7 @@ class Worker:
             spec.rows_before,
             self.collectives,
             self.feed,
+            spikes=self.config.spikes,
             flops_per_token=self.setup.raw_model.shape.flops_per_token,
             peak_flops=peak_flops(name, self.setup.precision),
             device=device,
@@ -197,7 +204,7 @@ class Worker:
     def _open_feeds(self) -> tuple[TrainFeed, Evaluation]:
         setup, micro = self.setup, self.config.train.micro_batch_sequences
         choices = self.spec.hellaswag
-        chunks = rank_chunks(self._tables(), self.spec.ingest, self.collectives.rank)
+        chunks = rank_chunks(self._chunks(), self.spec.ingest, self.collectives.rank)
         val = next(chunks)
         evaluation = Evaluation(
             self.config,
@@ -210,15 +217,12 @@ class Worker:
         )
         return TrainFeed(chunks, micro, setup.device), evaluation
 
-    def _tables(self) -> Iterator[pa.Table]:
-        """Rows for this rank, read in-process in local mode and by Ray Data otherwise."""
+    def _chunks(self) -> Iterator[RankChunk]:
+        """Chunks of this rank, read in-process in local mode and by Ray Data otherwise."""
         if self.config.cluster.is_local:
             steps_left = self.config.train.max_steps - self.step
-            return rows_in_process(self.spec.ingest, steps_left, self.collectives.rank)
-        tables: Iterator[pa.Table] = ray.train.get_dataset_shard("train").iter_batches(
-            batch_size=1, batch_format="pyarrow", prefetch_batches=1
-        )
-        return tables
+            return chunks_in_process(self.spec.ingest, steps_left, self.collectives.rank)
+        return chunks_from_ray(ray.train.get_dataset_shard("train"), self.spec.ingest)
 
     def steps(self) -> Iterator[StepResult]:
         """Train, yielding the result of every remaining step."""

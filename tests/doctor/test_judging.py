@@ -203,7 +203,7 @@ def ingest(dataset: Path) -> IngestSpec:
 
 def spec_of(data: Mixture, batch_sequences: int) -> IngestSpec:
     sizes = {"seq_len": 32, "global_batch_tokens": batch_sequences * 32, "eval_tokens": 320}
-    return IngestSpec(Config().updated(sizes), data, world_size=2)
+    return IngestSpec.of(Config().updated(sizes), data, world_size=2, micro_batch_sequences=16)
 
 
 def test_a_node_reads_every_dataset_of_a_mixture(dataset: Path, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def made(
     spec: Any = SimpleNamespace(
         plan=SimpleNamespace(config=config),
         run_dir=run_dir,
-        ingest=IngestSpec(config, data_of(config), 1),
+        ingest=IngestSpec.of(config, data_of(config), 1, 1),
         attempt=1,
         lease_token=token,
     )
