@@ -35,6 +35,7 @@ from raytrain_gpt.cluster.shared_storage import storage_probe
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.sections import DEFAULT_DATA
 from raytrain_gpt.data.locations import data_is_there, data_of, location, run_location
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.tokenizer import load_tokenizer
@@ -47,7 +48,6 @@ from raytrain_gpt.format import Log, amount, count, size
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.tracking import mlflow_run
 from raytrain_gpt.train import preflight
-from raytrain_gpt.train.launch import DEFAULT_DATA
 from raytrain_gpt.train.memory_fit import fit_memory
 
 RETRY_FOR_S = 10.0

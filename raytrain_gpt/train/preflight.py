@@ -1,4 +1,7 @@
-"""Checks before a run starts: data, checkpoints, disk, tools. The doctor calls the same functions."""
+"""Checks before a run starts: data, checkpoints, disk, tools. The doctor calls the same functions.
+
+A missing DEFAULT_DATA is prepared before them.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +15,60 @@ from raytrain_gpt.checkpoint.catalog import Catalog, resolve_checkpoint
 from raytrain_gpt.config.load import given_fields, resolve
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config, ConfigT, parse_config
-from raytrain_gpt.config.sections import SHAPE_FIELDS
+from raytrain_gpt.config.sections import DEFAULT_DATA, SHAPE_FIELDS
 from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.memory import checkpoint_bytes
-from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.core.model import GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.state import load_model
-from raytrain_gpt.data.locations import location, order_of, run_location
+from raytrain_gpt.data.documents import STDLIB
+from raytrain_gpt.data.locations import (
+    data_is_there,
+    data_locations,
+    data_of,
+    location,
+    order_of,
+    run_location,
+)
 from raytrain_gpt.data.mixture import Mixture, check_val_split, check_vocabulary, map_paths
+from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.data.verify import check_shards, check_tokenizer
 from raytrain_gpt.errors import CheckpointError, ClusterError, ConfigError
 from raytrain_gpt.evaluate.hellaswag import DOWNLOAD
-from raytrain_gpt.format import count, size
+from raytrain_gpt.format import Log, count, size
+from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.storage.location import Location, cache_directory, is_url
 from raytrain_gpt.tracking.mlflow_run import OFF, SQLITE, check_uri, mlflow_store
 
+DEFAULT_TOKENIZER = "bytes"
 VERIFY_CONTENT_BYTES = 2**30
 """Data up to this size is hashed at every start; beyond it only sizes and footers are read."""
 RUN_FILES_BYTES = 2**24
 """Room for metrics, logs and events."""
+
+
+def prepare_default_data(config: Config, log: Log) -> None:
+    """Prepare DEFAULT_DATA in this process if the configuration names it and it is missing.
+
+    Of the processes of `torchrun` only rank 0 does; the others wait for it in `train_locally`.
+
+    Raises:
+        ConfigError: as in `absolute_paths`.
+    """
+    absolute = absolute_paths(config)
+    is_first = os.environ.get("RANK", "0") == "0"
+    if config.data.data_path == DEFAULT_DATA and is_first and not data_is_there(absolute):
+        (data,) = data_locations(absolute)
+        log(f"preparing {data} from the Python standard library's source")
+        prepare([STDLIB], data, DEFAULT_TOKENIZER, log=log, in_process=True)
+
+
+def expected_vocab_size(config: Config) -> int:
+    """Vocabulary size of the data, or a guess if the data is missing."""
+    if data_is_there(config):
+        return data_of(config).vocab_size
+    if config.data.data_path == DEFAULT_DATA:
+        return int(load_tokenizer(DEFAULT_TOKENIZER).n_vocab)
+    return GPT2_VOCAB_SIZE
 
 
 def check_data(config: Config, data: Mixture) -> None:
