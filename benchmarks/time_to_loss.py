@@ -38,6 +38,7 @@ from harness import flags, in_new_process, report
 from plain_gpt2 import INIT_STD, Batch, PlainGPT, Sizes, train_plainly
 from torch import nn
 
+from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.loss import IGNORE_INDEX
@@ -116,7 +117,8 @@ def main() -> None:
     args = parser.parse_args()
     corpus = CORPORA[args.corpus]
     with tempfile.TemporaryDirectory() as work:
-        prepare([args.source], Path(work, "data"), corpus.tokenizer, log=print, val_fraction=0.1)
+        options = PrepareOptions(val_fraction=0.1)
+        prepare([args.source], Path(work, "data"), corpus.tokenizer, options, log=print)
         configs = {
             (arm, rate, seed): arm_config(args, arm, rate, seed, work)
             for seed in args.seeds

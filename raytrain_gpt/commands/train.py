@@ -13,7 +13,6 @@ from raytrain_gpt.commands.flags import (
     CommandGroup,
     ConfigOptions,
     JsonOptions,
-    Metavar,
     ProgressOptions,
     RunOptions,
     StorageOptions,
@@ -21,6 +20,7 @@ from raytrain_gpt.commands.flags import (
     command_line,
     say,
 )
+from raytrain_gpt.config.call_options import Metavar
 from raytrain_gpt.config.load import describe_config
 from raytrain_gpt.errors import TrainingFailed
 from raytrain_gpt.format import shell

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_gpt.checkpoint.catalog import Catalog, resolve_checkpoint
+from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.config.load import given_fields, resolve
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config, ConfigT, parse_config
@@ -59,7 +60,8 @@ def prepare_default_data(config: Config, log: Log) -> None:
     if config.data.data_path == DEFAULT_DATA and is_first and not data_is_there(absolute):
         (data,) = data_locations(absolute)
         log(f"preparing {data} from the Python standard library's source")
-        prepare([STDLIB], data, DEFAULT_TOKENIZER, log=log, in_process=True)
+        options = PrepareOptions()
+        prepare([STDLIB], data, DEFAULT_TOKENIZER, options, log=log, in_process=True)
 
 
 def expected_vocab_size(config: Config) -> int:

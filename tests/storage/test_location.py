@@ -23,7 +23,6 @@ import pytest
 from raytrain_gpt.data.documents import read_documents
 from raytrain_gpt.data.order import Ids
 from raytrain_gpt.data.preparation import start
-from raytrain_gpt.data.prepare_plan import make_plan
 from raytrain_gpt.data.reader import read_sequences
 from raytrain_gpt.data.shards import MANIFEST_FILE, read_manifest, read_row_group
 from raytrain_gpt.data.sources import find_pieces
@@ -37,6 +36,7 @@ from tests.conftest import raises_line
 from tests.data.shard_tools import (
     TEXTS,
     made_text,
+    plan_of,
     prepare_here,
     write_dataset,
     write_jsonl,
@@ -544,7 +544,7 @@ def test_a_missing_source_is_one_line(remote: Location) -> None:
 def test_an_interrupted_preparation_goes_on_in_a_store(remote: Location, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [made_text(1000, seed) for seed in range(200)])
     encoding = load_tokenizer("bytes")
-    plan = make_plan([source], encoding)
+    plan = plan_of([source], encoding)
     assert start(remote, plan, encoding) is None
     first = run_task(remote, plan, 0)
     shard = remote / "train-00000.parquet"
@@ -556,7 +556,7 @@ def test_an_interrupted_preparation_goes_on_in_a_store(remote: Location, tmp_pat
     shard.remove()  # but a task whose shard was lost is repeated
     assert run_task(remote, plan, 0) == first
     assert shard.sha256() == first["shards"][0]["sha256"]
-    other = make_plan([source], encoding, val_fraction=0.2)
+    other = plan_of([source], encoding, val_fraction=0.2)
     assert start(remote, other, encoding) is None
     assert remote.names() == ["tokenizer.json", "unfinished"]
 

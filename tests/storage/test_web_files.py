@@ -18,7 +18,6 @@ from raytrain_gpt.data import sources
 from raytrain_gpt.data.bad_documents import BAD_FILE
 from raytrain_gpt.data.documents import read_documents
 from raytrain_gpt.data.imports import read_ids
-from raytrain_gpt.data.prepare_plan import make_plan
 from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.data.verify import check_shard
@@ -27,7 +26,7 @@ from raytrain_gpt.redact import redacted
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.storage.object_files import RetriedHandler
 from tests.conftest import raises_line
-from tests.data.shard_tools import prepare_here
+from tests.data.shard_tools import plan_of, prepare_here
 from tests.data.test_sources import read
 from tests.ports import free_port
 from tests.web import WebServer
@@ -104,7 +103,7 @@ def test_a_server_without_ranges_and_sizes_is_read_whole(web: WebServer) -> None
 
 def test_a_web_address_may_have_a_query_that_changes(web: WebServer) -> None:
     encoding = load_tokenizer("bytes")
-    plans = [make_plan([f"{web.url}/a.jsonl?signature={i}"], encoding) for i in range(2)]
+    plans = [plan_of([f"{web.url}/a.jsonl?signature={i}"], encoding) for i in range(2)]
     assert {piece.name for plan in plans for piece in plan.pieces} == {"a.jsonl"}
     assert plans[0].hash == plans[1].hash
 
