@@ -33,8 +33,8 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.mixture import Mixture, WeightedDataset
 from raytrain_gpt.data.order import Order, sequence_hashes
 from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, Shard, read_manifest, write_manifest
-from raytrain_gpt.ingest.feed import TrainFeed, chunks_from_ray, rank_chunks
-from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset
+from raytrain_gpt.ingest.feed import TrainFeed
+from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset, rank_chunks, ray_chunks
 from raytrain_gpt.storage.location import Location
 
 SEQ_LEN = 1024
@@ -93,7 +93,7 @@ def read_through_ray(args: argparse.Namespace) -> None:
 @ray.remote(num_cpus=1)
 def consume(shard: object, spec: IngestSpec, rank: int) -> tuple[float, float]:
     """Return the times of the first and last micro-batch."""
-    chunks = rank_chunks(chunks_from_ray(shard, spec), spec, rank)
+    chunks = rank_chunks(ray_chunks(shard, spec), spec, rank)
     next(chunks)
     feed = TrainFeed(chunks, spec.micro_batch_sequences, torch.device("cpu"))
     first = None

@@ -46,9 +46,9 @@ from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.optim import learning_rate
 from raytrain_gpt.core.qwen3 import Qwen3
 from raytrain_gpt.data.locations import data_of
-from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed, chunks_in_process, rank_chunks
+from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed
 from raytrain_gpt.ingest.prepare import prepare
-from raytrain_gpt.ingest.ray_dataset import IngestSpec
+from raytrain_gpt.ingest.ray_dataset import IngestSpec, chunks_in_process, rank_chunks
 from raytrain_gpt.tracking.run_files import read_rows
 from raytrain_gpt.train.launch import train
 

@@ -152,7 +152,7 @@ def test_a_sweep_file_is_read_without_ray_and_torch(module: str) -> None:
 @pytest.mark.parametrize(
     ("process", "among"),
     [
-        ("ingest/ray_dataset", {"data/order.py", "ingest/rank_chunk.py", "errors.py"}),
+        ("ingest/ray_dataset", {"data/order.py", "data/reader.py", "errors.py"}),
         ("tracking/recorder", {"core/spikes.py", "tracking/trackers.py"}),
         ("cluster/shared_storage", {"storage/location.py"}),
     ],

@@ -80,20 +80,15 @@ class Config(Strict):
     @model_validator(mode="after")
     def _no_secrets(self) -> Config:
         values = self.field_values()
-        urls = {
-            name: mark.credentials
-            for name, (_, field) in FIELDS.items()
-            for mark in field.metadata
-            if isinstance(mark, Url)
-        }
-        for name, variables in urls.items():
-            if has_secret(str(values[name])):
+        for name, (_, field) in FIELDS.items():
+            value = str(values[name])
+            url = next((mark for mark in field.metadata if isinstance(mark, Url)), None)
+            if url and has_secret(value):
                 raise ValueError(
                     f"{name} has a password or key in its URL, which every copy of the configuration "
-                    f"would show; remove it and set {variables}"
+                    f"would show; remove it and set {url.credentials}"
                 )
-        for name in (*urls, "experiment", "sample_prompt"):
-            if holds_secret_value(str(values[name])):
+            if (url or name in ("experiment", "sample_prompt")) and holds_secret_value(value):
                 raise ValueError(
                     f"{name} contains the value of a secret environment variable, which every copy of the "
                     "configuration would show; remove it"

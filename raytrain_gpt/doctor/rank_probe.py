@@ -35,8 +35,7 @@ from raytrain_gpt.config.resolved import FittedConfig, RunPlan
 from raytrain_gpt.core.device import synchronize
 from raytrain_gpt.doctor.bench import BenchFacts, time_steps
 from raytrain_gpt.doctor.node_probe import node_names
-from raytrain_gpt.ingest.feed import chunks_from_ray, rank_chunks
-from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset
+from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset, rank_chunks, ray_chunks
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.worker_group import TorchConfig, start_fit, worker_group
 
@@ -176,7 +175,7 @@ def probe_rank(spec: RankSpec) -> None:
         share("all_reduce", time_all_reduce(device, group))
     if spec.ingest is None:
         return
-    received = chunks_from_ray(ray.train.get_dataset_shard("train"), spec.ingest)
+    received = ray_chunks(ray.train.get_dataset_shard("train"), spec.ingest)
     val, *chunks = rank_chunks(received, spec.ingest, rank)
     train = {chunk.first + i: ids for chunk in chunks for i, ids in enumerate(chunk.ids)}
     share("sequences", RankIds(val.ids[0], train))

@@ -3,58 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 
 import numpy as np
-import ray.data
 import torch
 
 from raytrain_gpt.core.loop import MicroBatch
 from raytrain_gpt.core.loss import IGNORE_INDEX
 from raytrain_gpt.data.mixture import Mixture
-from raytrain_gpt.data.order import Ids, sequence_hashes, skip_past
+from raytrain_gpt.data.order import Ids, sequence_hashes
 from raytrain_gpt.data.tokenizer import Tokens
-from raytrain_gpt.ingest.rank_chunk import RankChunk
-from raytrain_gpt.ingest.ray_dataset import MIN_READERS, IngestSpec, planned_reads, read_chunk
-
-
-def chunks_in_process(spec: IngestSpec, num_batches: int, rank: int) -> Iterator[RankChunk]:
-    """Read the chunks of a rank ahead in threads of this process, in the order of the Ray dataset."""
-    ahead: deque[Future[RankChunk]] = deque()
-    ranks = range(rank, rank + 1)
-    with ThreadPoolExecutor(MIN_READERS, "reader") as readers:
-        for read in planned_reads(spec, num_batches):
-            ahead.append(readers.submit(read_chunk, spec, read, ranks))
-            if len(ahead) > MIN_READERS:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
-
-
-def chunks_from_ray(shard: ray.data.DataIterator, spec: IngestSpec) -> Iterator[RankChunk]:
-    """Receive the chunks of a rank from Ray Data."""
-    for table in shard.iter_batches(batch_size=1, batch_format="pyarrow", prefetch_batches=1):
-        yield RankChunk.from_table(table, spec.seq_len, spec.data.dtype)
-
-
-def rank_chunks(chunks: Iterable[RankChunk], spec: IngestSpec, rank: int) -> Iterator[RankChunk]:
-    """Yield a rank's validation share, then its chunks in order.
-
-    Raises:
-        RuntimeError: a chunk belongs to a different rank or is not the next one. Ray guarantees neither
-            who gets a block of `streaming_split` nor that none is lost, so every row is checked.
-    """
-    expected = ("val", rank, 0)
-    for chunk in chunks:
-        position = (chunk.split, chunk.ranks.start, chunk.first)
-        if position != expected:
-            raise RuntimeError(
-                f"Ray Data delivered a wrong row: expected {expected}, got {position}"
-            )
-        yield chunk
-        after = spec.first_batch if chunk.split == "val" else chunk.first + len(chunk.planned)
-        expected = ("train", rank, skip_past(after, spec.skipped))
+from raytrain_gpt.ingest.ray_dataset import RankChunk
 
 
 class TrainFeed:

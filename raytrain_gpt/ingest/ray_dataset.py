@@ -13,8 +13,12 @@ import torch: without it the reading tasks start in half the time.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,9 +26,9 @@ import ray.data
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.mixture import BatchOrder, Mixture
-from raytrain_gpt.data.order import BatchRanges, Ids, batches_to_read, sequence_hashes
+from raytrain_gpt.data.order import BatchRanges, Ids, batches_to_read, sequence_hashes, skip_past
 from raytrain_gpt.data.shards import Split
-from raytrain_gpt.ingest.rank_chunk import RankChunk
+from raytrain_gpt.data.tokenizer import Tokens
 
 MIN_READERS = 2
 RANKS_PER_READER = 16
@@ -100,6 +104,63 @@ class ReadRange:
     stop: int
 
 
+@dataclass(frozen=True)
+class RankChunk:
+    """Shares of some global batches, of one rank or of several in order.
+
+    Attributes:
+        first: First global batch; 0 for the validation sequences.
+        tokens: uint16 or uint32 (ranks · batches, share, seq_len + 1).
+        ids: int64 (ranks · batches, share), of the sequences actually read; −1 for padding.
+        planned: int64 (batches,), planned hash sum of each global batch.
+    """
+
+    split: Split
+    ranks: range
+    first: int
+    tokens: Tokens
+    ids: Ids
+    planned: Ids
+
+    def to_table(self) -> pa.Table:
+        """Make a table with a row for each rank, without a copy of tokens and ids."""
+        count = len(self.ranks)
+        return pa.table(
+            {
+                "split": pa.array([self.split] * count),
+                "rank": pa.array(self.ranks, pa.int64()),
+                "first": pa.array([self.first] * count, pa.int64()),
+                "num_batches": pa.array([len(self.planned)] * count, pa.int64()),
+                "planned": pa.array([self.planned.tobytes()] * count, pa.large_binary()),
+                "ids": _blobs(self.ids, count),
+                "tokens": _blobs(self.tokens, count),
+            }
+        )
+
+    @classmethod
+    def from_table(cls, table: pa.Table, seq_len: int, dtype: str) -> RankChunk:
+        """Read a table of one row; `dtype` is that of the tokens."""
+        row = {name: table[name].chunk(0)[0] for name in table.column_names}
+        rank, num_batches = row["rank"].as_py(), row["num_batches"].as_py()
+        tokens = np.frombuffer(row["tokens"].as_buffer(), dtype)
+        return cls(
+            split=row["split"].as_py(),
+            ranks=range(rank, rank + 1),
+            first=row["first"].as_py(),
+            tokens=tokens.reshape(num_batches, -1, seq_len + 1),
+            ids=np.frombuffer(row["ids"].as_buffer(), np.int64).reshape(num_batches, -1),
+            planned=np.frombuffer(row["planned"].as_buffer(), np.int64),
+        )
+
+
+def _blobs(array: np.ndarray[Any, Any], count: int) -> pa.Array:
+    """Split an array into `count` equal binary values, without a copy."""
+    size = array.nbytes // count
+    offsets = np.arange(count + 1, dtype=np.int64) * size
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(array)]
+    return pa.LargeBinaryArray.from_buffers(pa.large_binary(), count, buffers)
+
+
 def planned_reads(spec: IngestSpec, num_batches: int) -> list[ReadRange]:
     """Validation, then the next global batches in ordered chunks."""
     order = spec.order()
@@ -155,3 +216,41 @@ def read_chunk(spec: IngestSpec, read: ReadRange, ranks: range) -> RankChunk:
         ids=delivered.reshape(-1, share),
         planned=sequence_hashes(ids).sum(1),
     )
+
+
+def chunks_in_process(spec: IngestSpec, num_batches: int, rank: int) -> Iterator[RankChunk]:
+    """Read the chunks of a rank ahead in threads of this process, in the order of the Ray dataset."""
+    ahead: deque[Future[RankChunk]] = deque()
+    ranks = range(rank, rank + 1)
+    with ThreadPoolExecutor(MIN_READERS, "reader") as readers:
+        for read in planned_reads(spec, num_batches):
+            ahead.append(readers.submit(read_chunk, spec, read, ranks))
+            if len(ahead) > MIN_READERS:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+
+
+def ray_chunks(shard: ray.data.DataIterator, spec: IngestSpec) -> Iterator[RankChunk]:
+    """Receive the chunks of a rank from Ray Data."""
+    for table in shard.iter_batches(batch_size=1, batch_format="pyarrow", prefetch_batches=1):
+        yield RankChunk.from_table(table, spec.seq_len, spec.data.dtype)
+
+
+def rank_chunks(chunks: Iterable[RankChunk], spec: IngestSpec, rank: int) -> Iterator[RankChunk]:
+    """Yield a rank's validation share, then its chunks in order.
+
+    Raises:
+        RuntimeError: a chunk belongs to a different rank or is not the next one. Ray guarantees neither
+            who gets a block of `streaming_split` nor that none is lost, so every row is checked.
+    """
+    expected = ("val", rank, 0)
+    for chunk in chunks:
+        position = (chunk.split, chunk.ranks.start, chunk.first)
+        if position != expected:
+            raise RuntimeError(
+                f"Ray Data delivered a wrong row: expected {expected}, got {position}"
+            )
+        yield chunk
+        after = spec.first_batch if chunk.split == "val" else chunk.first + len(chunk.planned)
+        expected = ("train", rank, skip_past(after, spec.skipped))

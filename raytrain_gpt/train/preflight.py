@@ -22,14 +22,7 @@ from raytrain_gpt.core.memory import checkpoint_bytes
 from raytrain_gpt.core.model import GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.state import load_model
 from raytrain_gpt.data.documents import STDLIB
-from raytrain_gpt.data.locations import (
-    data_is_there,
-    data_locations,
-    data_of,
-    location,
-    order_of,
-    run_location,
-)
+from raytrain_gpt.data.locations import data_is_there, data_of, location, order_of, run_location
 from raytrain_gpt.data.mixture import Mixture, check_val_split, check_vocabulary, map_paths
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.data.verify import check_shards, check_tokenizer
@@ -58,7 +51,7 @@ def prepare_default_data(config: Config, log: Log) -> None:
     absolute = absolute_paths(config)
     is_first = os.environ.get("RANK", "0") == "0"
     if config.data.data_path == DEFAULT_DATA and is_first and not data_is_there(absolute):
-        (data,) = data_locations(absolute)
+        data = location(absolute, absolute.data.data_path)
         log(f"preparing {data} from the Python standard library's source")
         options = PrepareOptions()
         prepare([STDLIB], data, DEFAULT_TOKENIZER, options, log=log, in_process=True)

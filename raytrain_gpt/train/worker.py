@@ -25,14 +25,8 @@ from raytrain_gpt.core.optim import learning_rate
 from raytrain_gpt.core.parallel import gathered_weights
 from raytrain_gpt.evaluate.evaluation import Evaluation, watched
 from raytrain_gpt.format import count
-from raytrain_gpt.ingest.feed import (
-    EvalFeed,
-    TrainFeed,
-    chunks_from_ray,
-    chunks_in_process,
-    rank_chunks,
-)
-from raytrain_gpt.ingest.rank_chunk import RankChunk
+from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed
+from raytrain_gpt.ingest.ray_dataset import RankChunk, chunks_in_process, rank_chunks, ray_chunks
 from raytrain_gpt.tracking.run_files import Row, finite
 from raytrain_gpt.train.checkpointing import WRITE_TIMEOUT_S, Checkpointing
 from raytrain_gpt.train.heartbeat import RecorderClient
@@ -222,7 +216,7 @@ class Worker:
         if self.config.cluster.is_local:
             steps_left = self.config.train.max_steps - self.step
             return chunks_in_process(self.spec.ingest, steps_left, self.collectives.rank)
-        return chunks_from_ray(ray.train.get_dataset_shard("train"), self.spec.ingest)
+        return ray_chunks(ray.train.get_dataset_shard("train"), self.spec.ingest)
 
     def steps(self) -> Iterator[StepResult]:
         """Train, yielding the result of every remaining step."""

@@ -14,10 +14,17 @@ from raytrain_gpt.core.loss import IGNORE_INDEX
 from raytrain_gpt.data.locations import data_of
 from raytrain_gpt.data.order import sequence_hashes
 from raytrain_gpt.errors import DataError
-from raytrain_gpt.ingest import feed
-from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed, chunks_in_process, rank_chunks
-from raytrain_gpt.ingest.rank_chunk import RankChunk
-from raytrain_gpt.ingest.ray_dataset import IngestSpec, ReadRange, planned_reads, read_chunk
+from raytrain_gpt.ingest import ray_dataset
+from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed
+from raytrain_gpt.ingest.ray_dataset import (
+    IngestSpec,
+    RankChunk,
+    ReadRange,
+    chunks_in_process,
+    planned_reads,
+    rank_chunks,
+    read_chunk,
+)
 from tests.runs import MakeConfig
 
 CPU = torch.device("cpu")
@@ -85,7 +92,7 @@ def test_an_unreadable_shard_ends_the_reading_with_its_error(
     def unreadable(*_: object) -> RankChunk:
         raise DataError("a shard is missing")
 
-    monkeypatch.setattr(feed, "read_chunk", unreadable)
+    monkeypatch.setattr(ray_dataset, "read_chunk", unreadable)
     with pytest.raises(DataError, match="a shard is missing"):
         next(chunks_in_process(spec, 4, 0))
 

@@ -16,8 +16,8 @@ from raytrain_gpt.core.loop import StepResult
 from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.data.locations import data_of
 from raytrain_gpt.data.order import extend_order_hash, sequence_hashes, skip_past
-from raytrain_gpt.ingest.feed import TrainFeed, rank_chunks
-from raytrain_gpt.ingest.ray_dataset import IngestSpec, ReadRange, read_chunk
+from raytrain_gpt.ingest.feed import TrainFeed
+from raytrain_gpt.ingest.ray_dataset import IngestSpec, ReadRange, rank_chunks, read_chunk
 from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.train.step_log import StepLog
 from tests.runs import MakeConfig
