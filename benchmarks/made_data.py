@@ -33,7 +33,7 @@ WRITE_TOKENS = 2**20
 def stdlib_dataset(directory: Path) -> None:
     """Prepare Python's standard library as bytes."""
     encoding = load_tokenizer("bytes")
-    plan = make_plan(["stdlib"], encoding, PrepareOptions())
+    plan = make_plan(["stdlib"], encoding, PrepareOptions(), print)
     start(directory, plan, encoding)
     results = [run_task(directory, plan, task) for task in range(len(plan.tasks))]
     finish(directory, plan, results, {"sources": ["stdlib"]})

@@ -75,9 +75,8 @@ def make_plan(
     sources: list[str],
     encoding: tiktoken.Encoding,
     options: PrepareOptions,
-    *,
+    log: Log,
     row_group_tokens: int = ROW_GROUP_TOKENS,
-    log: Log | None = None,
 ) -> Plan:
     """Make the plan of a preparation; `max_bad_documents` does not change it.
 
@@ -117,12 +116,10 @@ def make_plan(
         rule = SplitRule(cut_piece=len(pieces) - num_val)
     elif is_import:
         read_chunks = partial(read_ids, encoding=encoding)
-        rule = id_rule(
-            pieces, read_chunks, encoding.eot_token, options.val_fraction, options.val_tokens
-        )
+        rule = id_rule(pieces, read_chunks, encoding.eot_token, options)
     else:
-        rule = text_rule(pieces, read, encoding, options.val_fraction, options.val_tokens, log)
-    if log and rule.by_name:
+        rule = text_rule(pieces, read, encoding, options, log)
+    if rule.by_name:
         files = {piece.location for piece in pieces}
         named = sorted({piece.location.name for piece in pieces if is_named_val(piece.name)})
         log(

@@ -33,7 +33,7 @@ from raytrain_gpt.cluster.head import HeadRefuses, ask_head
 from raytrain_gpt.cluster.own_cluster import end_own_cluster
 from raytrain_gpt.cluster.shared_storage import storage_probe
 from raytrain_gpt.cluster.signals import StopSignals
-from raytrain_gpt.config.resolved import FittedConfig
+from raytrain_gpt.config.resolved import FittedConfig, RunPlan
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import DEFAULT_DATA
 from raytrain_gpt.data.locations import data_is_there, data_of, location, run_location
@@ -212,17 +212,18 @@ def _look_at_nodes(exam: Examination, resources: Resources, data_check: Check) -
 
 
 def _look_at_ranks(exam: Examination, config: FittedConfig, world_size: int, bench: bool) -> None:
-    ingest = plan = None
-    if exam.data is not None and not exam.failed("data"):
-        # Any micro-batch: ranks must only read the sequences that are planned for them.
-        ingest = IngestSpec.of(config, exam.data, world_size, micro_batch_sequences=1)
-    if bench and ingest is not None:
+    plan = RunPlan.of(
+        config, world_size, micro_batch_sequences=1, mode="none"
+    )  # reads the same data
+    data = None if exam.failed("data") else exam.data
+    if bench and data is not None:
         try:
-            plan = fit_memory(config, world_size, ingest.data.vocab_size, exam.log)
+            plan = fit_memory(config, world_size, data.vocab_size, exam.log)
         except (ClusterError, ray.exceptions.RayError) as error:
             exam.add(Check("bench", "FAIL", str(user_error_in(error) or root_cause(error))))
             bench = False
-    group = rank_probe.ask_ranks(config, world_size, ingest, plan)
+    ingest = None if data is None else IngestSpec.of(plan, data)
+    group = rank_probe.ask_ranks(plan, ingest, bench)
     exam.add(
         rank_findings.judge_devices(group),
         rank_findings.judge_all_reduce(group),

@@ -97,9 +97,7 @@ def _probe_speed(config: Config, log: Log) -> tuple[RunPlan, float, str]:
             if not fitted.cluster.use_gpu:  # GPU workers check this themselves
                 check_compiler(fitted, on_gpu=False, where="a CPU")
             log(f"timing steps on {count(world_size, 'worker')}")
-            micro = plan.config.train.micro_batch_sequences
-            ingest = IngestSpec.of(plan.config, data, world_size, micro)
-            group = ask_ranks(fitted, world_size, ingest, plan)
+            group = ask_ranks(plan, IngestSpec.of(plan, data), bench=True)
     if group.bench is None or group.devices is None:
         raise TrainingFailed(
             f"no step was timed: {group.error}; set micro_batch_sequences to auto if memory is short, or "

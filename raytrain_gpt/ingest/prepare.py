@@ -72,7 +72,7 @@ def prepare(
         StorageError: the storage was unreachable for too long; finished shards are kept.
     """
     encoding = load_tokenizer(tokenizer)
-    plan = make_plan(sources, encoding, options, log=log)
+    plan = make_plan(sources, encoding, options, log)
     is_small = sum(piece.text_bytes for piece in plan.pieces) < SMALL_BYTES
     on_ray = not in_process and (named_cluster() is not None or not is_small)
     run, cluster = _on_ray(log) if on_ray else (map, nullcontext())

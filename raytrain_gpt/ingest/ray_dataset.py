@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 import ray.data
 
-from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.data.mixture import BatchOrder, Mixture
 from raytrain_gpt.data.order import BatchRanges, Ids, batches_to_read, sequence_hashes, skip_past
 from raytrain_gpt.data.shards import Split
@@ -60,16 +60,15 @@ class IngestSpec:
     skipped: BatchRanges = ()
 
     @classmethod
-    def of(
-        cls, config: Config, data: Mixture, world_size: int, micro_batch_sequences: int
-    ) -> IngestSpec:
-        """Take the numbers of a configuration, in which the micro-batch may still be `auto`."""
+    def of(cls, plan: RunPlan, data: Mixture) -> IngestSpec:
+        """Take the numbers of a plan, from the first global batch."""
+        config = plan.config
         return cls(
             data=data,
-            world_size=world_size,
+            world_size=plan.world_size,
             seq_len=config.data.seq_len,
             batch_sequences=config.batch_sequences,
-            micro_batch_sequences=micro_batch_sequences,
+            micro_batch_sequences=config.train.micro_batch_sequences,
             seed=config.train.seed,
             eval_tokens=config.eval.eval_tokens,
             cache_bytes=round(config.data.data_cache_gb * 1e9),

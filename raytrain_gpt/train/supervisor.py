@@ -150,9 +150,8 @@ class Run:
             yield
 
     def _ingest(self, plan: RunPlan, resumed: Checkpoint | None) -> IngestSpec:
-        micro = plan.config.train.micro_batch_sequences
         return replace(
-            IngestSpec.of(plan.config, self.data, plan.world_size, micro),
+            IngestSpec.of(plan, self.data),
             first_batch=resumed.state.next_batch if resumed else 0,
             skipped=self.rollback.skipped,
         )

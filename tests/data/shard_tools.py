@@ -19,6 +19,7 @@ from raytrain_gpt.data.preparation import finish, start, task_file
 from raytrain_gpt.data.prepare_plan import Plan, make_plan
 from raytrain_gpt.data.shards import (
     FORMAT_VERSION,
+    ROW_GROUP_TOKENS,
     Manifest,
     Shard,
     ShardWriter,
@@ -164,11 +165,11 @@ def write_dataset(
 
 
 def plan_of(
-    sources: list[str], encoding: tiktoken.Encoding, log: Log | None = None, **options: Any
+    sources: list[str], encoding: tiktoken.Encoding, log: Log = print, **options: Any
 ) -> Plan:
     """Make a plan; `options` are those of PrepareOptions, and row_group_tokens."""
-    more = {name: options.pop(name) for name in ("row_group_tokens",) if name in options}
-    return make_plan(sources, encoding, PrepareOptions(**options), log=log, **more)
+    size = options.pop("row_group_tokens", ROW_GROUP_TOKENS)
+    return make_plan(sources, encoding, PrepareOptions(**options), log, size)
 
 
 def prepare_here(

@@ -25,7 +25,7 @@ from raytrain_gpt.ingest.ray_dataset import (
     rank_chunks,
     read_chunk,
 )
-from tests.runs import MakeConfig
+from tests.runs import MakeConfig, ingest_of
 
 CPU = torch.device("cpu")
 WORLD_SIZE = 2
@@ -40,8 +40,7 @@ def config(make_config: MakeConfig) -> Config:
 def spec(config: Config) -> IngestSpec:
     """Return a spec that skips batches 4 and 5."""
     data = data_of(config)
-    made = IngestSpec.of(config, data, WORLD_SIZE, config.train.micro_batch_sequences)
-    return replace(made, first_batch=2, skipped=((4, 6),))
+    return replace(ingest_of(config, data, WORLD_SIZE), first_batch=2, skipped=((4, 6),))
 
 
 def dealt(spec: IngestSpec, rank: int, *ranges: tuple[int, int]) -> Iterator[RankChunk]:

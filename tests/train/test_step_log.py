@@ -20,7 +20,7 @@ from raytrain_gpt.ingest.feed import TrainFeed
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, ReadRange, rank_chunks, read_chunk
 from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.train.step_log import StepLog
-from tests.runs import MakeConfig
+from tests.runs import MakeConfig, ingest_of
 from tests.training import thread_ranks
 
 CPU = torch.device("cpu")
@@ -33,8 +33,7 @@ def config(make_config: MakeConfig) -> Config:
 
 
 def ingest(config: Config, world_size: int = 1) -> IngestSpec:
-    micro = config.train.micro_batch_sequences
-    spec = IngestSpec.of(config, data_of(config), world_size, micro)
+    spec = ingest_of(config, data_of(config), world_size)
     return replace(spec, first_batch=2, skipped=SKIPPED)
 
 
