@@ -96,13 +96,12 @@ class PrepareOptions(Options):
             raise ValueError(f"{' and '.join(given)} are mutually exclusive; pass only one")
         if self.shard_tokens < 1:
             raise ValueError(f"shard_tokens={self.shard_tokens} is below 1; usual: {SHARD_TOKENS}")
-        if self.val_fraction is not None and not 0 < self.val_fraction < 1:
+        fraction, tokens = self.val_fraction, self.val_tokens
+        if fraction is not None and not 0 < fraction < 1:
+            raise ValueError(f"val_fraction={fraction:g} is not between 0 and 1; usual: 0.01")
+        if tokens is not None and tokens < 1:
             raise ValueError(
-                f"val_fraction={self.val_fraction:g} is not between 0 and 1; usual: 0.01"
-            )
-        if self.val_tokens is not None and self.val_tokens < 1:
-            raise ValueError(
-                f"val_tokens={self.val_tokens} is below 1; set it to the tokens of the val split"
+                f"val_tokens={tokens} is below 1; set it to the tokens of the val split"
             )
         if self.max_bad_documents < 0:
             raise ValueError(f"max_bad_documents={self.max_bad_documents} is below 0; usual: 0")

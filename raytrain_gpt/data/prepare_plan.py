@@ -83,9 +83,7 @@ def make_plan(
     Raises:
         DataError: a source is missing or empty, or a split would be empty.
     """
-    names = [name.strip(" .") for name in (options.text_suffixes or "").split(",")]
-    suffixes = tuple(f".{name}" for name in names if name)
-    find = partial(find_pieces, text_field=options.text_field, text_suffixes=suffixes, log=log)
+    find = partial(find_pieces, options=options, log=log)
     num_val = 0
     if options.val is None:
         pieces = find(sources)

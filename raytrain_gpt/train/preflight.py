@@ -1,7 +1,4 @@
-"""Checks before a run starts: data, checkpoints, disk, tools. The doctor calls the same functions.
-
-A missing DEFAULT_DATA is prepared before them.
-"""
+"""Checks before a run starts: data, checkpoints, disk, tools. The doctor calls the same functions."""
 
 from __future__ import annotations
 
@@ -41,20 +38,16 @@ RUN_FILES_BYTES = 2**24
 
 
 def prepare_default_data(config: Config, log: Log) -> None:
-    """Prepare DEFAULT_DATA in this process if the configuration names it and it is missing.
+    """Prepare a missing DEFAULT_DATA in this process, before a run's checks; raises like `absolute_paths`.
 
     Of the processes of `torchrun` only rank 0 does; the others wait for it in `train_locally`.
-
-    Raises:
-        ConfigError: as in `absolute_paths`.
     """
     absolute = absolute_paths(config)
     is_first = os.environ.get("RANK", "0") == "0"
     if config.data.data_path == DEFAULT_DATA and is_first and not data_is_there(absolute):
         data = location(absolute, absolute.data.data_path)
         log(f"preparing {data} from the Python standard library's source")
-        options = PrepareOptions()
-        prepare([STDLIB], data, DEFAULT_TOKENIZER, options, log=log, in_process=True)
+        prepare([STDLIB], data, DEFAULT_TOKENIZER, PrepareOptions(), log=log, in_process=True)
 
 
 def expected_vocab_size(config: Config) -> int:

@@ -149,13 +149,6 @@ class Run:
         with contextlib.closing(self._evaluations):
             yield
 
-    def _ingest(self, plan: RunPlan, resumed: Checkpoint | None) -> IngestSpec:
-        return replace(
-            IngestSpec.of(plan, self.data),
-            first_batch=resumed.state.next_batch if resumed else 0,
-            skipped=self.rollback.skipped,
-        )
-
     def resources(self) -> Resources:
         """Nodes available now."""
         return cluster_resources()
@@ -321,7 +314,11 @@ class Run:
             spec=WorkerSpec(
                 plan=plan,
                 run_dir=self.run_dir,
-                ingest=self._ingest(plan, resumed),
+                ingest=replace(
+                    IngestSpec.of(plan, self.data),
+                    first_batch=resumed.state.next_batch if resumed else 0,
+                    skipped=self.rollback.skipped,
+                ),
                 resumed=resumed,
                 rows_before=self.output.last_steps(step, recorder.saved_rows, num_rows),
                 attempt=self._attempts,

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.documents import read_documents
 from raytrain_gpt.data.duplicates import find_duplicates, hash_texts, only_first
 from raytrain_gpt.data.preparation import finish, start, task_file
@@ -131,7 +132,7 @@ def test_a_split_with_nothing_to_train_on_is_refused_before_it_is_made(tmp_path:
 def test_only_the_first_is_read_however_often(tmp_path: Path) -> None:
     """The second time that a file is listed, all its documents are duplicates."""
     source = write_jsonl(tmp_path / "a.jsonl", ["one", "two", "one"])
-    pieces = find_pieces([source, source], "text")
+    pieces = find_pieces([source, source], PrepareOptions(), print)
     read = only_first(lambda piece: read_documents(piece, "text"))
     for _ in range(2):
         assert [[d.text for d in read(piece)] for piece in pieces] == [["one", "two"], []]

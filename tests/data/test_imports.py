@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data import imports, sources
 from raytrain_gpt.data.preparation import finish, start
 from raytrain_gpt.data.reader import read_sequences
@@ -286,7 +287,7 @@ def test_the_column_is_chosen_by_text_field_then_by_name(tmp_path: Path) -> None
     pq.write_table(table.drop_columns("text"), tmp_path / "b.parquet")
     pq.write_table(table.drop_columns(["text", "input_ids"]), tmp_path / "c.parquet")
     columns = [
-        find_pieces([str(tmp_path / name)], field)[0].ids
+        find_pieces([str(tmp_path / name)], PrepareOptions(text_field=field), print)[0].ids
         for name, field in [
             ("a.parquet", "text"),
             ("b.parquet", "text"),
@@ -301,7 +302,7 @@ def test_text_and_ids_are_not_mixed(tmp_path: Path) -> None:
     write_nanogpt(tmp_path / "train.bin", drawn(100))
     (tmp_path / "input.txt").write_text("text")
     with raises_line(DataError, "input.txt contains text", "train.bin token ids", "glob"):
-        find_pieces([str(tmp_path)], "text")
+        find_pieces([str(tmp_path)], PrepareOptions(), print)
 
 
 def test_ids_are_not_deduplicated(tmp_path: Path) -> None:
@@ -375,7 +376,7 @@ def test_a_damaged_file_is_refused_with_its_place(tmp_path: Path, damage: str) -
 def test_an_array_of_another_kind_is_refused(tmp_path: Path, array: np.ndarray, words: str) -> None:
     np.save(tmp_path / "a.npy", array, allow_pickle=True)
     with raises_line(DataError, "a.npy", words):
-        find_pieces([str(tmp_path / "a.npy")], "text")
+        find_pieces([str(tmp_path / "a.npy")], PrepareOptions(), print)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.documents import SourcePiece, read_documents
 from raytrain_gpt.data.preparation import done_tasks, finish, start
 from raytrain_gpt.data.prepare_plan import Plan
@@ -502,7 +503,7 @@ def test_a_plan_keeps_the_hash_that_is_in_older_manifests() -> None:
 
 def test_a_corpus_is_cut_into_tasks_of_a_shard(tmp_path: Path) -> None:
     source = write_parquet(tmp_path / "a.parquet", MANY, rows=10)
-    pieces = find_pieces([source], "text")
+    pieces = find_pieces([source], PrepareOptions(), print)
     plan = plan_of([source], load_tokenizer("bytes"), shard_tokens=3000)
     assert [i for first, stop in plan.tasks for i in range(first, stop)] == list(range(len(pieces)))
     for first, stop in plan.tasks[:-1]:

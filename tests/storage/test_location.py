@@ -20,6 +20,7 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import pytest
 
+from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.documents import read_documents
 from raytrain_gpt.data.order import Ids
 from raytrain_gpt.data.preparation import start
@@ -512,7 +513,7 @@ def test_a_glob_finds_in_a_store_what_it_finds_on_a_disk(
     put_tree(tmp_path, remote)
 
     def found(source: str) -> list[tuple[str, list[str]]]:
-        pieces = find_pieces([source], "text")
+        pieces = find_pieces([source], PrepareOptions(), print)
         return [(p.name, [d.text for d in read_documents(p, "text")]) for p in pieces]
 
     assert found(f"{remote}/{pattern}") == found(f"{tmp_path}/{pattern}")
@@ -525,7 +526,8 @@ def test_pieces_of_a_stored_file_are_read_as_those_of_a_local_one(
     write_jsonl(tmp_path / "a.jsonl", [made_text(60, seed) for seed in range(30)])
     (remote / "a.jsonl").upload(tmp_path / "a.jsonl")
     local, stored = (
-        find_pieces([s], "text") for s in (str(tmp_path / "a.jsonl"), f"{remote}/a.jsonl")
+        find_pieces([s], PrepareOptions(), print)
+        for s in (str(tmp_path / "a.jsonl"), f"{remote}/a.jsonl")
     )
     assert len(local) == len(stored) > 10
     for ours, theirs in zip(stored, local, strict=True):
@@ -534,9 +536,9 @@ def test_pieces_of_a_stored_file_are_read_as_those_of_a_local_one(
 
 def test_a_missing_source_is_one_line(remote: Location) -> None:
     with raises_line(DataError, f"{remote}/none", "does not exist"):
-        find_pieces([f"{remote}/none"], "text")
+        find_pieces([f"{remote}/none"], PrepareOptions(), print)
     with raises_line(ClusterError, "not-there"):
-        find_pieces(["s3://not-there/*.txt"], "text")
+        find_pieces(["s3://not-there/*.txt"], PrepareOptions(), print)
     with raises_line(DataError, "does not exist", "raytrain-gpt prepare"):
         read_manifest(remote)
 
