@@ -38,13 +38,10 @@ def config_on_disk(file: str | Path | None) -> Iterator[Path | None]:
         yield copy
 
 
-def data_locations(config: Config) -> list[Location]:
-    """Return the datasets of `data_path`; raises a ConfigError if one of several has no weight."""
-    return [location(config, path) for path, _ in parse_data_path(config.data.data_path)]
-
-
 def data_is_there(config: Config) -> bool:
-    return all((data / MANIFEST_FILE).is_file() for data in data_locations(config))
+    """Whether all datasets of `data_path` exist; raises a ConfigError if one of several has no weight."""
+    data = [location(config, path) for path, _ in parse_data_path(config.data.data_path)]
+    return all((directory / MANIFEST_FILE).is_file() for directory in data)
 
 
 def data_of(config: Config, data_path: str | None = None) -> Mixture:
