@@ -90,8 +90,8 @@ class PrepareOptions(Options):
 
     @model_validator(mode="after")
     def _is_valid(self) -> PrepareOptions:
-        ways = ("val", "val_fraction", "val_tokens")
-        given = [f"--{name}" for name in ways if getattr(self, name) is not None]
+        ways = {"val": self.val, "val_fraction": self.val_fraction, "val_tokens": self.val_tokens}
+        given = [f"--{name}" for name, value in ways.items() if value is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are mutually exclusive; pass only one")
         if self.shard_tokens < 1:

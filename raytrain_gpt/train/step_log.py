@@ -62,9 +62,9 @@ class StepLog:
         device: torch.device,
         slowed: range,
     ) -> None:
-        self._ingest, self._order, self._collectives = ingest, ingest.order(), collectives
+        self._order, self._collectives, self._feed = ingest.order(), collectives, feed
+        self._datasets, self._seq_len = ingest.data.names, ingest.seq_len
         self._batch_tokens = ingest.batch_sequences * ingest.seq_len
-        self._datasets, self._feed = ingest.data.names, feed
         before = [
             (row["step"], row["train/loss"], row["optim/grad_norm"], row.get("optim/loss_scale"))
             for row in rows_before
@@ -124,10 +124,9 @@ class StepLog:
         step_time_s = (now - self._clock_from) / len(pending)
         self._clock_from = now
         self._steps_done += len(pending)
+        tokens_done = self._steps_done * self._batch_tokens
         since_start = {
-            "perf/tokens_per_s_overall": self._steps_done
-            * self._batch_tokens
-            / (now - self._began),
+            "perf/tokens_per_s_overall": tokens_done / (now - self._began),
             "perf/peak_memory_bytes": int(peak_bytes.max()),
         }
         rows: list[Row] = []
@@ -187,7 +186,7 @@ class StepLog:
             return {}
         trained = self._order.trained(step, self.position.skipped)
         return {
-            f"data/tokens/{name}": sequences * self._ingest.seq_len
+            f"data/tokens/{name}": sequences * self._seq_len
             for name, sequences in zip(self._datasets, trained, strict=True)
         }
 
