@@ -212,9 +212,7 @@ def _look_at_nodes(exam: Examination, resources: Resources, data_check: Check) -
 
 
 def _look_at_ranks(exam: Examination, config: FittedConfig, world_size: int, bench: bool) -> None:
-    plan = RunPlan.of(
-        config, world_size, micro_batch_sequences=1, mode="none"
-    )  # reads the same data
+    plan = RunPlan.of(config, world_size, 1, "none")  # any micro-batch reads the same data
     data = None if exam.failed("data") else exam.data
     if bench and data is not None:
         try:
