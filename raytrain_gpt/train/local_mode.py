@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -37,13 +37,14 @@ from raytrain_gpt.cluster.shared_storage import storage_probe
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.data.mixture import Mixture
+from raytrain_gpt.data.locations import data_of
 from raytrain_gpt.errors import ConfigError, Interrupted
 from raytrain_gpt.evaluate.hellaswag import Choices
 from raytrain_gpt.format import Log, count
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.recorder_handle import ConsoleRecorder, ThreadRecorder
 from raytrain_gpt.tracking.summary import RunSummary
+from raytrain_gpt.train import preflight
 from raytrain_gpt.train.attempt import POLL_S, STOPPING, Attempt
 from raytrain_gpt.train.policy import AttemptEnd, classify_end
 from raytrain_gpt.train.supervisor import Run, TrainLoop
@@ -54,16 +55,9 @@ _WAIT_FOR_RANK_0 = timedelta(days=7)
 
 
 def train_locally(
-    config: Config,
-    load_or_prepare_data: Callable[[FittedConfig, Log], tuple[FittedConfig, Mixture]],
-    signals: StopSignals,
-    log: Log,
-    train_loop: TrainLoop,
+    config: Config, signals: StopSignals, log: Log, train_loop: TrainLoop
 ) -> RunSummary:
     """Run a configuration in this process, one of several if started by `torchrun`.
-
-    Args:
-        load_or_prepare_data: Called by rank 0; returns the configuration with absolute paths, and its data.
 
     Raises:
         UserError: the configuration, data, storage or launch is unusable.
@@ -86,7 +80,8 @@ def train_locally(
         fitted = fit_to_process(config, ranks.world_size, ranks.in_node, num_gpus)
         if line := crowded_cores(fitted, busy):
             log(line)
-        fitted, data = load_or_prepare_data(fitted, log)
+        fitted = preflight.absolute_paths(fitted)
+        data = data_of(fitted)
         ranks.init_group()
         place = InProcess(ranks, fitted.cluster.cpus_per_worker)
         log(

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from raytrain_gpt.config.batch import check_shares, divisors, micro_batch_for
+from raytrain_gpt.config.arithmetic import divisors
+from raytrain_gpt.config.batch import check_shares, micro_batch_for
 from raytrain_gpt.config.resolved import ActivationCheckpointing
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.accumulation import FloatSum

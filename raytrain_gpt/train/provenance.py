@@ -16,7 +16,7 @@ import numpy as np
 from raytrain_gpt.checkpoint.branch import read_branch
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.load import load_config_file
-from raytrain_gpt.data.locations import data_of, recorded, recorded_data
+from raytrain_gpt.data.locations import data_of, order_of, recorded, recorded_data
 from raytrain_gpt.data.mixture import WeightedDataset
 from raytrain_gpt.data.order import Ids, batches_to_read
 from raytrain_gpt.data.shards import read_row_group
@@ -76,9 +76,7 @@ class RunProvenance:
         else:
             self._data = data_of(self._config, data)
         self._seq_len = self._config.data.seq_len
-        self._order = self._data.order(
-            self._config.batch_sequences, self._seq_len, self._config.train.seed
-        )
+        self._order = order_of(self._config, self._data)
         newest = next(reversed(Catalog(self.dir).complete()), None)
         if newest is not None and newest.state.manifest_hash != self._data.hash:
             raise DataError(

@@ -29,9 +29,10 @@ from raytrain_gpt.cluster.compilers import check_compiler
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig, RunPlan
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.registry import count_model
-from raytrain_gpt.data.locations import run_location
+from raytrain_gpt.data.locations import order_of, run_location
 from raytrain_gpt.data.mixed_order import MixedOrder
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.tokenizer import read_tokenizer
@@ -104,8 +105,7 @@ class Run:
     def train(self) -> RunSummary:
         """Check, resume, train and finish."""
         # Read-only checks run before the lease: a mistake must not disturb a run that holds it.
-        ingest = self._ingest(None)
-        preflight.check_data(ingest)
+        preflight.check_data(self.config, self.data)
         if (path := self.config.eval.hellaswag_path) is not None:
             tokenizer = read_tokenizer(self.data.first.directory)
             self._choices = self.place.share(read_choices(self.config, path, tokenizer))
@@ -130,28 +130,19 @@ class Run:
                 stack.callback(self._evaluations.close)
             if existing is not None and existing.state.step >= self.config.train.max_steps:
                 return self._finished(existing, lease, trained=False)
-            self._announce(ingest)
+            self._announce()
             self.output.write_config(self.config)
             self.resume.skipped = read_skipped(self.run_dir, resumed, self.log)
             return self._supervise(resumed, lease)
 
-    def _ingest(self, resumed: Checkpoint | None) -> IngestSpec:
-        return IngestSpec(
-            self.config,
-            self.data,
-            self.world_size,
-            first_batch=resumed.state.next_batch if resumed else 0,
-            skipped=self.resume.skipped,
-        )
-
-    def _announce(self, ingest: IngestSpec) -> None:
+    def _announce(self) -> None:
         self.log(f"configuration {self.run_dir / CONFIG_FILE}")
         train, c = self.config.train, self.config.cluster
         shape = GPTShape.of(self.config, self.data.vocab_size)
         self.log(
             f"model {amount(count_model(shape).num_parameters)} parameters | data "
             f"{amount(self.data.split_tokens('train'))} train tokens ({self.data.tokenizer}) | "
-            f"{_epochs(ingest, train.max_steps)} | {count(train.max_steps, 'step')} of "
+            f"{_epochs(self.config, self.data)} | {count(train.max_steps, 'step')} of "
             f"{count(train.global_batch_tokens, 'token')} | "
             f"{count(self.world_size, 'worker')} with {count(c.cpus_per_worker, 'CPU')}"
             f"{f' and {c.gpus_per_worker:g} GPU' if c.use_gpu else ''}{' each' * (self.world_size > 1)}"
@@ -281,7 +272,11 @@ class Run:
             spec=WorkerSpec(
                 plan=plan,
                 run_dir=self.run_dir,
-                ingest=self._ingest(resumed),
+                ingest=replace(
+                    IngestSpec.of(plan, self.data),
+                    first_batch=resumed.state.next_batch if resumed else 0,
+                    skipped=self.resume.skipped,
+                ),
                 resumed=resumed,
                 rows_before=self.output.last_steps(step, recorder.saved_rows, num_rows),
                 attempt=self._attempts,
@@ -309,13 +304,13 @@ class Run:
         return f"interrupted at step {at}, {saved}: {newest.path}; run the same command to resume"
 
 
-def _epochs(ingest: IngestSpec, max_steps: int) -> str:
-    order, data = ingest.order(), ingest.data
+def _epochs(config: Config, data: Mixture) -> str:
+    order = order_of(config, data)
     if not isinstance(order, MixedOrder):
         return (
             f"{count(order.batches_per_epoch, 'step')} per epoch, dropping {order.remainder_sequences} of "
             f"{order.num_sequences} sequences"
         )
-    datasets = zip(data.names, data.weights, order.epochs(max_steps), strict=True)
+    datasets = zip(data.names, data.weights, order.epochs(config.train.max_steps), strict=True)
     shares = [f"{name} {float(weight):.1%} ({n:.2f} epochs)" for name, weight, n in datasets]
     return f"mixed: {', '.join(shares)}"

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-import pyarrow as pa
 import ray.train
 import ray.train.torch
 import torch
@@ -31,7 +30,8 @@ from raytrain_gpt.core.optim import learning_rate
 from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.evaluate.evaluation import Evaluation, watched
 from raytrain_gpt.format import count
-from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed, rank_chunks, rows_in_process
+from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed
+from raytrain_gpt.ingest.ray_dataset import chunks_in_process, rank_chunks, ray_chunks
 from raytrain_gpt.tracking.run_files import Row, finite
 from raytrain_gpt.train.checkpointing import WRITE_TIMEOUT_S, Checkpointing
 from raytrain_gpt.train.heartbeat import RecorderClient
@@ -165,6 +165,7 @@ class Worker:
             spec.rows_before,
             self.collectives,
             self.feed,
+            spikes=self.config.spikes,
             flops_per_token=count_model(self.setup.raw_model.shape).flops_per_token,
             peak_flops=peak_flops(name, self.setup.precision),
             device=device,
@@ -202,29 +203,23 @@ class Worker:
 
     def _open_feeds(self) -> tuple[TrainFeed, Evaluation]:
         setup, micro = self.setup, self.config.train.micro_batch_sequences
-        choices = self.spec.hellaswag
-        chunks = rank_chunks(self._tables(), self.spec.ingest, self.collectives.rank)
+        choices, ingest, rank = self.spec.hellaswag, self.spec.ingest, self.collectives.rank
+        if self.config.cluster.is_local:
+            received = chunks_in_process(ingest, self.config.train.max_steps - self.step, rank)
+        else:
+            received = ray_chunks(ray.train.get_dataset_shard("train"), ingest)
+        chunks = rank_chunks(received, ingest, rank)
         val = next(chunks)
         evaluation = Evaluation(
             self.config,
             setup.eval_model,
             setup.tokenizer,
-            EvalFeed(val.tokens[0], val.ids[0], self.spec.ingest.data, micro, setup.device),
+            EvalFeed(val.tokens[0], val.ids[0], ingest.data, micro, setup.device),
             self.collectives,
             setup.autocast,
             choices=ray.get(choices) if isinstance(choices, ray.ObjectRef) else choices,
         )
         return TrainFeed(chunks, micro, setup.device), evaluation
-
-    def _tables(self) -> Iterator[pa.Table]:
-        """Rows for this rank, read in-process in local mode and by Ray Data otherwise."""
-        if self.config.cluster.is_local:
-            steps_left = self.config.train.max_steps - self.step
-            return rows_in_process(self.spec.ingest, steps_left, self.collectives.rank)
-        tables: Iterator[pa.Table] = ray.train.get_dataset_shard("train").iter_batches(
-            batch_size=1, batch_format="pyarrow", prefetch_batches=1
-        )
-        return tables
 
     def steps(self) -> Iterator[StepResult]:
         """Train, yielding the result of every remaining step."""

@@ -96,7 +96,7 @@ def test_a_warm_up_that_does_not_end_is_told(
     attempts: Attempts, warmup_steps: int, told: bool
 ) -> None:
     run, _, lines = attempts(warmup_steps=warmup_steps)
-    run._announce(run._ingest(None))
+    run._announce()
     assert lines[0] == f"configuration {run.run_dir / 'config.yaml'}"
     assert lines[1].endswith("50 steps of 384 tokens | 1 worker with 1 CPU")
     assert any("warmup_steps=51 is above max_steps=50" in line for line in lines) == told
