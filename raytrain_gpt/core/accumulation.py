@@ -20,8 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from raytrain_gpt.core.parallel import keeps_gradients
-
 FRACTION_BITS = 44
 LARGEST_SUM = 2.0**62
 """Limit of a step's sum, so that all micro-batches together fit signed 64-bit integers."""
@@ -35,12 +33,10 @@ class FloatSum:
 
     Attributes:
         micro_batches_per_step: Micro-batches of this rank.
-        keeps_gradients: Whether gradients stay in memory between steps, see `parallel.keeps_gradients`.
     """
 
     def __init__(self, model: nn.Module, micro_batches_per_step: int, rank: int = 0) -> None:
         self.micro_batches_per_step = micro_batches_per_step
-        self.keeps_gradients = keeps_gradients(model)
         self._model, self._rank = model, rank
         self._losses: list[Tensor] = []
 
@@ -92,7 +88,7 @@ class ExactSum:
         micro_batches_per_step: int,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.micro_batches_per_step, self.keeps_gradients = micro_batches_per_step, False
+        self.micro_batches_per_step = micro_batches_per_step
         self._parameters, self._group = parameters, group
         rank, num_ranks = (0, 1) if group is None else (group.rank(), group.size())
         self._first = rank * micro_batches_per_step

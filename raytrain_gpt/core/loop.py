@@ -85,7 +85,7 @@ def train_steps(
                     loss = model(inputs, targets)
                 sums.backward(loss, factor)
         mean_loss, lr = sums.finish(), learning_rate(step)
-        grad_norm = update(optimizer, parameters, lr, grad_clip, loss_scale, sums.keeps_gradients)
+        grad_norm = update(optimizer, parameters, lr, grad_clip, loss_scale, keeps_gradients(model))
         yield StepResult(step + 1, mean_loss, lr, grad_norm, data_wait_s, factor)
 
 

@@ -84,9 +84,8 @@ class AdamW(torch.optim.AdamW):
         ]
         super().__init__(groups, config.peak_lr, (config.beta1, config.beta2), fused=True)
         for p in parameters:
-            step = torch.zeros((), device=p.device)
             moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-            self.state[p] = {"step": step, **moments}
+            self.state[p] = {"step": torch.zeros((), device=p.device), **moments}
         self.group_numbers = numbers_of_groups(self.param_groups)
 
     @staticmethod
@@ -159,8 +158,7 @@ def update(
     not_finite = ~torch.isfinite(norm)
     # Fused AdamW divides gradients by `grad_scale` and skips the step if `found_inf` is set, both made for
     # torch's GradScaler. Clipping this way saves a pass over all gradients.
-    divisor = factor * ((norm + 1e-6) / grad_clip).clamp(min=1.0)
-    optimizer.grad_scale = divisor
+    optimizer.grad_scale = factor * ((norm + 1e-6) / grad_clip).clamp(min=1.0)
     optimizer.found_inf = not_finite.float()
     optimizer.step()
     optimizer.zero_grad(set_to_none=not keeps_gradients)

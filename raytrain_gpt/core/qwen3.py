@@ -69,8 +69,6 @@ class Qwen3MLP(nn.Module):
 
 
 class Qwen3Block(Block):
-    """See `Block`."""
-
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(shape.embd_size)
@@ -81,8 +79,6 @@ class Qwen3Block(Block):
         self.mlp = Qwen3MLP(shape)
 
     def layers(self, x: Tensor, attend: AttentionFn) -> Tensor:
-        """See `Block`."""
-
         def attend_normed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(self.q_norm(q), self.k_norm(k), v)
 
@@ -100,7 +96,6 @@ class Qwen3(GPT):
         return max(1, round(8 * embd_size / 3 / 64)) * 64
 
     def make_layers(self, shape: GPTShape) -> None:
-        """See `GPT`."""
         self.wte = nn.Embedding(shape.padded_vocab_size, shape.embd_size)
         self.h = nn.ModuleList(Qwen3Block(shape) for _ in range(shape.num_layers))
         self.ln_f = RMSNorm(shape.embd_size)

@@ -102,8 +102,7 @@ class HostSnapshot:
 
 
 def _host_like(tensor: Tensor) -> Tensor:
-    pinned = tensor.device.type == "cuda"
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
 
 
 def _state_by_owner(
