@@ -28,8 +28,7 @@ def check_shares(config: Config, world_size: int) -> None:
     micro_batch = "" if is_auto else f" × {count(micro, 'sequence')}"
     raise ConfigError(
         f"global_batch_tokens={tokens} ({count(sequences, 'sequence')} of {seq_len}) does not divide over "
-        f"{count(world_size, 'worker')}{micro_batch}; "
-        f"nearest: {'; or '.join(ways)}"
+        f"{count(world_size, 'worker')}{micro_batch}; nearest: {'; or '.join(ways)}"
     )
 
 
@@ -76,5 +75,4 @@ def micro_batch_for(config: Config, world_size: int) -> int | Literal["auto"]:
     limit = config.train.micro_batch_sequences
     if limit == "auto" or config.train.exact:
         return limit
-    worker_sequences = config.batch_sequences // world_size
-    return max(m for m in divisors(worker_sequences) if m <= limit)
+    return max(m for m in divisors(config.batch_sequences // world_size) if m <= limit)

@@ -78,13 +78,10 @@ class RunPlan:
     Attributes:
         config: `micro_batch_sequences` divides `worker_sequences`.
         world_size: Number of workers, below `num_workers` if the cluster is short of capacity.
-        worker_sequences: Sequences per worker and step.
     """
 
     config: ResolvedConfig
     world_size: int
-    worker_sequences: int
-    micro_batches_per_step: int
 
     @classmethod
     def of(
@@ -94,16 +91,15 @@ class RunPlan:
 
         `world_size` must divide the global batch, `micro_batch_sequences` a worker's sequences per step.
         """
-        resolved = decided(
-            ResolvedConfig,
-            config,
-            micro_batch_sequences=micro_batch_sequences,
-            activation_checkpointing=mode,
-        )
-        worker_sequences = config.batch_sequences // world_size
-        return cls(
-            config=resolved,
-            world_size=world_size,
-            worker_sequences=worker_sequences,
-            micro_batches_per_step=worker_sequences // micro_batch_sequences,
-        )
+        fit = {"micro_batch_sequences": micro_batch_sequences, "activation_checkpointing": mode}
+        return cls(decided(ResolvedConfig, config, **fit), world_size)
+
+    @property
+    def worker_sequences(self) -> int:
+        """Sequences per worker and step."""
+        return self.config.batch_sequences // self.world_size
+
+    @property
+    def micro_batches_per_step(self) -> int:
+        """Micro-batches per worker and step."""
+        return self.worker_sequences // self.config.train.micro_batch_sequences
