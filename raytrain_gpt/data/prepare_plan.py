@@ -59,8 +59,7 @@ class Plan:
             del content["document_separator"]
         for piece in content["pieces"]:  # access settings do not change the content
             piece["path"] = without_query(piece.pop("location")["url"])
-        text = json.dumps(content, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property
     def commits(self) -> dict[str, list[str]]:
@@ -113,8 +112,7 @@ def make_plan(
     if num_val:
         rule = SplitRule(cut_piece=len(pieces) - num_val)
     elif is_import:
-        read_chunks = partial(read_ids, encoding=encoding)
-        rule = id_rule(pieces, read_chunks, encoding.eot_token, options)
+        rule = id_rule(pieces, partial(read_ids, encoding=encoding), encoding.eot_token, options)
     else:
         rule = text_rule(pieces, read, encoding, options, log)
     if rule.by_name:
