@@ -76,8 +76,7 @@ class Checkpointing:
         self._rows = []
         texts = {TOKENIZER_FILE: tokenizer_json(self._setup.tokenizer), ROWS_FILE: lines}
         # In a bad stretch, keep the checkpoint before it: the run may roll back to it.
-        prune = not self._log.in_bad_stretch
-        self._writer.begin(self._state(step, val_loss), texts, prune=prune)
+        self._writer.begin(self._state(step, val_loss), texts, prune=not self._log.in_bad_stretch)
         self._blocked_since(started)
 
     def collect(self) -> None:

@@ -15,9 +15,8 @@ from raytrain_gpt.evaluate.async_evaluation import AsyncEvaluation
 from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.tracking.recorder_handle import ActorRecorder, RecorderHandle
 from raytrain_gpt.tracking.run_files import read_rows
+from raytrain_gpt.train.attempt import POLL_S
 from raytrain_gpt.train.run_output import RunOutput
-
-POLL_S = 0.5
 
 
 def await_evaluations(

@@ -76,8 +76,7 @@ def train_locally(
             meet_on_one_host()
         if ranks.rank:
             ranks.run_follower(train_loop, signals, log)
-        num_gpus = torch.cuda.device_count()
-        fitted = fit_to_process(config, ranks.world_size, ranks.in_node, num_gpus)
+        fitted = fit_to_process(config, ranks.world_size, ranks.in_node, torch.cuda.device_count())
         if line := crowded_cores(fitted, busy):
             log(line)
         fitted = preflight.absolute_paths(fitted)

@@ -178,14 +178,10 @@ class MemorySearch:
         changes += [sharded | both | {"num_workers": workers} for workers in more]
         fewer = [workers for workers in reversed(shares) if workers < world_size]
         changes += [both | {"num_workers": workers} for workers in fewer]
-        for change in changes:
-            if (remedy := self._changed(change, limit_of)) is not None:
-                return remedy
-        several: list[dict[str, Any]] = [sharded, {}, {"num_workers": 1}]
-        for change in several if world_size > 1 else [{}]:
-            if (remedy := self._shallower(change | both, limit_of)) is not None:
-                return remedy
-        return None
+        starts: list[dict[str, Any]] = [sharded, {}, {"num_workers": 1}] if world_size > 1 else [{}]
+        same_depth = (self._changed(change, limit_of) for change in changes)
+        shallower = (self._shallower(start | both, limit_of) for start in starts)
+        return next(filter(None, itertools.chain(same_depth, shallower)), None)
 
     def _shallower(self, changes: Mapping[str, Any], limit_of: Limit) -> Remedy | None:
         """Apply the changes with the most blocks that fit, or return None if none do."""

@@ -112,22 +112,15 @@ class Sharded(Strategy):
         return gathered_weights(model, eval_model)
 
 
-def choose_strategy(
-    train: TrainSection,
-    device: torch.device,
-    rank: int,
-    matmul_dtype: torch.dtype | None,
-    group: dist.ProcessGroup | None,
-) -> Strategy:
-    """Choose the strategy of `exact` and `parallel`; a single rank is not sharded."""
-    given = (device, rank, matmul_dtype, group)
+def strategy_class(train: TrainSection) -> type[Strategy]:
+    """Class of the strategy for `exact` and `parallel`; a single rank is not sharded."""
     match train.parallel:
         case _ if train.exact:
-            return Exact(*given)
+            return Exact
         case "fsdp" if _world_size() > 1:
-            return Sharded(*given)
+            return Sharded
         case "ddp" | "fsdp":
-            return Strategy(*given)
+            return Strategy
 
 
 def _world_size() -> int:
@@ -175,7 +168,7 @@ def set_up_training(
     """
     precision = resolve_precision(config.train.precision, device)
     dtype = matmul_dtype(precision)
-    strategy = choose_strategy(config.train, device, ranks.rank, dtype, group)
+    strategy = strategy_class(config.train)(device, ranks.rank, dtype, group)
     tokenizer = read_tokenizer(data.first.directory)
     model = configured_model(
         config,
@@ -200,7 +193,6 @@ def set_up_training(
         optimizer = build_optimizer(model, config.optim, dtype, strategy.optimizer_group)
         if directory is not None and resumed is not None:
             load_optimizer(directory, model, optimizer, resumed.file_names)
-    saved_scale = resumed.state.loss_scale if resumed else None
     return TrainingSetup(
         strategy=strategy,
         tokenizer=tokenizer,
@@ -211,7 +203,7 @@ def set_up_training(
         device=device,
         precision=precision,
         autocast=make_autocast(precision, device),
-        loss_scale=loss_scale_for(precision, device, saved_scale),
+        loss_scale=loss_scale_for(precision, device, resumed.state.loss_scale if resumed else None),
     )
 
 

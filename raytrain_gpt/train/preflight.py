@@ -101,8 +101,7 @@ def sizes_of_init_from(
     """
     # Other fields may be valid only with these sizes.
     named = ("init_from", "run_name", "storage_path", "s3_endpoint", "retry_for_s")
-    where = {name: fields[name] for name in named if name in fields}
-    config = resolve(preset, file, where)
+    config = resolve(preset, file, {name: fields[name] for name in named if name in fields})
     given = given_fields(file, fields)
     open_fields = [name for name in SHAPE_FIELDS if name not in given]
     if config.model.init_from is None or not open_fields:
@@ -151,8 +150,7 @@ def check_init_from(config: FittedConfig, data: Mixture) -> FittedConfig:
                 f"{name}={ours}, but {checkpoint.path} has {value}; set {name} to {value}"
             )
     with checkpoint.files() as directory:
-        model = new_model(shape)
-        load_model(directory, model, crop_context=True)
+        load_model(directory, new_model(shape), crop_context=True)
     return config.updated({"init_from": str(checkpoint.path)})
 
 

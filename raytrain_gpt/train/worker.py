@@ -192,8 +192,7 @@ class Worker:
         here = numerics_environment(self.setup.device, self.setup.precision)
         resumed = self.spec.resumed
         before = (resumed.state.numerics_environment if resumed else None) or here
-        environments = self.collectives.all_gather_json(here, dict[str, str])
-        for rank, environment in enumerate(environments):
+        for rank, environment in enumerate(self.collectives.all_gather_json(here, dict[str, str])):
             changed = environment_changes(before, environment)
             if changed and self.collectives.rank == 0:
                 self.recorder.log(
@@ -225,9 +224,8 @@ class Worker:
         """Train, yielding the result of every remaining step."""
         setup, train, optim = self.setup, self.config.train, self.config.optim
         if self.collectives.world_size > 1 and not train.exact:
-            dummy = torch.zeros(
-                train.micro_batch_sequences, self.config.data.seq_len, dtype=torch.int64
-            ).to(setup.device)
+            shape = (train.micro_batch_sequences, self.config.data.seq_len)
+            dummy = torch.zeros(shape, dtype=torch.int64, device=setup.device)
             warm_up_ddp_buckets(setup.model, (dummy, dummy), setup.autocast)
         self.exchange_requests()
         if self.is_leaving:

@@ -74,9 +74,8 @@ class _Backend(_TorchBackend):  # type: ignore[misc]
         """Create the group; Ray's backend would use a store that listens on all addresses."""
         uses_gpus = worker_group.get_resources_per_worker().get("GPU", 0) > 0
         backend = backend_config.backend or ("nccl" if uses_gpus else "gloo")
-        on_one_host = len(set(worker_group.execute(host))) == 1
         addresses: list[str | None] = [None] * len(worker_group)
-        if not on_one_host:
+        if len({*worker_group.execute(host)}) > 1:
             addresses = worker_group.execute(ray.util.get_node_ip_address)
         meeting = worker_group.execute_single(0, open_meeting, addresses[0])
         worker_group.execute(_set_torch_distributed_env_vars)
