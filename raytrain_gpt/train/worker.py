@@ -158,7 +158,7 @@ class Worker:
         self.feed, self.evaluation = self._open_feeds()
         taken = self._take_profile if rank == 0 else None
         self.profile = StepProfile(train.profile_steps, self.step, train.max_steps, device, taken)
-        name = device_name(device)
+        self._device_name = device_name(device)
         self.log = StepLog(
             spec.ingest,
             spec.resumed,
@@ -167,7 +167,7 @@ class Worker:
             self.feed,
             spikes=self.config.spikes,
             flops_per_token=count_model(self.setup.raw_model.shape).flops_per_token,
-            peak_flops=peak_flops(name, self.setup.precision),
+            peak_flops=peak_flops(self._device_name, self.setup.precision),
             device=device,
             slowed=self.profile.slowed,
         )
@@ -178,9 +178,8 @@ class Worker:
         self._preemption_checked_at = time.monotonic()
         self._asks_ray = False
         self._leaves_for: str | None = None
-        self._device_name = name
         self.recorder.log(
-            f"{name} on {socket.gethostname()}, {count(torch.get_num_threads(), 'thread')}, "
+            f"{self._device_name} on {socket.gethostname()}, {count(torch.get_num_threads(), 'thread')}, "
             f"{self.setup.precision}, {spec.plan.worker_sequences} of {self.config.batch_sequences} "
             "sequences per step"
         )
