@@ -66,8 +66,7 @@ def final_table(trials: Sequence[Trial], objective: str, budget_tokens: int) -> 
 
 def failure_text(trials: Sequence[Trial], title: str, resumable: bool) -> str | None:
     """Return the error message of a sweep with failed trials (which `--resume` retries if `resumable`)."""
-    failed = [trial for trial in trials if trial.state == "failed"]
-    if not failed:
+    if not (failed := [trial for trial in trials if trial.state == "failed"]):
         return None
     names = ", ".join(trial.name for trial in failed)
     again = (

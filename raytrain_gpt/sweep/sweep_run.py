@@ -242,8 +242,7 @@ class SweepRun:
             metrics = {f"best/{objective}": best.objective or 0.0}
         for name, content in files.items():
             (self._directory / name).write_bytes(content)
-        resumable = not isinstance(sweep.scheduler, Pbt)
-        failure = failure_text(trials, sweep.title, resumable)
+        failure = failure_text(trials, sweep.title, resumable=not isinstance(sweep.scheduler, Pbt))
         parent.close("failed" if failure or best is None else "finished", metrics, files)
         tune_dir = self._directory / TUNE_DIR
         for name in filter(re.compile(r"\d{10}").fullmatch, tune_dir.names()):
