@@ -48,8 +48,7 @@ def absolute_stores(config: Config, absolute: Callable[[str, str], str]) -> dict
     Raises:
         ConfigError: a tracker does not support its store.
     """
-    uri = config.tracking.mlflow_uri
-    if uri is None or uri == "auto":
+    if (uri := config.tracking.mlflow_uri) is None or uri == "auto":
         return {}
     mlflow_run.check_uri(uri)
     prefix = mlflow_run.SQLITE if uri.startswith(mlflow_run.SQLITE) else ""

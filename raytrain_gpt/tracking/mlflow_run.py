@@ -316,6 +316,5 @@ def _identity(directory: Location, uri: str) -> str:
 
 
 def _find(client: Any, experiment_id: str, identity: str) -> Any:
-    tagged = f"tags.{IDENTITY_TAG} = '{identity}'"
-    runs = client.search_runs([experiment_id], tagged, max_results=1)
+    runs = client.search_runs([experiment_id], f"tags.{IDENTITY_TAG} = '{identity}'", max_results=1)
     return runs[0] if runs else None

@@ -37,8 +37,7 @@ class TensorBoard:
 
     def text(self, step: int, name: str, text: str) -> None:
         tensor = TensorProto(dtype=DT_STRING, string_val=[f"```\n{text}\n```".encode()])
-        metadata = create_summary_metadata(name, "")
-        value = Summary.Value(tag=name, metadata=metadata, tensor=tensor)
+        value = Summary.Value(tag=name, metadata=create_summary_metadata(name, ""), tensor=tensor)
         self._add(step, summary=Summary(value=[value]))
 
     def _add(self, step: int, time_s: float | None = None, **content: Any) -> None:
