@@ -238,7 +238,7 @@ class SweepRun:
             original = sweep.base.load().field_values() | sweep.overrides
             restored = ("num_workers", "cpus_per_worker", "spike_detection")
             config = config.updated({name: original[name] for name in restored})
-            files[BEST_FILE] = best_yaml(config, best, sweep.sweep_name, objective).encode()
+            files[BEST_FILE] = best_yaml(config, best, sweep).encode()
             metrics = {f"best/{objective}": best.objective or 0.0}
         for name, content in files.items():
             (self._directory / name).write_bytes(content)
