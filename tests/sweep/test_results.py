@@ -23,7 +23,8 @@ from raytrain_gpt.sweep.results import (
 )
 from raytrain_gpt.sweep.space import Grid
 from raytrain_gpt.sweep.trials import State, Trial, best_trial, ranking, value_text
-from tests.sweep.conftest import sweep_of
+
+from .conftest import sweep_of
 
 BUDGET = 1_000_000
 
