@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
+from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.preparation import finish, start
 from raytrain_gpt.data.prepare_plan import make_plan
 from raytrain_gpt.data.shards import (
@@ -32,7 +33,7 @@ WRITE_TOKENS = 2**20
 def stdlib_dataset(directory: Path) -> None:
     """Prepare Python's standard library as bytes."""
     encoding = load_tokenizer("bytes")
-    plan = make_plan(["stdlib"], encoding)
+    plan = make_plan(["stdlib"], encoding, PrepareOptions(), print)
     start(directory, plan, encoding)
     results = [run_task(directory, plan, task) for task in range(len(plan.tasks))]
     finish(directory, plan, results, {"sources": ["stdlib"]})

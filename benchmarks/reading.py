@@ -29,12 +29,13 @@ from made_data import made_dataset, made_manifest
 from ray.data import ExecutionOptions
 
 from raytrain_gpt.cluster.connection import connect
+from raytrain_gpt.config.resolved import FittedConfig, RunPlan, decided
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.mixture import Mixture, WeightedDataset
 from raytrain_gpt.data.order import Order, sequence_hashes
 from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, Shard, read_manifest, write_manifest
-from raytrain_gpt.ingest.feed import TrainFeed, rank_chunks
-from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset
+from raytrain_gpt.ingest.feed import TrainFeed
+from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset, rank_chunks, ray_chunks
 from raytrain_gpt.storage.location import Location
 
 SEQ_LEN = 1024
@@ -72,7 +73,10 @@ def read_through_ray(args: argparse.Namespace) -> None:
             }
         )
         mixture = Mixture((WeightedDataset(Location.of(data), manifest, Fraction(1)),))
-        spec = IngestSpec(config, mixture, args.workers)
+        fixed = {"num_workers": args.workers, "cpus_per_worker": 1, "use_gpu": False}
+        share = BATCH_SEQUENCES // args.workers
+        plan = RunPlan.of(decided(FittedConfig, config, **fixed), args.workers, share, "none")
+        spec = IngestSpec.of(plan, mixture)
         steps = EPOCHS * spec.order().batches_per_epoch
         dataset = ingest_dataset(spec, steps)
         dataset.context.execution_options = ExecutionOptions(preserve_order=True)
@@ -93,10 +97,9 @@ def read_through_ray(args: argparse.Namespace) -> None:
 @ray.remote(num_cpus=1)
 def consume(shard: object, spec: IngestSpec, rank: int) -> tuple[float, float]:
     """Return the times of the first and last micro-batch."""
-    tables = shard.iter_batches(batch_size=1, batch_format="pyarrow", prefetch_batches=1)
-    chunks = rank_chunks(tables, spec, rank)
+    chunks = rank_chunks(ray_chunks(shard, spec), spec, rank)
     next(chunks)
-    feed = TrainFeed(chunks, BATCH_SEQUENCES // spec.world_size, torch.device("cpu"))
+    feed = TrainFeed(chunks, spec.micro_batch_sequences, torch.device("cpu"))
     first = None
     for inputs, _ in feed.micro_batches():
         first = first or time.perf_counter()

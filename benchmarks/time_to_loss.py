@@ -38,16 +38,18 @@ from harness import flags, in_new_process, report
 from plain_gpt2 import INIT_STD, Batch, PlainGPT, Sizes, train_plainly
 from torch import nn
 
+from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.config.load import load_preset
+from raytrain_gpt.config.resolved import FittedConfig, RunPlan, decided
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.loss import IGNORE_INDEX
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.optim import learning_rate
 from raytrain_gpt.core.qwen3 import Qwen3
 from raytrain_gpt.data.locations import data_of
-from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed, rank_chunks, rows_in_process
+from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed
 from raytrain_gpt.ingest.prepare import prepare
-from raytrain_gpt.ingest.ray_dataset import IngestSpec
+from raytrain_gpt.ingest.ray_dataset import IngestSpec, chunks_in_process, rank_chunks
 from raytrain_gpt.tracking.run_files import read_rows
 from raytrain_gpt.train.launch import train
 
@@ -116,7 +118,8 @@ def main() -> None:
     args = parser.parse_args()
     corpus = CORPORA[args.corpus]
     with tempfile.TemporaryDirectory() as work:
-        prepare([args.source], Path(work, "data"), corpus.tokenizer, log=print, val_fraction=0.1)
+        options = PrepareOptions(val_fraction=0.1)
+        prepare([args.source], Path(work, "data"), corpus.tokenizer, options, log=print)
         configs = {
             (arm, rate, seed): arm_config(args, arm, rate, seed, work)
             for seed in args.seeds
@@ -204,8 +207,10 @@ def peer_curve(config: Config, arm: str) -> Curve:
     torch.manual_seed(config.train.seed)
     sizes = (shape.num_layers, shape.num_heads, shape.embd_size, shape.seq_len)
     model = PlainGPT(Sizes(*sizes, shape.padded_vocab_size))
-    spec, device, size = IngestSpec(config, data, 1), torch.device("cpu"), config.batch_sequences
-    chunks = rank_chunks(rows_in_process(spec, num_steps, 0), spec, 0)
+    device, size = torch.device("cpu"), config.batch_sequences
+    plan = RunPlan.of(decided(FittedConfig, config, use_gpu=False), 1, size, "none")
+    spec = IngestSpec.of(plan, data)
+    chunks = rank_chunks(chunks_in_process(spec, num_steps, 0), spec, 0)
     val = next(chunks)
     held_out = EvalFeed(val.tokens[0], val.ids[0], data, size, device)
     losses = train_plainly(

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from raytrain_gpt.version import VERSION
+
 if TYPE_CHECKING:
     from raytrain_gpt.notebook import TrainedRun as TrainedRun
     from raytrain_gpt.notebook import batch_at as batch_at
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = ["TrainedRun", "__version__", "batch_at", "train"]
 
 

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from raytrain_gpt import __version__
 from raytrain_gpt.errors import Interrupted, RaytrainGptError, UserError, reason
 from raytrain_gpt.redact import printable, redacted_output
+from raytrain_gpt.version import VERSION
 
 _NO_USABLE_PATH = {
     errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM, errno.EROFS
@@ -132,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description="Pretrain GPT-2-class language models on Ray: from text to a trained model.",
     )
-    parser.add_argument("--version", action="version", version=f"raytrain-gpt {__version__}")
+    parser.add_argument("--version", action="version", version=f"raytrain-gpt {VERSION}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in (
         data.prepare, data.data, train.estimate, train.train, train.tune, train.runs,

@@ -105,13 +105,17 @@ def train(preset: str | None = None, config: str | Path | None = None, **fields:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "IProgress not found")
         from raytrain_gpt.checkpoint.catalog import Catalog  # here: seconds of import
+        from raytrain_gpt.cluster.signals import StopSignals
         from raytrain_gpt.tracking.report import REPORT_FILE
         from raytrain_gpt.tracking.run_files import read_rows
         from raytrain_gpt.tracking.summary import run_end
-        from raytrain_gpt.train import launch
+        from raytrain_gpt.train import launch, preflight
+        from raytrain_gpt.train.supervisor import BEFORE_FIRST_STEP
 
     log = _log(resolved)
     log(describe_config(preset, config, resolved))
+    with StopSignals(BEFORE_FIRST_STEP):
+        preflight.prepare_default_data(resolved, log)
     summary = launch.train(resolved, log)
     run_end(summary, log)
     rows = read_rows(summary.sync.work_dir)

@@ -7,9 +7,13 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.data.mixture import Mixture
+from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import Row, read_rows
 from raytrain_gpt.tracking.summary import RunSummary
@@ -106,3 +110,9 @@ def command(*argv: str) -> list[str]:
 def environment(cluster: str) -> dict[str, str]:
     """Return the environment of a process that uses the session's cluster."""
     return {**os.environ, "RAY_ADDRESS": cluster, "PYTHONUNBUFFERED": "1"}
+
+
+def ingest_of(config: Config, data: Mixture, world_size: int) -> IngestSpec:
+    """Return what the ranks of a configuration read; its micro-batch is a number."""
+    plan: Any = SimpleNamespace(config=config, world_size=world_size)
+    return IngestSpec.of(plan, data)

@@ -7,6 +7,7 @@ import sys
 import tomllib
 from collections import Counter
 from functools import cache
+from graphlib import TopologicalSorter
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from itertools import chain
 from pathlib import Path
@@ -21,7 +22,7 @@ ROOT = Path(raytrain_gpt.__file__).parent
 MODULES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
 
 ORDER = (
-    {"redact"},
+    {"redact", "version"},
     {"errors"},
     {"format", "parsing"},
     {"config"},
@@ -52,6 +53,7 @@ BELOW["export"] = BELOW["serve"] = BELOW["export"] - {
 
 FORBIDDEN = {
     "redact": {"ray", "mlflow", "torch", "numpy", "pydantic"},
+    "version": {"ray", "mlflow", "torch", "numpy", "pydantic"},
     "errors": {"ray", "mlflow", "torch", "numpy", "pydantic"},
     "format": {"ray", "mlflow", "torch", "numpy", "pydantic"},
     "parsing": {"ray", "mlflow", "torch", "numpy", "pydantic"},
@@ -98,15 +100,22 @@ def imports(module: str, at_import_only: bool = False) -> frozenset[str]:
             package = ["raytrain_gpt", *Path(module).parts[:-1]]
             base = package[: len(package) + 1 - node.level] if node.level else []
             name = ".".join([*base, *([node.module] if node.module else [])])
-            names |= {name, *(f"{name}.{alias.name}" for alias in node.names)}
+            names |= {f"{name}.{alias.name}" for alias in node.names}
+            names |= {name} - {"raytrain_gpt"}  # a module of it, or a name of its `__init__`
     return frozenset(names)
 
 
 def file_of(name: str) -> str | None:
-    """Return the module's path below the package, or None if it is not one of our modules."""
-    path = name.removeprefix("raytrain_gpt.").replace(".", "/")
+    """Return the module's path below the package, or None if it is not one of our modules.
+
+    Names of the package itself, such as `raytrain_gpt.train`, are in its `__init__.py`.
+    """
+    package, *parts = name.split(".")
+    if package != "raytrain_gpt":
+        return None
+    path = "/".join(parts)
     found = [f for f in (f"{path}.py", f"{path}/__init__.py") if f in MODULES]
-    return found[0] if name.startswith("raytrain_gpt.") and found else None
+    return found[0] if found else "__init__.py" if len(parts) < 2 else None
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -117,6 +126,13 @@ def test_a_module_imports_only_the_layers_below_it(module: str) -> None:
     for name, file in files.items():
         if file is not None:
             assert layer(file) in BELOW[ours] | {ours}, f"{module} imports {name}"
+
+
+def test_no_modules_import_each_other_and_none_the_package() -> None:
+    """Imports inside functions and under TYPE_CHECKING count."""
+    files = {module: {file_of(name) for name in imports(module)} for module in MODULES}
+    assert [module for module, imported in files.items() if "__init__.py" in imported] == []
+    TopologicalSorter({m: imported - {m, None} for m, imported in files.items()}).prepare()
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if layer(m) in FORBIDDEN])

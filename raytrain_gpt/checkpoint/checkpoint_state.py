@@ -27,7 +27,7 @@ class CheckpointState:
         num_workers: World size that wrote it.
         skipped_batches: Ranges of global batches skipped after loss spikes.
         loss_scale: fp16 loss scale and steps since it changed, or None for other precisions.
-        numerics_environment: Environment of exact sums (see `core.exact`), or None without `exact`.
+        numerics_environment: Environment of exact sums (see `core.device`), or None without `exact`.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)

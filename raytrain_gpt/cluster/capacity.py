@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from raytrain_gpt.config.batch import check_shares, nearest_multiples, shares_equally, sharing_unit
+from raytrain_gpt.config.arithmetic import nearest_multiples
+from raytrain_gpt.config.batch import check_shares, shares_equally, sharing_unit
 from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ClusterError, ConfigError

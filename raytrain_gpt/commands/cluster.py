@@ -7,8 +7,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from raytrain_gpt.commands.flags import SECTIONS, ConfigOptions, JsonOptions, Metavar, command, say
-from raytrain_gpt.config.call_options import Options
+from raytrain_gpt.commands.flags import SECTIONS, ConfigOptions, JsonOptions, command, say
+from raytrain_gpt.config.call_options import Metavar, Options
 
 
 class DoctorOptions(JsonOptions, ConfigOptions):

@@ -6,8 +6,8 @@ import argparse
 import re
 from typing import Annotated, Any, Literal
 
-from raytrain_gpt.commands.flags import Command, Metavar, command
-from raytrain_gpt.config.call_options import Options
+from raytrain_gpt.commands.flags import Command, command
+from raytrain_gpt.config.call_options import Metavar, Options
 from raytrain_gpt.config.load import preset_names
 
 _TYPES = {"bool", "float", "int", "null", "str"}

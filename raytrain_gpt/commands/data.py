@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
 from raytrain_gpt.commands.flags import (
     CommandGroup,
     JsonOptions,
-    Metavar,
     ProgressOptions,
     RunOptions,
     StorageOptions,
     command,
     say,
 )
+from raytrain_gpt.config.call_options import Metavar, PrepareOptions
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import count, shell
 
 
-class PrepareOptions(ProgressOptions):
-    """Options of `prepare`; `data.prepare_plan` checks their limits."""
-
+class PrepareTarget(ProgressOptions):
     sources: Annotated[list[str], Metavar("SOURCE", positional=True)]
     """Files, directories or globs, local, s3://…, gs://… or hf://datasets/OWNER/NAME/…; URLs of files; or
     stdlib (Python's own source). Text: .txt, .jsonl(.gz, .zst), .json, .parquet; token ids: .bin of nanoGPT
@@ -32,26 +30,10 @@ class PrepareOptions(ProgressOptions):
     """New dataset: a directory or s3://bucket/prefix."""
     tokenizer: Annotated[str, Metavar("NAME")] = "bytes"
     """Tokenizer; bytes, a tiktoken encoding (gpt2, …) or a checkpoint; for token ids: their tokenizer."""
-    text_field: str = "text"
-    """Field of a JSON object or column of a parquet file, meta.text for text inside meta; for token ids:
-    input_ids or tokens."""
-    text_suffixes: Annotated[str | None, Metavar(".md,.py")] = None
-    """Extra file suffixes to read as text in directories (default: none)."""
-    document_separator: Annotated[str | None, Metavar("TEXT")] = None
-    """Separator of documents in text files, such as <|endoftext|> (default: one document per file)."""
-    val: Annotated[str | None, Metavar("SOURCE")] = None
-    """Source of the validation split, excluded from the others (default: val_fraction)."""
-    val_fraction: float | None = None
-    """Fraction of documents held out for validation; below 100 documents, the tail of the text
-    (default: files named train and val, or 0.01)."""
-    val_tokens: int | None = None
-    """Approximate tokens held out for validation, from the first documents (default: val_fraction)."""
-    shard_tokens: int = 100_000_000
-    """Tokens per shard, approximately."""
-    dedupe: Literal["none", "exact"] = "none"
-    """Deduplication; exact: keep the first of documents with the same text."""
-    max_bad_documents: int = 0
-    """Maximum number of unreadable documents to skip (not UTF-8, not JSON, no text field)."""
+
+
+class PrepareFlags(PrepareOptions, PrepareTarget):
+    """Flags of `prepare`; those of the base named last come first in the help."""
 
 
 class DatasetOptions(JsonOptions):
@@ -86,26 +68,20 @@ class FindOptions(StorageOptions):
     """Dataset of the run (default: the one it was trained on)."""
 
 
-@command("prepare", PrepareOptions)
-def prepare(options: PrepareOptions) -> None:
+@command("prepare", PrepareFlags)
+def prepare(options: PrepareFlags) -> None:
     """Make a dataset from text or token ids.
 
     To continue an interrupted command, run it again. The dataset is the same on any number of CPUs.
     """
-    ways = ("val", "val_fraction", "val_tokens")
-    given = [f"--{name}" for name in ways if getattr(options, name) is not None]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} are mutually exclusive; pass only one")
     from raytrain_gpt.cluster.signals import StopSignals
     from raytrain_gpt.data.describe import describe_dataset
     from raytrain_gpt.ingest import prepare as tasks
     from raytrain_gpt.storage.location import Location
 
     out = Location.of(options.out)
-    more = options.model_dump(exclude={"sources", "out", "tokenizer", "quiet"})
-    more["dedupe"] = options.dedupe == "exact"
     with StopSignals("interrupted; finished shards are kept, run the same command to continue"):
-        manifest = tasks.prepare(options.sources, out, options.tokenizer, log=options.log, **more)
+        manifest = tasks.prepare(options.sources, out, options.tokenizer, options, log=options.log)
     describe_dataset(out, manifest, say)
     say(_train_line(options.out))
 

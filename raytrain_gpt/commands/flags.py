@@ -15,7 +15,7 @@ from pydantic import Field, field_validator
 from pydantic.fields import FieldInfo
 
 from raytrain_gpt.config.batch import check_shares
-from raytrain_gpt.config.call_options import Options
+from raytrain_gpt.config.call_options import Metavar, Options
 from raytrain_gpt.config.load import (
     DEFAULT_PRESET,
     given_fields,
@@ -35,14 +35,6 @@ SECTIONS: Groups = {
     for title in Config.model_fields
 }
 """Configuration section -> its fields, each a flag."""
-
-
-@dataclass(frozen=True)
-class Metavar:
-    """Metavar of a field in the help (default: from its type); positional fields are no flags."""
-
-    text: str = ""
-    positional: bool = False
 
 
 class CheckpointOptions(Options):

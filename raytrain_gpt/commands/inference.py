@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from raytrain_gpt.commands.flags import CheckpointOptions, JsonOptions, Metavar, command, say
-from raytrain_gpt.config.call_options import Options, SamplingOptions
+from raytrain_gpt.commands.flags import CheckpointOptions, JsonOptions, command, say
+from raytrain_gpt.config.call_options import Metavar, Options, SamplingOptions
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import count, sample_command, shell
 from raytrain_gpt.serve.serve_options import ServeOptions

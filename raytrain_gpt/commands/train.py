@@ -13,7 +13,6 @@ from raytrain_gpt.commands.flags import (
     CommandGroup,
     ConfigOptions,
     JsonOptions,
-    Metavar,
     ProgressOptions,
     RunOptions,
     StorageOptions,
@@ -21,6 +20,7 @@ from raytrain_gpt.commands.flags import (
     command_line,
     say,
 )
+from raytrain_gpt.config.call_options import Metavar
 from raytrain_gpt.config.load import describe_config
 from raytrain_gpt.errors import TrainingFailed
 from raytrain_gpt.format import shell
@@ -93,9 +93,13 @@ def train(options: TrainOptions) -> None:
         return
     if os.environ.get("RANK", "0") == "0":  # torchrun starts the command once for each rank
         options.log(describe_config(options.preset, options.config, config))
+    from raytrain_gpt.cluster.signals import StopSignals
     from raytrain_gpt.tracking.summary import run_end
-    from raytrain_gpt.train import launch
+    from raytrain_gpt.train import launch, preflight
+    from raytrain_gpt.train.supervisor import BEFORE_FIRST_STEP
 
+    with StopSignals(BEFORE_FIRST_STEP):
+        preflight.prepare_default_data(config, options.log)
     run_end(launch.train(config, options.log), say)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from raytrain_gpt.config.arithmetic import divisors, nearest, nearest_multiples
+from raytrain_gpt.config.schema import Config, ConfigT
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import count
-
-if TYPE_CHECKING:
-    from raytrain_gpt.config.schema import Config, ConfigT
 
 
 def check_shares(config: Config, world_size: int) -> None:
@@ -51,23 +50,6 @@ def sharing_unit(config: Config, world_size: int) -> int:
     """Number of sequences that must divide a global batch."""
     micro = _min_micro_batch(config)
     return micro * world_size if config.train.exact else math.lcm(micro, world_size)
-
-
-def nearest_multiples(value: int, unit: int) -> str:
-    """Format the multiples of `unit` next to a value; `none` if both are 0 or beyond 64 bits."""
-    below = value // unit * unit
-    return ", ".join(str(v) for v in (below, below + unit) if 0 < v < 2**63) or "none"
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors of a positive number, ascending, in O(√number)."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
-
-
-def nearest(valid: list[int], value: int) -> str:
-    """Format the one or two valid numbers nearest to a value."""
-    return ", ".join(map(str, sorted(sorted(valid, key=lambda v: (abs(v - value), v))[:2])))
 
 
 def for_workers(config: ConfigT, world_size: int) -> ConfigT:

@@ -5,13 +5,24 @@ They do not belong to a run's configuration and are stored in no file.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from raytrain_gpt.config.sections import EvalSection, Strict
 from raytrain_gpt.config.wording import refusal, suggestion
 from raytrain_gpt.errors import ConfigError
+
+SHARD_TOKENS = 100_000_000
+
+
+@dataclass(frozen=True)
+class Metavar:
+    """Metavar of a field in the help (default: from its type); positional fields are no flags."""
+
+    text: str = ""
+    positional: bool = False
 
 
 class Options(Strict):
@@ -51,3 +62,51 @@ class SamplingOptions(Options):
     """End a continuation where the model ends its text."""
     scored: Literal["none", "new", "all"] = Field("none", exclude=True)
     """Log-probabilities to return; none, new (sampled tokens) or all (also the prompt's)."""
+
+
+class PrepareOptions(Options):
+    """Options of a preparation."""
+
+    text_field: str = "text"
+    """Field of a JSON object or column of a parquet file, meta.text for text inside meta; for token ids:
+    input_ids or tokens."""
+    text_suffixes: Annotated[str | None, Metavar(".md,.py")] = None
+    """Extra file suffixes to read as text in directories (default: none)."""
+    document_separator: Annotated[str | None, Metavar("TEXT")] = None
+    """Separator of documents in text files, such as <|endoftext|> (default: one document per file)."""
+    val: Annotated[str | None, Metavar("SOURCE")] = None
+    """Source of the validation split, excluded from the others (default: val_fraction)."""
+    val_fraction: float | None = None
+    """Fraction of documents held out for validation; below 100 documents, the tail of the text
+    (default: files named train and val, or 0.01)."""
+    val_tokens: int | None = None
+    """Approximate tokens held out for validation, from the first documents (default: val_fraction)."""
+    shard_tokens: int = SHARD_TOKENS
+    """Tokens per shard, approximately."""
+    dedupe: Literal["none", "exact"] = "none"
+    """Deduplication; exact: keep the first of documents with the same text."""
+    max_bad_documents: int = 0
+    """Maximum number of unreadable documents to skip (not UTF-8, not JSON, no text field)."""
+
+    @model_validator(mode="after")
+    def _is_valid(self) -> PrepareOptions:
+        ways = {"val": self.val, "val_fraction": self.val_fraction, "val_tokens": self.val_tokens}
+        given = [f"--{name}" for name, value in ways.items() if value is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are mutually exclusive; pass only one")
+        if self.shard_tokens < 1:
+            raise ValueError(f"shard_tokens={self.shard_tokens} is below 1; usual: {SHARD_TOKENS}")
+        fraction, tokens = self.val_fraction, self.val_tokens
+        if fraction is not None and not 0 < fraction < 1:
+            raise ValueError(f"val_fraction={fraction:g} is not between 0 and 1; usual: 0.01")
+        if tokens is not None and tokens < 1:
+            raise ValueError(
+                f"val_tokens={tokens} is below 1; set it to the tokens of the val split"
+            )
+        if self.max_bad_documents < 0:
+            raise ValueError(f"max_bad_documents={self.max_bad_documents} is below 0; usual: 0")
+        if self.document_separator == "":
+            raise ValueError(
+                "document_separator is empty; set it to a string such as '<|endoftext|>'"
+            )
+        return self

@@ -15,7 +15,7 @@ import yaml
 from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from raytrain_gpt.config.batch import nearest_multiples
+from raytrain_gpt.config.arithmetic import nearest_multiples
 from raytrain_gpt.config.sections import (
     SAFE,
     ClusterSection,
@@ -29,6 +29,7 @@ from raytrain_gpt.config.sections import (
     Strict,
     TrackingSection,
     TrainSection,
+    Url,
 )
 from raytrain_gpt.config.wording import refusal, suggestion
 from raytrain_gpt.errors import ConfigError
@@ -79,14 +80,15 @@ class Config(Strict):
     @model_validator(mode="after")
     def _no_secrets(self) -> Config:
         values = self.field_values()
-        for name, variables in _URL_FIELDS.items():
-            if has_secret(str(values[name])):
+        for name, (_, field) in FIELDS.items():
+            value = str(values[name])
+            url = next((mark for mark in field.metadata if isinstance(mark, Url)), None)
+            if url and has_secret(value):
                 raise ValueError(
                     f"{name} has a password or key in its URL, which every copy of the configuration "
-                    f"would show; remove it and set {variables}"
+                    f"would show; remove it and set {url.credentials}"
                 )
-        for name in (*_URL_FIELDS, "experiment", "sample_prompt"):
-            if holds_secret_value(str(values[name])):
+            if (url or name in ("experiment", "sample_prompt")) and holds_secret_value(value):
                 raise ValueError(
                     f"{name} contains the value of a secret environment variable, which every copy of the "
                     "configuration would show; remove it"
@@ -120,16 +122,6 @@ FIELDS: dict[str, tuple[str, FieldInfo]] = {
     for name, field in cast(type[Strict], of_section.annotation).model_fields.items()
 }
 """Field name -> (section, pydantic field with default and description)."""
-
-_STORE_KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-_URL_FIELDS = {
-    **dict.fromkeys(
-        ("init_from", "branch_from", "data_path", "hellaswag_path", "storage_path", "s3_endpoint"),
-        _STORE_KEYS,
-    ),
-    "mlflow_uri": "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
-}
-"""Field that may be a URL -> environment variables for its credentials."""
 
 
 ConfigT = TypeVar("ConfigT", bound=Config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Annotated, Any, Literal
@@ -18,10 +19,14 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from raytrain_gpt.config.batch import divisors, nearest
+from raytrain_gpt.config.arithmetic import divisors, nearest
 
 STEPS_BEFORE_PROFILE = 5
 """Steps before profiling starts; they compile, fill caches and warm up."""
+
+ARCHITECTURES = {"gpt2": "raytrain_gpt.core.gpt2:GPT2", "qwen3": "raytrain_gpt.core.qwen3:Qwen3"}
+OPTIMIZERS = {"adamw": "raytrain_gpt.core.optim:AdamW", "muon": "raytrain_gpt.core.muon:Muon"}
+"""Name -> module and class, which `core/registry` imports, as a configuration is read without torch."""
 
 ARCHITECTURE_FIELDS: dict[str, tuple[str, ...]] = {
     "gpt2": (),
@@ -38,6 +43,16 @@ AUTO_MEMORY_FIELDS = ("micro_batch_sequences", "activation_checkpointing")
 
 SAFE = "may change on resume"
 """Marker of fields that do not affect the math; a resumed run refuses changes of all others."""
+
+DEFAULT_DATA = "data/stdlib"
+"""Dataset that the quickstart prepares if it is missing."""
+
+
+@dataclass(frozen=True)
+class Url:
+    """Marker of fields that may be a URL, with the environment variables for its credentials."""
+
+    credentials: str = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 
 
 class Strict(BaseModel):
@@ -111,7 +126,7 @@ class ModelSection(Strict):
     """Base of the rotary positions' wavelengths (qwen3 only)."""
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
     """Dropout probability during training."""
-    init_from: Annotated[str | None, SAFE] = None
+    init_from: Annotated[str | None, SAFE, Url()] = None
     """Checkpoint to initialize weights from, and any model size left unset; null: random weights."""
 
     @model_validator(mode="after")
@@ -139,7 +154,7 @@ class ModelSection(Strict):
 class DataSection(Strict):
     """Training data."""
 
-    data_path: Annotated[str, SAFE] = "data/stdlib"
+    data_path: Annotated[str, SAFE, Url()] = DEFAULT_DATA
     """Prepared dataset; a directory, s3://bucket/prefix, or a mixture: data/web=0.7,data/code=0.3."""
     seq_len: int = Field(128, ge=1, le=2**24)
     """Context length in tokens."""
@@ -266,7 +281,7 @@ class EvalSection(SafeSection):
     """Maximum number of validation tokens per evaluation; always the first of the val split."""
     eval_mode: Literal["inline", "async"] = "inline"
     """Evaluation mode; inline: training waits; async: a separate Ray task evaluates the checkpoints."""
-    hellaswag_path: str | None = None
+    hellaswag_path: Annotated[str | None, Url()] = None
     """HellaSwag .jsonl file to score at each evaluation; download: fetch the public file; null: off."""
     sample_prompt: str = "Hello, I am a language model,"
     """Prompt of the samples at each evaluation."""
@@ -328,22 +343,24 @@ class RunSection(SafeSection):
 
     run_name: Name = Field("quickstart", max_length=200)
     """Directory of the run in storage_path; the same name resumes the run."""
-    storage_path: str = "runs"
+    storage_path: Annotated[str, Url()] = "runs"
     """Directory of all runs, shared by all nodes, or s3://bucket/prefix."""
-    branch_from: str | None = None
+    branch_from: Annotated[str | None, Url()] = None
     """Checkpoint to branch from (RUN@STEP or path), with optimizer state and data position; null: off."""
     resume: Literal["auto", "never"] = "auto"
     """Resume mode; auto: from the newest good checkpoint; never: fail if the run has a checkpoint."""
     retry_for_s: float = Field(300.0, ge=0)
     """Retry time for an unreachable object store before the run stops (seconds)."""
-    s3_endpoint: str | None = None
+    s3_endpoint: Annotated[str | None, Url()] = None
     """Endpoint URL of an S3-compatible store; null: AWS_ENDPOINT_URL, or Amazon S3."""
 
 
 class TrackingSection(SafeSection):
     """Trackers."""
 
-    mlflow_uri: str | None = "auto"
+    mlflow_uri: Annotated[
+        str | None, Url("MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD")
+    ] = "auto"
     """MLflow tracking URI; auto: mlflow.db (SQLite) in storage_path; null: off."""
     experiment: str = "raytrain-gpt"
     """Name of the MLflow experiment."""

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from raytrain_gpt import __version__
 from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.version import VERSION
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def numerics_environment(device: torch.device, precision: str) -> dict[str, str]
         "threads": str(torch.get_num_threads()),
         "precision": precision,
         "torch": torch.__version__,
-        "raytrain-gpt": __version__,
+        "raytrain-gpt": VERSION,
     }
 
 

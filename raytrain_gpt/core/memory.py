@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.loss import chunk_tokens
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.core.registry import OPTIMIZERS, count_model, new_model
+from raytrain_gpt.core.registry import count_model, new_model, optimizer_class
 
 _FP32_BYTES = 4
 _BF16_BYTES = 2
@@ -31,7 +31,7 @@ _BF16_BYTES = 2
 def checkpoint_bytes(shape: GPTShape, optimizer: str) -> int:
     """Bytes of a checkpoint's tensors: weights and moments."""
     counts = count_model(shape)
-    state_bytes = OPTIMIZERS[optimizer].state_bytes(counts.num_parameters, counts.matrices)
+    state_bytes = optimizer_class(optimizer).state_bytes(counts.num_parameters, counts.matrices)
     return counts.num_parameters * _FP32_BYTES + state_bytes
 
 
@@ -101,7 +101,7 @@ class MemoryModel:
         )
         memory = unsharded if self.num_shards == 1 else self._sharded(unsharded)
         matrices = count_model(self.shape).matrices
-        update = OPTIMIZERS[self.optimizer].update_bytes(matrices, self.num_shards)
+        update = optimizer_class(self.optimizer).update_bytes(matrices, self.num_shards)
         return replace(memory, update=max(0, update - memory.activations - memory.logits))
 
     def _activations(self, sequences: int, mode: str) -> int:

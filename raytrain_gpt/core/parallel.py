@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -24,27 +25,28 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_gpt.core.model import GPT
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
-def shard(
-    model: GPT,
-    device: torch.device,
-    matmul_dtype: torch.dtype | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> None:
-    """Split a model's parameters among the ranks, in place.
+
+def mesh_of(device: torch.device, group: dist.ProcessGroup | None = None) -> DeviceMesh:
+    """Mesh of the ranks of a group, or of the default one, along one dimension."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    ranks = group or dist.group.WORLD
+    assert ranks is not None, "torch.distributed must be initialized"
+    return DeviceMesh.from_group(ranks, device.type)
+
+
+def shard(model: GPT, mesh: DeviceMesh, matmul_dtype: torch.dtype | None = None) -> None:
+    """Split a model's parameters among the ranks of a mesh, in place.
 
     Args:
         model: Unsharded, equal on all ranks, on any device.
         matmul_dtype: Type of matrix products under autocast, or None without autocast.
-        group: The ranks, or None for the default group.
     """
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    if group is None:
-        group = dist.group.WORLD
-    assert group is not None, "torch.distributed must be initialized"
-    mesh = DeviceMesh.from_group(group, device.type)
     linear_policy = MixedPrecisionPolicy(
         param_dtype=matmul_dtype,
         reduce_dtype=None if matmul_dtype is None else torch.float32,

@@ -9,29 +9,32 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any
+from importlib import import_module
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.config.sections import OptimSection
-from raytrain_gpt.core.gpt2 import GPT2
+from raytrain_gpt.config.sections import ARCHITECTURES, OPTIMIZERS, OptimSection
 from raytrain_gpt.core.model import GPT, GPTShape
-from raytrain_gpt.core.muon import Muon
 from raytrain_gpt.core.optim import AdamW
-from raytrain_gpt.core.qwen3 import Qwen3
 
-ARCHITECTURES: dict[str, type[GPT]] = {"gpt2": GPT2, "qwen3": Qwen3}
-OPTIMIZERS: dict[str, type[AdamW]] = {"adamw": AdamW, "muon": Muon}
+
+def optimizer_class(name: str) -> type[AdamW]:
+    """Class of an optimizer."""
+    module, _, kind = OPTIMIZERS[name].partition(":")
+    return cast(type[AdamW], getattr(import_module(module), kind))
 
 
 def new_model(
     shape: GPTShape, activation_checkpointing: str = "none", document_end: int | None = None
 ) -> GPT:
     """Create a model without initializing its weights; for the arguments see `GPT`."""
-    return ARCHITECTURES[shape.architecture](shape, activation_checkpointing, document_end)
+    module, _, kind = ARCHITECTURES[shape.architecture].partition(":")
+    model: GPT = getattr(import_module(module), kind)(shape, activation_checkpointing, document_end)
+    return model
 
 
 def configured_model(
@@ -49,7 +52,7 @@ def build_optimizer(
     group: dist.ProcessGroup | None = None,
 ) -> AdamW:
     """Build a configuration's optimizer; for the arguments see `AdamW`."""
-    return OPTIMIZERS[config.optimizer](model, config, matmul_dtype, group)
+    return optimizer_class(config.optimizer)(model, config, matmul_dtype, group)
 
 
 @dataclass(frozen=True)

@@ -115,17 +115,21 @@ def _state_by_owner(
             "the optimizer has state that belongs to no parameter, which a checkpoint cannot hold; keep it "
             "by parameter, or as numbers in param_groups"
         )
-    states: dict[str, dict[str, object]]
+    states: dict[str, dict[Any, object]]
     states = {name: optimizer.state.get(p, {}) for name, p in parameters.items()}
     groups = zip(numbers_of_groups(optimizer.param_groups), optimizer.group_numbers, strict=True)
     for i, (now, built) in enumerate(groups):
         states[_GROUP.format(i)] = {k: v for k, v in now.items() if k in built and v != built[k]}
-    return {
-        owner: {
-            k: t for key, value in state.items() for k, t in _as_tensors(f"{owner}/{key}", value)
-        }
-        for owner, state in states.items()
-    }
+    flat: dict[str, dict[str, Tensor]] = {}
+    for owner, state in states.items():
+        if bad := [key for key in state if not (isinstance(key, str) and key.isidentifier())]:
+            raise CheckpointError(
+                f"the optimizer's state of {owner} has the key {bad[0]!r}; name it like a variable"
+            )
+        # Sorted, since ranks gather together, and the order of keys may differ between them.
+        values = (_as_tensors(f"{owner}/{key}", state[key]) for key in sorted(state))
+        flat[owner] = dict(chain.from_iterable(values))
+    return flat
 
 
 def _as_tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
@@ -227,6 +231,7 @@ def load_optimizer(
         f"{name}/{key}": value
         for name, parameter in parameters.items()
         for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
     }
     optimizer.state.clear()  # makes room for the tensors that are read
     states: dict[str, dict[str, Tensor]] = defaultdict(dict)
@@ -265,9 +270,9 @@ def load_optimizer(
         group.update({key: value for key, value in read.items() if key in numbers})
 
 
-def _keys(tensors: Mapping[str, Tensor]) -> set[str]:
+def _keys(tensors: Mapping[str, Tensor]) -> list[str]:
     """Keys of a state, without the items of its lists."""
-    return {name.partition(":")[0] for name in tensors if "/" not in name}
+    return [name.partition(":")[0] for name in tensors if "/" not in name]
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.data.mixture import Mixture, parse_data_path, read_mixture
+from raytrain_gpt.data.mixture import BatchOrder, Mixture, parse_data_path, read_mixture
 from raytrain_gpt.data.shards import MANIFEST_FILE
 from raytrain_gpt.errors import ConfigError, DataError
 from raytrain_gpt.format import shell
@@ -38,19 +38,21 @@ def config_on_disk(file: str | Path | None) -> Iterator[Path | None]:
         yield copy
 
 
-def data_locations(config: Config) -> list[Location]:
-    """Return the datasets of `data_path`; raises a ConfigError if one of several has no weight."""
-    return [location(config, path) for path, _ in parse_data_path(config.data.data_path)]
-
-
 def data_is_there(config: Config) -> bool:
-    return all((data / MANIFEST_FILE).is_file() for data in data_locations(config))
+    """Whether all datasets of `data_path` exist; raises a ConfigError if one of several has no weight."""
+    data = [location(config, path) for path, _ in parse_data_path(config.data.data_path)]
+    return all((directory / MANIFEST_FILE).is_file() for directory in data)
 
 
 def data_of(config: Config, data_path: str | None = None) -> Mixture:
     """Read the prepared datasets of a `data_path`; see `read_mixture`."""
     weighted = parse_data_path(config.data.data_path if data_path is None else data_path)
     return read_mixture([(location(config, path), weight) for path, weight in weighted])
+
+
+def order_of(config: Config, data: Mixture) -> BatchOrder:
+    """Make the training order of a run; see `Mixture.order`."""
+    return data.order(config.batch_sequences, config.data.seq_len, config.train.seed)
 
 
 def recorded(config: Config) -> Config:

@@ -112,7 +112,7 @@ def _is_intact(directory: Location, shard: Shard) -> bool:
 
 
 def start(
-    directory: LocationLike, plan: Plan, encoding: tiktoken.Encoding, log: Log | None = None
+    directory: LocationLike, plan: Plan, encoding: tiktoken.Encoding, log: Log = lambda line: None
 ) -> Manifest | None:
     """Make the directory ready for the tasks; returns the manifest if the dataset is complete, else None.
 
@@ -133,11 +133,10 @@ def start(
         damaged = [shard for shard in manifest.shards if sizes.get(shard.path) != shard.file_bytes]
         if not damaged:
             return manifest
-        if log:
-            log(
-                f"missing or truncated in {directory}: {len(damaged)} of "
-                f"{count(len(manifest.shards), 'shard')}, such as {damaged[0].path}; rebuilding them"
-            )
+        log(
+            f"missing or truncated in {directory}: {len(damaged)} of "
+            f"{count(len(manifest.shards), 'shard')}, such as {damaged[0].path}; rebuilding them"
+        )
         _reopen(directory, plan, manifest, damaged)
         return None
     others = [name for name in directory.names() if not name.startswith(".")]
@@ -166,14 +165,13 @@ def _another_dataset(directory: Location, hub_commits: list[str] | None = None) 
     )
 
 
-def _repair_tokenizer(directory: Location, tokenizer: str, log: Log | None) -> None:
+def _repair_tokenizer(directory: Location, tokenizer: str, log: Log) -> None:
     file = directory / TOKENIZER_FILE
     with contextlib.suppress(FileNotFoundError, UnicodeDecodeError):
         if file.read_text() == tokenizer:
             return
     file.write_text(tokenizer)
-    if log:
-        log(f"{file} was missing or damaged and has been rewritten")
+    log(f"{file} was missing or damaged and has been rewritten")
 
 
 def _reopen(directory: Location, plan: Plan, manifest: Manifest, damaged: list[Shard]) -> None:
@@ -201,7 +199,7 @@ def finish(
     results: list[dict[str, Any]],
     source: dict[str, Any],
     max_bad_documents: int = 0,
-    log: Log | None = None,
+    log: Log = lambda line: None,
 ) -> Manifest:
     """Write the report of bad documents, then the manifest, which completes the dataset.
 
@@ -259,7 +257,7 @@ def _remove_named(directory: Location, pattern: re.Pattern[str]) -> None:
             (directory / name).remove()
 
 
-def _compare_with_before(directory: Location, manifest: Manifest, log: Log | None) -> None:
+def _compare_with_before(directory: Location, manifest: Manifest, log: Log) -> None:
     """Save the previous manifest if a repair wrote different bytes, and warn."""
     try:
         content = (directory / _NOTES_DIR / _REPAIR_FILE).read_bytes()
@@ -269,13 +267,10 @@ def _compare_with_before(directory: Location, manifest: Manifest, log: Log | Non
     if before["manifest_hash"] == manifest.hash:
         return
     (directory / MANIFEST_BEFORE_FILE).write_bytes(content)
-    if log:
-        hashes = {shard["path"]: shard["sha256"] for shard in before["shards"]}
-        changed = [
-            shard.path for shard in manifest.shards if hashes.get(shard.path) != shard.sha256
-        ]
-        log(
-            f"the repair changed {count(len(changed), 'shard')} of {directory}, such as {changed[0]} "
-            "(different pyarrow version or edited source): runs that used the dataset will be refused. "
-            f"The previous manifest is saved as {MANIFEST_BEFORE_FILE}"
-        )
+    hashes = {shard["path"]: shard["sha256"] for shard in before["shards"]}
+    changed = [shard.path for shard in manifest.shards if hashes.get(shard.path) != shard.sha256]
+    log(
+        f"the repair changed {count(len(changed), 'shard')} of {directory}, such as {changed[0]} "
+        "(different pyarrow version or edited source): runs that used the dataset will be refused. "
+        f"The previous manifest is saved as {MANIFEST_BEFORE_FILE}"
+    )

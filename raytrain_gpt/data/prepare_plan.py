@@ -13,6 +13,7 @@ from functools import partial
 
 import tiktoken
 
+from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.bad_documents import BadDocuments
 from raytrain_gpt.data.documents import Document, SourcePiece, read_documents
 from raytrain_gpt.data.duplicates import only_first
@@ -25,7 +26,6 @@ from raytrain_gpt.errors import DataError
 from raytrain_gpt.format import Log, count
 from raytrain_gpt.storage.web_files import without_query
 
-SHARD_TOKENS = 100_000_000
 MIN_TASKS = 64
 """Approximate number of shards of a small corpus, so that all CPUs have work."""
 MIN_TASK_BYTES = 2**22
@@ -74,63 +74,36 @@ class Plan:
 def make_plan(
     sources: list[str],
     encoding: tiktoken.Encoding,
-    *,
-    text_field: str = "text",
-    text_suffixes: str | None = None,
-    document_separator: str | None = None,
-    val: str | None = None,
-    val_fraction: float | None = None,
-    val_tokens: int | None = None,
-    shard_tokens: int = SHARD_TOKENS,
+    options: PrepareOptions,
+    log: Log,
     row_group_tokens: int = ROW_GROUP_TOKENS,
-    dedupe: bool = False,
-    max_bad_documents: int = 0,
-    log: Log | None = None,
 ) -> Plan:
-    """Make the plan of a preparation.
-
-    Args:
-        text_suffixes: Extra suffixes of files to read as text, such as `.md,.py`.
-        val: Source of the val split; its files are excluded from the other sources.
-        max_bad_documents: Limit only; it does not change the plan.
+    """Make the plan of a preparation; `max_bad_documents` does not change it.
 
     Raises:
         DataError: a source is missing or empty, or a split would be empty.
     """
-    if shard_tokens < 1:
-        raise DataError(f"shard_tokens={shard_tokens} is below 1; usual: {SHARD_TOKENS}")
-    if val_fraction is not None and not 0 < val_fraction < 1:
-        raise DataError(f"val_fraction={val_fraction:g} is not between 0 and 1; usual: 0.01")
-    if val_tokens is not None and val_tokens < 1:
-        raise DataError(
-            f"val_tokens={val_tokens} is below 1; set it to the tokens of the val split"
-        )
-    if max_bad_documents < 0:
-        raise DataError(f"max_bad_documents={max_bad_documents} is below 0; usual: 0")
-    if document_separator == "":
-        raise DataError("document_separator is empty; set it to a string such as '<|endoftext|>'")
-    names = [name.strip(" .") for name in (text_suffixes or "").split(",")]
-    suffixes = tuple(f".{name}" for name in names if name)
-    find = partial(find_pieces, text_field=text_field, text_suffixes=suffixes, log=log)
+    find = partial(find_pieces, options=options, log=log)
     num_val = 0
-    if val is None:
+    if options.val is None:
         pieces = find(sources)
     else:
-        num_val = len(val_pieces := find([val]))
+        num_val = len(val_pieces := find([options.val]))
         val_files = {piece.location for piece in val_pieces}
-        both = find([*sources, val])  # together, so that equal names are numbered
+        both = find([*sources, options.val])  # together, so that equal names are numbered
         pieces = [piece for piece in both[:-num_val] if piece.location not in val_files]
         if not pieces:
             raise DataError(
-                f"all files of the sources are also in --val {val}; add text to train on"
+                f"all files of the sources are also in --val {options.val}; add text to train on"
             )
         pieces += both[-num_val:]
 
     def read_all(piece: SourcePiece) -> Iterator[Document]:
         # Only tasks count against the limit: some documents are read twice here.
-        bad = BadDocuments(None if max_bad_documents else 0)
-        return read_documents(piece, text_field, bad, document_separator)
+        bad = BadDocuments(None if options.max_bad_documents else 0)
+        return read_documents(piece, options.text_field, bad, options.document_separator)
 
+    dedupe = options.dedupe == "exact"
     read = only_first(read_all) if dedupe else read_all
     is_import = pieces[0].ids is not None
     if is_import and dedupe:
@@ -141,10 +114,10 @@ def make_plan(
         rule = SplitRule(cut_piece=len(pieces) - num_val)
     elif is_import:
         read_chunks = partial(read_ids, encoding=encoding)
-        rule = id_rule(pieces, read_chunks, encoding.eot_token, val_fraction, val_tokens)
+        rule = id_rule(pieces, read_chunks, encoding.eot_token, options)
     else:
-        rule = text_rule(pieces, read, encoding, val_fraction, val_tokens, log)
-    if log and rule.by_name:
+        rule = text_rule(pieces, read, encoding, options, log)
+    if rule.by_name:
         files = {piece.location for piece in pieces}
         named = sorted({piece.location.name for piece in pieces if is_named_val(piece.name)})
         log(
@@ -154,16 +127,18 @@ def make_plan(
     is_bytes = encoding.max_token_value <= 256 and not is_import
     bytes_per_token = 1 if is_bytes else TEXT_BYTES_PER_TOKEN
     total = sum(piece.text_bytes for piece in pieces)
-    task_bytes = min(shard_tokens * bytes_per_token, max(MIN_TASK_BYTES, total // MIN_TASKS))
+    task_bytes = min(
+        options.shard_tokens * bytes_per_token, max(MIN_TASK_BYTES, total // MIN_TASKS)
+    )
     return Plan(
         pieces=tuple(pieces),
         tasks=tuple(_group(pieces, task_bytes)),
-        text_field=text_field,
+        text_field=options.text_field,
         split=rule,
         vocab_hash=vocab_hash(encoding),
         row_group_tokens=row_group_tokens,
         dedupe=dedupe,
-        document_separator=document_separator,
+        document_separator=options.document_separator,
     )
 
 

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.documents import (
     COMPRESSIONS,
     MAX_LISTED_DEPTH,
@@ -46,10 +47,11 @@ _TEXT_BYTES_PER_ID = 4
 
 
 class _SuffixFilter:
-    """Selection of a directory's files by suffix; counts the skipped ones."""
+    """Selection of a directory's files by suffix, with `more` as in text_suffixes; counts skipped ones."""
 
-    def __init__(self, more: tuple[str, ...]) -> None:
-        self._read = (*SUFFIXES, *more)
+    def __init__(self, more: str) -> None:
+        names = [name.strip(" .") for name in more.split(",")]
+        self._read = (*SUFFIXES, *(f".{name}" for name in names if name))
         self._skipped = Counter[str]()
 
     def match(self, name: str) -> bool:
@@ -67,26 +69,17 @@ class _SuffixFilter:
         return ", ".join(f"{n} {suffix}" for suffix, n in [*most, ("others", rest)] if n)
 
 
-def find_pieces(
-    sources: list[str],
-    text_field: str,
-    text_suffixes: tuple[str, ...] = (),
-    log: Log | None = None,
-) -> list[SourcePiece]:
+def find_pieces(sources: list[str], options: PrepareOptions, log: Log) -> list[SourcePiece]:
     """Find the chunks of all sources, in source order; files of a directory or glob are sorted.
-
-    Args:
-        text_suffixes: Extra suffixes of files to read as text in directories.
-        log: Reports the files that directories skip.
 
     Raises:
         DataError: a source is missing or has no file, or text and token ids are mixed.
     """
     pieces: list[SourcePiece] = []
     for source in sources:
-        suffixes = _SuffixFilter(text_suffixes)
-        pieces += _source_pieces(source, text_field, suffixes)
-        if log and (skipped := suffixes.skipped()):
+        suffixes = _SuffixFilter(options.text_suffixes or "")
+        pieces += _source_pieces(source, options.text_field, suffixes)
+        if skipped := suffixes.skipped():
             log(
                 f"skipped in {without_query(source)}: {skipped}; to read some as text, list their suffixes, "
                 "as in --text_suffixes .md,.rst"

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import tiktoken
 
+from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.documents import Document, SourcePiece
 from raytrain_gpt.data.imports import IdChunk, Ids
 from raytrain_gpt.data.shards import Split
@@ -104,19 +105,18 @@ def text_rule(
     pieces: list[SourcePiece],
     read: ReadDocuments,
     encoding: tiktoken.Encoding,
-    val_fraction: float | None,
-    val_tokens: int | None,
-    log: Log | None = None,
+    options: PrepareOptions,
+    log: Log,
 ) -> SplitRule:
     """Make the rule for text: by option, else by file names, else by VAL_FRACTION.
 
     A fraction is exact for few documents, and by hash for many.
     """
-    if val_tokens is not None:
-        return _head_rule(pieces, read, encoding, val_tokens, log)
-    if val_fraction is None and _are_named_for_splits(pieces):
+    if options.val_tokens is not None:
+        return _head_rule(pieces, read, encoding, options.val_tokens, log)
+    if options.val_fraction is None and _are_named_for_splits(pieces):
         return SplitRule(by_name=True)
-    fraction = VAL_FRACTION if val_fraction is None else val_fraction
+    fraction = options.val_fraction or VAL_FRACTION
     enough = max(TAIL_SPLIT_DOCUMENTS, int(_EXACT_VAL_DOCUMENTS / fraction))
     hashes = []
     for piece in pieces:
@@ -171,21 +171,17 @@ def _head_rule(
     read: ReadDocuments,
     encoding: tiktoken.Encoding,
     val_tokens: int,
-    log: Log | None,
+    log: Log,
 ) -> SplitRule:
     """Hold out the first documents with `val_tokens` tokens in total; `log` reports the counting."""
-    if log:
-        log(
-            f"tokenizing up to val_tokens={val_tokens} on one core to find the end of the val split"
-        )
+    log(f"tokenizing up to val_tokens={val_tokens} on one core to find the end of the val split")
     started, tokens, documents = time.monotonic(), 0, 0
     for i, piece in enumerate(pieces):
         for document in read(piece):
             if tokens >= val_tokens:
-                if log:
-                    seconds = time.monotonic() - started
-                    amounts = f"{count(documents, 'document')}, {count(tokens, 'token')}"
-                    log(f"val split: {amounts} ({seconds:.1f} s)")
+                seconds = time.monotonic() - started
+                amounts = f"{count(documents, 'document')}, {count(tokens, 'token')}"
+                log(f"val split: {amounts} ({seconds:.1f} s)")
                 return SplitRule(cut_piece=i, cut_position=document.position, head_is_val=True)
             tokens += len(encode_document(encoding, document.text))
             documents += 1
@@ -200,19 +196,15 @@ def _nothing_to_train_on(val_tokens: int, tokens: int) -> DataError:
 
 
 def id_rule(
-    pieces: list[SourcePiece],
-    read: ReadIds,
-    eot: int,
-    val_fraction: float | None,
-    val_tokens: int | None,
+    pieces: list[SourcePiece], read: ReadIds, eot: int, options: PrepareOptions
 ) -> SplitRule:
     """Make the rule for token ids: by option, else by file names, else by VAL_FRACTION."""
-    if val_tokens is not None:
-        return _id_head_rule(pieces, read, eot, val_tokens)
-    if val_fraction is None and len({is_named_val(piece.name) for piece in pieces}) == 2:
+    if options.val_tokens is not None:
+        return _id_head_rule(pieces, read, eot, options.val_tokens)
+    if options.val_fraction is None and len({is_named_val(piece.name) for piece in pieces}) == 2:
         next(read(pieces[0]), None)  # rejects ids of a different tokenizer before any task starts
         return SplitRule(by_name=True)
-    fraction = VAL_FRACTION if val_fraction is None else val_fraction
+    fraction = options.val_fraction or VAL_FRACTION
     enough = max(TAIL_SPLIT_DOCUMENTS, int(_EXACT_VAL_DOCUMENTS / fraction))
     hashes: list[int] = []
     counts: list[int] = []  # ids per source chunk

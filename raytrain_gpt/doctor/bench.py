@@ -24,7 +24,8 @@ from raytrain_gpt.core.optim import learning_rate
 from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.format import count, duration, size
-from raytrain_gpt.ingest.feed import RankChunk, TrainFeed
+from raytrain_gpt.ingest.feed import TrainFeed
+from raytrain_gpt.ingest.ray_dataset import RankChunk
 from raytrain_gpt.train.model_setup import set_up_training
 
 BENCH_S = 10.0

@@ -33,8 +33,9 @@ from raytrain_gpt.cluster.head import HeadRefuses, ask_head
 from raytrain_gpt.cluster.own_cluster import end_own_cluster
 from raytrain_gpt.cluster.shared_storage import storage_probe
 from raytrain_gpt.cluster.signals import StopSignals
-from raytrain_gpt.config.resolved import FittedConfig
+from raytrain_gpt.config.resolved import FittedConfig, RunPlan
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.sections import DEFAULT_DATA
 from raytrain_gpt.data.locations import data_is_there, data_of, location, run_location
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.tokenizer import load_tokenizer
@@ -47,7 +48,6 @@ from raytrain_gpt.format import Log, amount, count, size
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.tracking import mlflow_run
 from raytrain_gpt.train import preflight
-from raytrain_gpt.train.launch import DEFAULT_DATA
 from raytrain_gpt.train.memory_fit import fit_memory
 
 RETRY_FOR_S = 10.0
@@ -174,7 +174,7 @@ def _read_data(exam: Examination, is_default: bool) -> str:
     if is_default and not data_is_there(config):
         raise Skipped(f"{config.data.data_path} does not exist yet; the first train prepares it")
     data = data_of(config)
-    preflight.check_data(IngestSpec(config, data, world_size=1))
+    preflight.check_data(config, data)
     exam.data = data
     return f"{amount(data.split_tokens('train'))} train tokens, all shards match the manifest"
 
@@ -210,16 +210,16 @@ def _look_at_nodes(exam: Examination, resources: Resources, data_check: Check) -
 
 
 def _look_at_ranks(exam: Examination, config: FittedConfig, world_size: int, bench: bool) -> None:
-    ingest = plan = None
-    if exam.data is not None and not exam.failed("data"):
-        ingest = IngestSpec(config, exam.data, world_size)
-    if bench and ingest is not None:
+    plan = RunPlan.of(config, world_size, 1, "none")  # any micro-batch reads the same data
+    data = None if exam.failed("data") else exam.data
+    if bench and data is not None:
         try:
-            plan = fit_memory(config, world_size, ingest.data.vocab_size, exam.log)
+            plan = fit_memory(config, world_size, data.vocab_size, exam.log)
         except (ClusterError, ray.exceptions.RayError) as error:
             exam.add(Check("bench", "FAIL", str(user_error_in(error) or root_cause(error))))
             bench = False
-    group = rank_probe.ask_ranks(config, world_size, ingest, plan)
+    ingest = None if data is None else IngestSpec.of(plan, data)
+    group = rank_probe.ask_ranks(plan, ingest, bench)
     exam.add(
         rank_findings.judge_devices(group),
         rank_findings.judge_all_reduce(group),

@@ -21,7 +21,6 @@ import numpy as np
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-import raytrain_gpt
 from raytrain_gpt.cluster.compilers import fields_that_compile, missing_compiler
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.head import HeadFacts
@@ -40,6 +39,7 @@ from raytrain_gpt.doctor.check import Failed, Skipped, named_check
 from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.format import count, size
 from raytrain_gpt.storage.location import Location
+from raytrain_gpt.version import VERSION
 
 NODE_TIMEOUT_S = 60.0
 """Timeout of a node; even on a busy one, a worker process starts in seconds."""
@@ -130,13 +130,13 @@ def local_versions() -> dict[str, str]:
         "Python": platform.python_version(),
         "ray": metadata.version("ray"),
         "torch": metadata.version("torch"),
-        "raytrain-gpt": f"{raytrain_gpt.__version__} (code {_code_hash()})",
+        "raytrain-gpt": f"{VERSION} (code {_code_hash()})",
     }
 
 
 def _code_hash() -> str:
     """Hash this package's source, since two checkouts may have the same version."""
-    root = Path(raytrain_gpt.__file__).parent
+    root = Path(__file__).parent.parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())

@@ -31,12 +31,11 @@ from raytrain_gpt.checkpoint.collectives import Int64Array, all_gather_values
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.orphans import kill_controllers
 from raytrain_gpt.cluster.process_groups import new_group
-from raytrain_gpt.config.resolved import FittedConfig, RunPlan
+from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.core.device import synchronize
 from raytrain_gpt.doctor.bench import BenchFacts, time_steps
 from raytrain_gpt.doctor.node_probe import node_names
-from raytrain_gpt.ingest.feed import rank_chunks
-from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset
+from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset, rank_chunks, ray_chunks
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.worker_group import TorchConfig, start_fit, worker_group
 
@@ -120,25 +119,24 @@ class GroupFacts:
 class RankSpec:
     """Input of every rank; `results` takes (stage, facts of all ranks)."""
 
-    config: FittedConfig
+    plan: RunPlan
     ingest: IngestSpec | None
-    plan: RunPlan | None
+    bench: bool
     results: Queue
 
 
-def ask_ranks(
-    config: FittedConfig, world_size: int, ingest: IngestSpec | None, plan: RunPlan | None
-) -> GroupFacts:
-    """Start the workers of a run, and gather their facts; they read `ingest` and time steps of `plan`."""
+def ask_ranks(plan: RunPlan, ingest: IngestSpec | None, bench: bool) -> GroupFacts:
+    """Start a plan's workers and gather their facts; they read `ingest` and, with `bench`, time steps."""
+    cluster = plan.config.cluster
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     results = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
     # Only Ray's controller uses the directory, and it runs on this node.
     with tempfile.TemporaryDirectory(prefix="raytrain-gpt-doctor-") as directory:
         trainer = worker_group(
             probe_rank,
-            RankSpec(config, ingest, plan, results),
-            config.cluster,
-            world_size,
+            RankSpec(plan, ingest, bench, results),
+            cluster,
+            plan.world_size,
             name="doctor",
             directory=Location.of(directory),
             dataset=None if ingest is None else ingest_dataset(ingest, NUM_BATCHES),
@@ -149,16 +147,15 @@ def ask_ranks(
         kill_controllers(CONTROLLER_TIMEOUT_S)
     stages: dict[str, list[Any]] = dict(results.get_nowait_batch(results.qsize()))
     results.shutdown(force=True)
-    return GroupFacts(
-        world_size, config.cluster.use_gpu, "".join(map(root_cause, raised)), **stages
-    )
+    error = "".join(map(root_cause, raised))
+    return GroupFacts(plan.world_size, cluster.use_gpu, error, **stages)
 
 
 def probe_rank(spec: RankSpec) -> None:
     """Run all stages on one rank (Ray Train's `train_loop_per_worker`)."""
     context = ray.train.get_context()
-    rank, use_gpu = context.get_world_rank(), spec.config.cluster.use_gpu
-    torch.set_num_threads(spec.config.cluster.cpus_per_worker)
+    rank, use_gpu = context.get_world_rank(), spec.plan.config.cluster.use_gpu
+    torch.set_num_threads(spec.plan.config.cluster.cpus_per_worker)
 
     def share(stage: str, facts: T) -> list[T]:
         of_all_ranks = all_gather_values(facts, type(facts))
@@ -176,13 +173,11 @@ def probe_rank(spec: RankSpec) -> None:
         share("all_reduce", time_all_reduce(device, group))
     if spec.ingest is None:
         return
-    tables = ray.train.get_dataset_shard("train").iter_batches(
-        batch_size=1, batch_format="pyarrow", prefetch_batches=1
-    )
-    val, *chunks = rank_chunks(tables, spec.ingest, rank)
+    received = ray_chunks(ray.train.get_dataset_shard("train"), spec.ingest)
+    val, *chunks = rank_chunks(received, spec.ingest, rank)
     train = {chunk.first + i: ids for chunk in chunks for i, ids in enumerate(chunk.ids)}
     share("sequences", RankIds(val.ids[0], train))
-    if spec.plan is not None and usable:
+    if spec.bench and usable:
         share("bench", time_steps(spec.plan, spec.ingest.data, chunks, device, group))
 
 

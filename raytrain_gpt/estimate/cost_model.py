@@ -19,7 +19,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import GpuSpec
 from raytrain_gpt.core.memory import MemoryModel, TrainingMemory, checkpoint_bytes
 from raytrain_gpt.core.model import GPT2_VOCAB_SIZE, GPTShape
-from raytrain_gpt.core.registry import OPTIMIZERS, ModelCounts, count_model
+from raytrain_gpt.core.registry import ModelCounts, count_model, optimizer_class
 from raytrain_gpt.train.memory_search import MemorySearch, Remedy, gpu_limit_bytes
 
 ASSUMED_MFU = 0.4
@@ -194,7 +194,7 @@ def _speed(config: Config, counts: ModelCounts, facts: Facts) -> EstimatedSpeed 
         tokens_per_s, source = config.train.global_batch_tokens / facts.step_time_s, "given"
     elif peak_tokens_per_s is not None:
         model_flops = counts.flops_per_token * config.train.global_batch_tokens
-        update_flops = OPTIMIZERS[config.optim.optimizer].update_flops(counts.matrices)
+        update_flops = optimizer_class(config.optim.optimizer).update_flops(counts.matrices)
         model_share = model_flops / (model_flops + update_flops)
         tokens_per_s = peak_tokens_per_s * model_share * (facts.mfu or ASSUMED_MFU)
         source = "table"

@@ -11,6 +11,7 @@ from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.batch import micro_batch_change
 from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.sections import DEFAULT_DATA
 from raytrain_gpt.core.device import (
     GPU_SPECS,
     GpuSpec,
@@ -26,7 +27,7 @@ from raytrain_gpt.estimate.cost_model import Estimate, Facts, estimate
 from raytrain_gpt.format import Log, amount, count, duration, size
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.train import preflight
-from raytrain_gpt.train.launch import DEFAULT_DATA, expected_vocab_size, training_session
+from raytrain_gpt.train.launch import training_session
 from raytrain_gpt.train.memory_fit import fit_memory
 from raytrain_gpt.train.memory_search import NO_REMEDY
 
@@ -50,7 +51,7 @@ def answer(
         UserError: the configuration is impossible, or the device is not in the table.
     """
     gpu = None if device is None else _device(device, log)
-    vocab_size = given.vocab_size or expected_vocab_size(config)
+    vocab_size = given.vocab_size or preflight.expected_vocab_size(config)
     tokens_per_s, num_workers = None, config.cluster.num_workers
     if probe:
         plan, tokens_per_s, device_name = _probe_speed(config, log)
@@ -88,15 +89,15 @@ def _probe_speed(config: Config, log: Log) -> tuple[RunPlan, float, str]:
         TrainingFailed: the steps did not finish, for example for lack of memory.
         Interrupted: Ctrl+C or SIGTERM.
     """
-    stopped = StopSignals("interrupted; nothing is left behind")
-    with stopped, training_session(config, log) as (fitted, world_size, data):
-        plan = fit_memory(fitted, world_size, data.vocab_size, log)
-        ingest = IngestSpec(fitted, data, world_size)
-        preflight.check_data(ingest)
-        if not fitted.cluster.use_gpu:  # GPU workers check this themselves
-            check_compiler(fitted, on_gpu=False, where="a CPU")
-        log(f"timing steps on {count(world_size, 'worker')}")
-        group = ask_ranks(fitted, world_size, ingest, plan)
+    with StopSignals("interrupted; nothing is left behind"):
+        preflight.prepare_default_data(config, log)
+        with training_session(config, log) as (fitted, world_size, data):
+            plan = fit_memory(fitted, world_size, data.vocab_size, log)
+            preflight.check_data(fitted, data)
+            if not fitted.cluster.use_gpu:  # GPU workers check this themselves
+                check_compiler(fitted, on_gpu=False, where="a CPU")
+            log(f"timing steps on {count(world_size, 'worker')}")
+            group = ask_ranks(plan, IngestSpec.of(plan, data), bench=True)
     if group.bench is None or group.devices is None:
         raise TrainingFailed(
             f"no step was timed: {group.error}; set micro_batch_sequences to auto if memory is short, or "

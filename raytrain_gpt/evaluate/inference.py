@@ -173,19 +173,17 @@ def validation_feed(
 
     Raises a DataError if its tokenizer differs from the checkpoint's, or it is too small to validate on.
     """
-    # Imported here, because samples do not need Ray.
-    from raytrain_gpt.ingest.feed import EvalFeed
-    from raytrain_gpt.ingest.ray_dataset import IngestSpec
+    from raytrain_gpt.ingest.feed import EvalFeed  # here: samples do not need Ray
 
     check_vocabulary(data, checkpoint.state.vocab_hash, str(checkpoint.path))
     if eval_tokens is not None:
         config = config.updated({"eval_tokens": eval_tokens})
-    spec = IngestSpec(config, data, 1)
-    check_val_split(data, spec.seq_len)
-    tokens, delivered = data.read("val", spec.seq_len, spec.eval_ids()[0])
+    seq_len = config.data.seq_len
+    check_val_split(data, seq_len)
+    tokens, ids = data.read("val", seq_len, data.val_ids(seq_len, config.eval.eval_tokens))
     micro = parse_config(checkpoint.state.config, str(checkpoint.path)).train.micro_batch_sequences
     micro = 1 if micro == "auto" else micro  # a run stores the resolved value
-    return EvalFeed(tokens, delivered, data, micro, device)
+    return EvalFeed(tokens, ids, data, micro, device)
 
 
 def sample_checkpoint(

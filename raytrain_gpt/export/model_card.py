@@ -10,7 +10,6 @@ import jinja2
 import torch
 import yaml
 
-from raytrain_gpt import __version__
 from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import ARCHITECTURE_FIELDS
@@ -20,6 +19,7 @@ from raytrain_gpt.data.mixture import dataset_names, parse_data_path
 from raytrain_gpt.data.tokenizer import MAX_NAME_LENGTH
 from raytrain_gpt.export.hf_config import ARCHITECTURES
 from raytrain_gpt.format import number
+from raytrain_gpt.version import VERSION
 
 CARD_FILE = "README.md"
 IMPORT_EVENT = "import"
@@ -58,7 +58,7 @@ def model_card(
         name=config.run.run_name,
         architecture=shape.architecture,
         description=ARCHITECTURES[shape.architecture].DESCRIPTION,
-        version=__version__,
+        version=VERSION,
         torch_version=torch.__version__,
         model=model,
         imported_from=_code(imports[-1]["source"]) if imports else None,

@@ -3,77 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
-import pyarrow as pa
 import torch
 
 from raytrain_gpt.core.loop import MicroBatch
 from raytrain_gpt.core.loss import IGNORE_INDEX
 from raytrain_gpt.data.mixture import Mixture
-from raytrain_gpt.data.order import Ids, sequence_hashes, skip_past
+from raytrain_gpt.data.order import Ids, sequence_hashes
 from raytrain_gpt.data.tokenizer import Tokens
-from raytrain_gpt.ingest.ray_dataset import MIN_READERS, IngestSpec, planned_reads, read_rows
-
-
-@dataclass(frozen=True)
-class RankChunk:
-    """One rank's share of some global batches.
-
-    Attributes:
-        tokens: uint16 or uint32 (batches, share, seq_len + 1).
-        ids: int64 (batches, share), of the sequences actually read; −1 for padding.
-        planned: int64 (batches,), planned hash sum of each global batch.
-    """
-
-    first: int
-    tokens: Tokens
-    ids: Ids
-    planned: Ids
-
-
-def rows_in_process(spec: IngestSpec, num_batches: int, rank: int) -> Iterator[pa.Table]:
-    """Read the rows of a rank ahead in threads of this process, in the order of the Ray dataset."""
-    ahead: deque[Future[pa.Table]] = deque()
-    ranks = range(rank, rank + 1)
-    with ThreadPoolExecutor(MIN_READERS, "reader") as readers:
-        for read in planned_reads(spec, num_batches):
-            ahead.append(readers.submit(read_rows, spec, read, ranks))
-            if len(ahead) > MIN_READERS:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
-
-
-def rank_chunks(tables: Iterable[pa.Table], spec: IngestSpec, rank: int) -> Iterator[RankChunk]:
-    """Yield a rank's validation share, then its chunks in order.
-
-    Raises:
-        RuntimeError: a row belongs to a different rank or is not the next one. Ray guarantees neither
-            who gets a block of `streaming_split` nor that none is lost, so every row is checked.
-    """
-    expected = ("val", rank, 0)
-    for table in tables:
-        row = {name: table[name].chunk(0)[0] for name in table.column_names}
-        position = (row["split"].as_py(), row["rank"].as_py(), row["first"].as_py())
-        if position != expected:
-            raise RuntimeError(
-                f"Ray Data delivered a wrong row: expected {expected}, got {position}"
-            )
-        num_batches = row["num_batches"].as_py()
-        tokens = np.frombuffer(row["tokens"].as_buffer(), spec.data.dtype)
-        chunk = RankChunk(
-            first=position[2],
-            tokens=tokens.reshape(num_batches, -1, spec.seq_len + 1),
-            ids=np.frombuffer(row["ids"].as_buffer(), np.int64).reshape(num_batches, -1),
-            planned=np.frombuffer(row["planned"].as_buffer(), np.int64),
-        )
-        yield chunk
-        after = spec.first_batch if position[0] == "val" else chunk.first + num_batches
-        expected = ("train", rank, skip_past(after, spec.skipped))
+from raytrain_gpt.ingest.ray_dataset import RankChunk
 
 
 class TrainFeed:

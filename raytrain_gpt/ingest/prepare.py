@@ -21,6 +21,7 @@ import numpy as np
 
 from raytrain_gpt.cluster.address import named_cluster
 from raytrain_gpt.cluster.failures import user_error_in
+from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.bad_documents import BadDocuments
 from raytrain_gpt.data.duplicates import find_duplicates
 from raytrain_gpt.data.preparation import done_tasks, finish, start, task_file
@@ -48,10 +49,10 @@ def prepare(
     sources: list[str],
     directory: LocationLike,
     tokenizer: str,
+    options: PrepareOptions,
     *,
     log: Log,
     in_process: bool = False,
-    **options: Any,
 ) -> Manifest:
     """Tokenize sources into a dataset; the shards are the same with and without Ray, on any cluster.
 
@@ -64,8 +65,6 @@ def prepare(
         tokenizer: `bytes` or a tiktoken encoding.
         in_process: Run without Ray, which is the default below SMALL_BYTES of text unless RAY_ADDRESS
             names a cluster. A private cluster stops after the tasks.
-        options: Passed to `make_plan`: text_field, text_suffixes, document_separator, val,
-            val_fraction, val_tokens, shard_tokens, dedupe, max_bad_documents.
 
     Raises:
         DataError: a source, the tokenizer or the directory cannot be used.
@@ -73,7 +72,7 @@ def prepare(
         StorageError: the storage was unreachable for too long; finished shards are kept.
     """
     encoding = load_tokenizer(tokenizer)
-    plan = make_plan(sources, encoding, log=log, **options)
+    plan = make_plan(sources, encoding, options, log)
     is_small = sum(piece.text_bytes for piece in plan.pieces) < SMALL_BYTES
     on_ray = not in_process and (named_cluster() is not None or not is_small)
     run, cluster = _on_ray(log) if on_ray else (map, nullcontext())
@@ -84,13 +83,12 @@ def prepare(
         if manifest is not None:
             log(f"{directory} is already prepared")
             return manifest
-        max_bad = options.get("max_bad_documents", 0)
         source: dict[str, Any] = {"sources": [redacted(without_query(name)) for name in sources]}
-        if val := options.get("val"):
-            source["val"] = redacted(without_query(val))
+        if options.val:
+            source["val"] = redacted(without_query(options.val))
         with cluster:  # after all checks: it takes ten seconds or more to start
-            results = _run_tasks(directory, plan, max_bad, run, log)
-        return finish(directory, plan, results, source, max_bad, log)
+            results = _run_tasks(directory, plan, options.max_bad_documents, run, log)
+        return finish(directory, plan, results, source, options.max_bad_documents, log)
 
 
 def _run_tasks(

@@ -13,6 +13,9 @@ import torch: without it the reading tasks start in half the time.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -21,10 +24,11 @@ import numpy as np
 import pyarrow as pa
 import ray.data
 
-from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.data.mixture import BatchOrder, Mixture
-from raytrain_gpt.data.order import BatchRanges, Ids, batches_to_read, sequence_hashes
+from raytrain_gpt.data.order import BatchRanges, Ids, batches_to_read, sequence_hashes, skip_past
 from raytrain_gpt.data.shards import Split
+from raytrain_gpt.data.tokenizer import Tokens
 
 MIN_READERS = 2
 RANKS_PER_READER = 16
@@ -34,40 +38,52 @@ RANKS_PER_READER = 16
 
 @dataclass(frozen=True)
 class IngestSpec:
-    """Data that a run reads.
+    """Data that the ranks of a run read.
 
     Attributes:
+        micro_batch_sequences: Sequences per rank and forward pass in validation.
+        eval_tokens: Maximum number of validation tokens.
+        cache_bytes: Size limit of every node's disk cache for object stores.
         first_batch: Global batch to start with, unless it is skipped.
         skipped: Ranges of skipped global batches, (first, stop).
     """
 
-    config: Config
     data: Mixture
     world_size: int
+    seq_len: int
+    batch_sequences: int
+    micro_batch_sequences: int
+    seed: int
+    eval_tokens: int
+    cache_bytes: int
     first_batch: int = 0
     skipped: BatchRanges = ()
 
-    @property
-    def seq_len(self) -> int:
-        """Context length in tokens; a sequence has one more."""
-        return self.config.data.seq_len
-
-    @property
-    def cache_bytes(self) -> int:
-        """Size limit of every node's disk cache for object stores, in bytes."""
-        return round(self.config.data.data_cache_gb * 1e9)
+    @classmethod
+    def of(cls, plan: RunPlan, data: Mixture) -> IngestSpec:
+        """Take the numbers of a plan, from the first global batch."""
+        config = plan.config
+        return cls(
+            data=data,
+            world_size=plan.world_size,
+            seq_len=config.data.seq_len,
+            batch_sequences=config.batch_sequences,
+            micro_batch_sequences=config.train.micro_batch_sequences,
+            seed=config.train.seed,
+            eval_tokens=config.eval.eval_tokens,
+            cache_bytes=round(config.data.data_cache_gb * 1e9),
+        )
 
     def order(self) -> BatchOrder:
-        return self.data.order(self.config.batch_sequences, self.seq_len, self.config.train.seed)
+        return self.data.order(self.batch_sequences, self.seq_len, self.seed)
 
     def eval_ids(self) -> Ids:
         """Validation sequences in equal shares of full micro-batches: int64 (1, world_size · share).
 
         Each dataset is padded with −1, so that a micro-batch is the same whichever rank evaluates it.
         """
-        size = self.config.train.micro_batch_sequences
-        micro = 1 if size == "auto" else size
-        ids = self.data.val_ids(self.seq_len, self.config.eval.eval_tokens)
+        micro = self.micro_batch_sequences
+        ids = self.data.val_ids(self.seq_len, self.eval_tokens)
         ends = np.searchsorted(ids, self.data.val_ends(self.seq_len))
         by_dataset = [padded(dataset_ids, micro) for dataset_ids in np.split(ids, ends[:-1])]
         return padded(np.concatenate(by_dataset), micro * self.world_size)[None]
@@ -85,6 +101,63 @@ class ReadRange:
     split: Split
     first: int
     stop: int
+
+
+@dataclass(frozen=True)
+class RankChunk:
+    """Shares of some global batches, of one rank or of several in order.
+
+    Attributes:
+        first: First global batch; 0 for the validation sequences.
+        tokens: uint16 or uint32 (ranks · batches, share, seq_len + 1).
+        ids: int64 (ranks · batches, share), of the sequences actually read; −1 for padding.
+        planned: int64 (batches,), planned hash sum of each global batch.
+    """
+
+    split: Split
+    ranks: range
+    first: int
+    tokens: Tokens
+    ids: Ids
+    planned: Ids
+
+    def to_table(self) -> pa.Table:
+        """Make a table with a row for each rank, without a copy of tokens and ids."""
+        count = len(self.ranks)
+        return pa.table(
+            {
+                "split": pa.array([self.split] * count),
+                "rank": pa.array(self.ranks, pa.int64()),
+                "first": pa.array([self.first] * count, pa.int64()),
+                "num_batches": pa.array([len(self.planned)] * count, pa.int64()),
+                "planned": pa.array([self.planned.tobytes()] * count, pa.large_binary()),
+                "ids": _blobs(self.ids, count),
+                "tokens": _blobs(self.tokens, count),
+            }
+        )
+
+    @classmethod
+    def from_table(cls, table: pa.Table, seq_len: int, dtype: str) -> RankChunk:
+        """Read a table of one row; `dtype` is that of the tokens."""
+        row = {name: table[name].chunk(0)[0] for name in table.column_names}
+        rank, num_batches = row["rank"].as_py(), row["num_batches"].as_py()
+        tokens = np.frombuffer(row["tokens"].as_buffer(), dtype)
+        return cls(
+            split=row["split"].as_py(),
+            ranks=range(rank, rank + 1),
+            first=row["first"].as_py(),
+            tokens=tokens.reshape(num_batches, -1, seq_len + 1),
+            ids=np.frombuffer(row["ids"].as_buffer(), np.int64).reshape(num_batches, -1),
+            planned=np.frombuffer(row["planned"].as_buffer(), np.int64),
+        )
+
+
+def _blobs(array: np.ndarray[Any, Any], count: int) -> pa.Array:
+    """Split an array into `count` equal binary values, without a copy."""
+    size = array.nbytes // count
+    offsets = np.arange(count + 1, dtype=np.int64) * size
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(array)]
+    return pa.LargeBinaryArray.from_buffers(pa.large_binary(), count, buffers)
 
 
 def planned_reads(spec: IngestSpec, num_batches: int) -> list[ReadRange]:
@@ -117,47 +190,66 @@ def num_readers(world_size: int) -> int:
 
 
 def _read_chunk(table: pa.Table, spec: IngestSpec) -> pa.Table:
-    return read_rows(spec, ReadRange(**table.to_pylist()[0]), range(spec.world_size))
+    return read_chunk(spec, ReadRange(**table.to_pylist()[0]), range(spec.world_size)).to_table()
 
 
-def read_rows(spec: IngestSpec, read: ReadRange, ranks: range) -> pa.Table:
+def read_chunk(spec: IngestSpec, read: ReadRange, ranks: range) -> RankChunk:
+    """Read the shares of consecutive ranks in a range."""
     if read.split == "val":
-        return rank_rows(spec, "val", 0, spec.eval_ids(), ranks)
-    order = spec.order()
-    ids = np.stack([order.batch_ids(batch) for batch in range(read.first, read.stop)])
-    return rank_rows(spec, "train", read.first, ids, ranks)
-
-
-def rank_rows(spec: IngestSpec, split: Split, first: int, ids: Ids, ranks: range) -> pa.Table:
-    """Make a table of one row per rank: its sequences of some global batches.
-
-    Args:
-        first: First global batch, which the worker checks.
-        ids: int64 (batches, sequences) of all ranks, −1 for padding.
-    """
+        ids = spec.eval_ids()
+    else:
+        order = spec.order()
+        ids = np.stack([order.batch_ids(batch) for batch in range(read.first, read.stop)])
     num_batches, size = ids.shape
     share = size // spec.world_size
     # (rank, batch, sequence)
     by_rank = ids.reshape(num_batches, spec.world_size, share).swapaxes(0, 1)[ranks]
-    tokens, delivered = spec.data.read(split, spec.seq_len, by_rank.reshape(-1), spec.cache_bytes)
-    planned = sequence_hashes(ids).sum(1)  # (batches,)
-    count = len(ranks)
-    return pa.table(
-        {
-            "split": pa.array([split] * count),
-            "rank": pa.array(ranks, pa.int64()),
-            "first": pa.array([first] * count, pa.int64()),
-            "num_batches": pa.array([num_batches] * count, pa.int64()),
-            "planned": pa.array([planned.tobytes()] * count, pa.large_binary()),
-            "ids": _blobs(delivered, count),
-            "tokens": _blobs(tokens, count),
-        }
+    tokens, delivered = spec.data.read(
+        read.split, spec.seq_len, by_rank.reshape(-1), spec.cache_bytes
+    )
+    return RankChunk(
+        split=read.split,
+        ranks=ranks,
+        first=read.first,
+        tokens=tokens.reshape(-1, share, spec.seq_len + 1),
+        ids=delivered.reshape(-1, share),
+        planned=sequence_hashes(ids).sum(1),
     )
 
 
-def _blobs(array: np.ndarray[Any, Any], count: int) -> pa.Array:
-    """Split an array into `count` equal binary values, without a copy."""
-    size = array.nbytes // count
-    offsets = np.arange(count + 1, dtype=np.int64) * size
-    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(array)]
-    return pa.LargeBinaryArray.from_buffers(pa.large_binary(), count, buffers)
+def chunks_in_process(spec: IngestSpec, num_batches: int, rank: int) -> Iterator[RankChunk]:
+    """Read the chunks of a rank ahead in threads of this process, in the order of the Ray dataset."""
+    ahead: deque[Future[RankChunk]] = deque()
+    ranks = range(rank, rank + 1)
+    with ThreadPoolExecutor(MIN_READERS, "reader") as readers:
+        for read in planned_reads(spec, num_batches):
+            ahead.append(readers.submit(read_chunk, spec, read, ranks))
+            if len(ahead) > MIN_READERS:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+
+
+def ray_chunks(shard: ray.data.DataIterator, spec: IngestSpec) -> Iterator[RankChunk]:
+    """Receive the chunks of a rank from Ray Data."""
+    for table in shard.iter_batches(batch_size=1, batch_format="pyarrow", prefetch_batches=1):
+        yield RankChunk.from_table(table, spec.seq_len, spec.data.dtype)
+
+
+def rank_chunks(chunks: Iterable[RankChunk], spec: IngestSpec, rank: int) -> Iterator[RankChunk]:
+    """Yield a rank's validation share, then its chunks in order.
+
+    Raises:
+        RuntimeError: a chunk belongs to a different rank or is not the next one. Ray guarantees neither
+            who gets a block of `streaming_split` nor that none is lost, so every row is checked.
+    """
+    expected = ("val", rank, 0)
+    for chunk in chunks:
+        position = (chunk.split, chunk.ranks.start, chunk.first)
+        if position != expected:
+            raise RuntimeError(
+                f"Ray Data delivered a wrong row: expected {expected}, got {position}"
+            )
+        yield chunk
+        after = spec.first_batch if chunk.split == "val" else chunk.first + len(chunk.planned)
+        expected = ("train", rank, skip_past(after, spec.skipped))

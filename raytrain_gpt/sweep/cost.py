@@ -25,8 +25,8 @@ from raytrain_gpt.sweep.trial_plan import (
     planned_trials,
     tied_values,
 )
-from raytrain_gpt.train.launch import expected_vocab_size
 from raytrain_gpt.train.memory_search import MemorySearch, gpu_limit_bytes
+from raytrain_gpt.train.preflight import expected_vocab_size
 
 PROBE_S = 5.0
 """Duration of the speed measurement, which takes at least one forward and backward pass."""

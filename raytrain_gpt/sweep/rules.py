@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from raytrain_gpt.config.batch import nearest_multiples
+from raytrain_gpt.config.arithmetic import nearest_multiples
 from raytrain_gpt.config.schema import field_section
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import count

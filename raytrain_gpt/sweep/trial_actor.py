@@ -37,6 +37,7 @@ from raytrain_gpt.sweep.spec import Sweep
 from raytrain_gpt.sweep.trial_plan import tied_values, trial_config
 from raytrain_gpt.tracking.run_files import Row, merge_rows, read_rows
 from raytrain_gpt.tracking.sync import RunSync
+from raytrain_gpt.train.attempt import OnRay
 from raytrain_gpt.train.supervisor import Run, TrainLoop, TrialHooks
 
 STOP_TIMEOUT_S = 120.0
@@ -172,7 +173,8 @@ class TrialRun:
         origin = None if self._origin is None else read_checkpoint(location(config, self._origin))
         trial = TrialHooks(lambda _: self._report_new(), self._killed, origin, context.tracker_tags)
         data, world_size = data_of(config), config.cluster.num_workers
-        Run(config, world_size, data, self._signals, print, context.train_loop, trial).train()
+        train_loop, signals = context.train_loop, self._signals
+        Run(config, world_size, data, OnRay(), signals, print, train_loop, trial).train()
 
     def _report_new(self) -> None:
         """Report every unreported evaluation, and pause after each but the last."""

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from raytrain_gpt.config.batch import check_shares, nearest_multiples
+from raytrain_gpt.config.arithmetic import nearest_multiples
+from raytrain_gpt.config.batch import check_shares
 from raytrain_gpt.config.schema import FIELDS, Config
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.sweep.space import Grid, SampledDomain, Searched, with_expressions

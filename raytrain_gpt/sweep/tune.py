@@ -15,7 +15,7 @@ from raytrain_gpt.cluster.capacity import fit_to_cluster
 from raytrain_gpt.cluster.connection import connected
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.schema import SAFE_ON_RESUME, Config, changed_fields, parse_config
-from raytrain_gpt.data.locations import location
+from raytrain_gpt.data.locations import data_of, location
 from raytrain_gpt.errors import ConfigError, reason
 from raytrain_gpt.format import Log
 from raytrain_gpt.parsing import parse_yaml
@@ -26,7 +26,7 @@ from raytrain_gpt.sweep.spec import Sweep
 from raytrain_gpt.sweep.sweep_run import SweepRun, SweepSummary
 from raytrain_gpt.sweep.trial_plan import base_config, check_sweep
 from raytrain_gpt.tracking.run_files import CONFIG_FILE
-from raytrain_gpt.train.launch import load_or_prepare_data
+from raytrain_gpt.train import preflight
 from raytrain_gpt.train.supervisor import TrainLoop
 from raytrain_gpt.train.worker import train_worker
 
@@ -53,7 +53,10 @@ def run_sweep(
         TrainingFailed: no trial has a result.
     """
     with StopSignals("interrupted before the first trial") as signals:
-        base, _ = load_or_prepare_data(one_worker_for_auto(base_config(sweep)), log)
+        base = one_worker_for_auto(base_config(sweep))
+        preflight.prepare_default_data(base, log)
+        base = preflight.absolute_paths(base)
+        data_of(base)  # its errors come before a cluster
         directory = location(base, base.run.storage_path) / sweep.sweep_name
         check_known(sweep, base, directory, resume)
         with connected(cpus_to_start(sweep, base), log) as resources:

@@ -19,7 +19,6 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from raytrain_gpt import __version__
 from raytrain_gpt.checkpoint.branch import read_branch
 from raytrain_gpt.checkpoint.catalog import Catalog, best_by_loss
 from raytrain_gpt.config.load import load_config_file
@@ -47,6 +46,7 @@ from raytrain_gpt.tracking.goodput import (
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, Row, event_text, read_rows, read_samples
 from raytrain_gpt.tracking.step_time import StepTimeBreakdown
 from raytrain_gpt.tracking.sync import RunSync
+from raytrain_gpt.version import VERSION
 
 REPORT_FILE = "report.html"
 MAX_SAMPLE_SETS = 8
@@ -291,7 +291,7 @@ def _write_page(path: Path, runs: list[RunHistory], charts: list[Chart], **more:
         one="differing" not in more,
         charts=charts,
         bad_step_events=BAD_STEP_EVENTS,
-        version=__version__,
+        version=VERSION,
         now=_utc(datetime.now(UTC).timestamp()),
         **more,
     )

@@ -10,22 +10,16 @@ from raytrain_gpt.cluster.connection import connected
 from raytrain_gpt.cluster.other_load import busy_cores, crowded_cores
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
-from raytrain_gpt.config.schema import Config, ConfigT
-from raytrain_gpt.core.model import GPT2_VOCAB_SIZE
-from raytrain_gpt.data.documents import STDLIB
-from raytrain_gpt.data.locations import data_is_there, data_locations, data_of
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.data.locations import data_of
 from raytrain_gpt.data.mixture import Mixture
-from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.format import Log
-from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import preflight
+from raytrain_gpt.train.attempt import OnRay
 from raytrain_gpt.train.local_mode import train_locally
 from raytrain_gpt.train.supervisor import BEFORE_FIRST_STEP, Run, TrainLoop
 from raytrain_gpt.train.worker import train_worker
-
-DEFAULT_DATA = "data/stdlib"
-DEFAULT_TOKENIZER = "bytes"
 
 
 def train(config: Config, log: Log, train_loop: TrainLoop = train_worker) -> RunSummary:
@@ -43,9 +37,9 @@ def train(config: Config, log: Log, train_loop: TrainLoop = train_worker) -> Run
     """
     with StopSignals(BEFORE_FIRST_STEP) as signals:
         if config.cluster.num_workers == 0:
-            return train_locally(config, load_or_prepare_data, signals, log, train_loop)
+            return train_locally(config, signals, log, train_loop)
         with training_session(config, log) as (fitted, world_size, data):
-            return Run(fitted, world_size, data, signals, log, train_loop).train()
+            return Run(fitted, world_size, data, OnRay(), signals, log, train_loop).train()
 
 
 @contextlib.contextmanager
@@ -55,7 +49,8 @@ def training_session(config: Config, log: Log) -> Iterator[tuple[FittedConfig, i
     Raises:
         UserError: the configuration, data or cluster is unusable.
     """
-    config, data = load_or_prepare_data(config, log)
+    config = preflight.absolute_paths(config)
+    data = data_of(config)
     busy = busy_cores(config)
     with connected(cpus_to_start(config), log) as resources:
         fitted, world_size = fit_to_cluster(config, resources)
@@ -63,28 +58,3 @@ def training_session(config: Config, log: Log) -> Iterator[tuple[FittedConfig, i
             if line:
                 log(line)
         yield fitted, world_size, data
-
-
-def load_or_prepare_data(config: ConfigT, log: Log) -> tuple[ConfigT, Mixture]:
-    """Return the configuration with absolute paths, and its data; prepares a missing DEFAULT_DATA.
-
-    Raises:
-        ConfigError: one of several datasets has no weight, or a path is relative in a submitted job.
-        DataError: other data is missing, or cannot be mixed.
-    """
-    is_default = config.data.data_path == DEFAULT_DATA
-    config = preflight.absolute_paths(config)
-    if is_default and not data_is_there(config):
-        (data,) = data_locations(config)
-        log(f"preparing {data} from the Python standard library's source")
-        prepare([STDLIB], data, DEFAULT_TOKENIZER, log=log, in_process=True)
-    return config, data_of(config)
-
-
-def expected_vocab_size(config: Config) -> int:
-    """Vocabulary size of the data, or a guess if the data is missing."""
-    if data_is_there(config):
-        return data_of(config).vocab_size
-    if config.data.data_path == DEFAULT_DATA:
-        return int(load_tokenizer(DEFAULT_TOKENIZER).n_vocab)
-    return GPT2_VOCAB_SIZE

@@ -14,11 +14,10 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
 from typing import Any, NoReturn
 
 import ray.train
@@ -28,42 +27,37 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 from ray._private.utils import estimate_available_memory
 
-from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.checkpoint.collectives import as_bytes, check_size
 from raytrain_gpt.cluster.address import check_no_cluster_named
 from raytrain_gpt.cluster.capacity import Node, Resources, fit_to_process
-from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.other_load import busy_cores, crowded_cores
 from raytrain_gpt.cluster.process_groups import meet_on_one_host, new_group
+from raytrain_gpt.cluster.scaling import Pause
 from raytrain_gpt.cluster.shared_storage import storage_probe
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.data.mixture import Mixture
-from raytrain_gpt.errors import ConfigError, Interrupted, TrainingFailed
+from raytrain_gpt.data.locations import data_of
+from raytrain_gpt.errors import ConfigError, Interrupted
 from raytrain_gpt.evaluate.hellaswag import Choices
 from raytrain_gpt.format import Log, count
-from raytrain_gpt.storage.lease import Lease
+from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.recorder_handle import ConsoleRecorder, ThreadRecorder
 from raytrain_gpt.tracking.summary import RunSummary
-from raytrain_gpt.train.attempt import POLL_S, Attempt, AttemptEnd, classify_end
+from raytrain_gpt.train import preflight
+from raytrain_gpt.train.attempt import POLL_S, STOPPING, Attempt
+from raytrain_gpt.train.policy import AttemptEnd, classify_end
 from raytrain_gpt.train.supervisor import Run, TrainLoop
 from raytrain_gpt.train.worker_group import AttemptSpec, WorkerSpec
 
+_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _WAIT_FOR_RANK_0 = timedelta(days=7)
 
 
 def train_locally(
-    config: Config,
-    load_or_prepare_data: Callable[[FittedConfig, Log], tuple[FittedConfig, Mixture]],
-    signals: StopSignals,
-    log: Log,
-    train_loop: TrainLoop,
+    config: Config, signals: StopSignals, log: Log, train_loop: TrainLoop
 ) -> RunSummary:
     """Run a configuration in this process, one of several if started by `torchrun`.
-
-    Args:
-        load_or_prepare_data: Called by rank 0; returns the configuration with absolute paths, and its data.
 
     Raises:
         UserError: the configuration, data, storage or launch is unusable.
@@ -86,14 +80,16 @@ def train_locally(
         fitted = fit_to_process(config, ranks.world_size, ranks.in_node, num_gpus)
         if line := crowded_cores(fitted, busy):
             log(line)
-        fitted, data = load_or_prepare_data(fitted, log)
+        fitted = preflight.absolute_paths(fitted)
+        data = data_of(fitted)
         ranks.init_group()
+        place = InProcess(ranks, fitted.cluster.cpus_per_worker)
         log(
             f"local mode: {count(ranks.world_size, 'process', 'processes')}, no Ray, no automatic "
             "restarts; run the same command again to resume"
         )
         try:
-            return LocalRun(ranks, fitted, data, signals, log, train_loop).train()
+            return Run(fitted, ranks.world_size, data, place, signals, log, train_loop).train()
         finally:
             ranks.release_followers()
 
@@ -130,15 +126,7 @@ class LaunchRanks:
         Raises:
             ConfigError: some of them are missing.
         """
-        names = (
-            "RANK",
-            "WORLD_SIZE",
-            "LOCAL_WORLD_SIZE",
-            "LOCAL_RANK",
-            "MASTER_ADDR",
-            "MASTER_PORT",
-        )
-        missing = [name for name in names if name not in os.environ]
+        missing = [name for name in _NAMES if name not in os.environ]
         if missing and os.environ.get("WORLD_SIZE", "1") != "1":
             raise ConfigError(
                 f"WORLD_SIZE={os.environ['WORLD_SIZE']} needs several processes, but "
@@ -146,7 +134,7 @@ class LaunchRanks:
             )
         if missing:
             return cls(0, 1, 1)
-        return cls(*(int(os.environ[name]) for name in names[:3]))
+        return cls(*(int(os.environ[name]) for name in _NAMES[:3]))
 
     def init_group(self) -> None:
         """Create the group for rank 0's broadcasts; all ranks call it, in local mode.
@@ -193,79 +181,62 @@ class LaunchRanks:
         return _ORDERS.validate_json(bytes(text.numpy()))
 
 
-class LocalRun(Run):
-    """A run whose ranks are the processes of this launch."""
+@dataclass
+class InProcess:
+    """The processes of this launch as a `Place`; this one is rank 0."""
 
-    def __init__(self, ranks: LaunchRanks, config: FittedConfig, *args: Any) -> None:
-        super().__init__(config, ranks.world_size, *args)
-        self.make_attempt = partial(LocalAttempt, ranks=ranks)
-        self._cpus = ranks.in_node * config.cluster.cpus_per_worker
+    ranks: LaunchRanks
+    cpus_per_worker: int
+    retries = False
+    recorder = staticmethod(ThreadRecorder)
 
     def resources(self) -> Resources:
-        """CPUs, GPUs and memory of this machine."""
         memory_bytes = estimate_available_memory()  # Ray's estimate; respects a container's limit
-        return Resources((Node(self._cpus, torch.cuda.device_count(), memory_bytes),), ours=True)
+        cpus = self.ranks.in_node * self.cpus_per_worker
+        return Resources((Node(cpus, torch.cuda.device_count(), memory_bytes),), ours=True)
 
-    def _check_storage(self) -> None:
-        with storage_probe(self.run_dir, self.run_dir.parent):
+    def check_storage(self, run_dir: Location, data: Sequence[Location]) -> None:
+        with storage_probe(run_dir, run_dir.parent):
             pass
 
-    def _await_workers(self) -> int:
-        return self.world_size
+    def await_workers(self, config: FittedConfig, current: int, pause: Pause, log: Log) -> int:
+        return current
 
-    def _attempt(self, resumed: Checkpoint | None, lease: Lease) -> AttemptEnd:
-        end = super()._attempt(resumed, lease)
-        if end.kind == "failed" and end.user_error is None:
-            assert end.error is not None
-            raise TrainingFailed(
-                f"run {self.run_dir.name} failed ({root_cause(end.error)}); run the same command to resume "
-                "from its newest checkpoint"
-            ) from end.error
-        return end
+    def share(self, value: object) -> object:
+        return value
 
-
-@dataclass
-class LocalAttempt(Attempt):
-    """An attempt that trains in this process, as rank 0."""
-
-    ranks: LaunchRanks = field(kw_only=True)
-
-    def run(self) -> AttemptEnd:
-        """Train until all ranks exit."""
-        self.recorder = ThreadRecorder(self.recorder_spec)
-        error = None
-        try:
-            self._train()
-        except Exception as raised:
-            error = raised
-        outcome = self.recorder.ask("outcome")
-        return classify_end(outcome, error, stopping=self.stop.is_set(), hung=False)
-
-    def _train(self) -> None:
-        ended = threading.Event()
+    def train(self, attempt: Attempt) -> AttemptEnd:
+        ended, error = threading.Event(), None
+        spec = replace(attempt.spec, recorder=attempt.recorder, stop=attempt.stop)
         with ThreadPoolExecutor(1, "console") as console:
-            shown = console.submit(self._show, ended)
+            shown = console.submit(_show, attempt, ended)
             try:
-                self.ranks.broadcast_spec(self.spec)
+                self.ranks.broadcast_spec(attempt.spec)
                 self.ranks.training = True
-                self.train_loop(replace(self.spec, recorder=self.recorder, stop=self.stop))
+                attempt.train_loop(spec)
                 self.ranks.training = False
+            except Exception as raised:
+                error = raised
             finally:
                 ended.set()
-            shown.result()
+        error = error or shown.result()
+        outcome = attempt.recorder.ask("outcome")
+        return classify_end(outcome, error, stopping=attempt.stop.is_set(), hung=False)
 
-    def _show(self, ended: threading.Event) -> None:
-        """Print console lines; stop the ranks if the lease or the console is lost."""
-        try:
-            is_over = False
-            while not is_over:
-                is_over = ended.wait(POLL_S)
-                for news in self.recorder.ask("take_news", 0.0):
-                    self._take(news)
-                if self.lease.lost.is_set():
-                    self.stop.set()
-                if self.stop.is_set() and not self._asked_to_stop:
-                    self._say_stopping()
-        except Exception:
-            self.stop.set()
-            raise
+
+def _show(attempt: Attempt, ended: threading.Event) -> Exception | None:
+    """Print console lines; stop the ranks if the lease or the console is lost, and return its error."""
+    try:
+        is_over = asked_to_stop = False
+        while not is_over:
+            is_over = ended.wait(POLL_S)
+            attempt.take_news(0.0)
+            if attempt.lease.lost.is_set():
+                attempt.stop.set()
+            if attempt.stop.is_set() and not asked_to_stop:
+                asked_to_stop = True
+                attempt.log(STOPPING)
+        return None
+    except Exception as error:
+        attempt.stop.set()
+        return error

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from raytrain_gpt.config.batch import check_shares, divisors, micro_batch_for
+from raytrain_gpt.config.arithmetic import divisors
+from raytrain_gpt.config.batch import check_shares, micro_batch_for
 from raytrain_gpt.config.resolved import ActivationCheckpointing
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.accumulation import FloatSum
@@ -214,8 +215,8 @@ class MemorySearch:
     def measure(self, sequences: int, mode: ActivationCheckpointing, device: torch.device) -> float:
         """Peak bytes of a GPU's allocator during real steps; 0 on a CPU, infinite if out of memory.
 
-        Step 2 starts with AdamW's moments and its second micro-batch with gradients, so two of each
-        reach the peak of all later steps.
+        The second micro-batch starts with gradients, and a lazy optimizer's second step with its state, so
+        two of each reach the peak of all later steps.
         """
         num_bytes = math.inf
         with contextlib.suppress(torch.OutOfMemoryError):

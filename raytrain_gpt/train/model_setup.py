@@ -27,7 +27,7 @@ from raytrain_gpt.core.loop import Autocast
 from raytrain_gpt.core.loss_scale import LossScale, loss_scale_for
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.optim import Optimizer
-from raytrain_gpt.core.parallel import gathered_weights, shard, unsharded_twin
+from raytrain_gpt.core.parallel import gathered_weights, mesh_of, shard, unsharded_twin
 from raytrain_gpt.core.registry import build_optimizer, configured_model
 from raytrain_gpt.core.state import load_model, load_optimizer
 from raytrain_gpt.data.locations import location
@@ -102,7 +102,7 @@ class Sharded(Strategy):
     """A shard of every parameter on every rank."""
 
     def prepare(self, model: GPT) -> nn.Module:
-        shard(model, self.device, self.matmul_dtype, self.group)
+        shard(model, mesh_of(self.device, self.group), self.matmul_dtype)
         return model
 
     def eval_model(self, model: GPT) -> GPT:

@@ -1,50 +1,66 @@
-"""Decisions after an attempt, including the number of workers: pure functions of small values, without Ray.
+"""The end of an attempt and the action after it: pure functions, whose decisions the supervisor executes.
 
-The supervisor executes these decisions. Ray's retries and elastic mode are off: they do not save before a
-resize, choose worker counts that do not divide the batch, and never retry controller errors such as a slow
-object store.
+Ray's retries are off: they never retry controller errors such as a slow object store.
 """
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from raytrain_gpt.cluster.capacity import Resources, largest_world_size
+from raytrain_gpt.cluster.failures import root_cause, user_error_in
 from raytrain_gpt.config.resolved import FittedConfig
-from raytrain_gpt.config.sections import ClusterSection
-from raytrain_gpt.format import Log, count
+from raytrain_gpt.core.spikes import BadStreak
+from raytrain_gpt.errors import RaytrainGptError
+from raytrain_gpt.format import count
+from raytrain_gpt.tracking.recorder import CleanExit
 
 MAX_ROLLBACKS = 3
 """Rollbacks in a row without progress; after that many, bad data is not the cause."""
 BACK_OFF_S = (0.0, 5.0, 15.0, 30.0, 60.0)
 """Pause by failures in a row: a dead process needs none, a full disk does."""
-WAIT_LINE_EVERY_S = 60.0
-POLL_S = 1.0
 
 Kind = Literal["finished", "stopped", "preempted", "resized", "rolled_back", "hung", "failed"]
 
 
 @dataclass(frozen=True)
-class AttemptResult:
-    """How an attempt ended, and where the run would resume.
+class AttemptEnd:
+    """How an attempt ended.
 
     Attributes:
-        step: Step of the newest good checkpoint, or of the rollback's target.
-        reason: One line; empty unless the attempt failed or hung.
-        user_error: A retry would meet the same error.
+        error: Exception of `fit()` or of the memory probe, or one for an early exit.
+        user_error: This package's error inside `error`, which a retry would repeat.
     """
 
     kind: Kind
-    started_at: int
-    step: int
-    max_steps: int
-    reason: str = ""
-    user_error: bool = False
-    stopping: bool = False
+    error: Exception | None = None
+    bad_streak: BadStreak | None = None
+    user_error: RaytrainGptError | None = None
+
+
+def classify_end(
+    outcome: CleanExit | None, error: Exception | None, *, stopping: bool, hung: bool
+) -> AttemptEnd:
+    """Classify the end of an attempt.
+
+    Args:
+        outcome: The workers' report on exit, or None if they or the recorder died.
+        hung: The ranks were killed because one of them stalled.
+    """
+    if outcome is not None:
+        # The workers have saved and exited; a later error from Ray loses nothing.
+        if outcome.bad_streak is not None:
+            return AttemptEnd("rolled_back", bad_streak=outcome.bad_streak)
+        if outcome.left_for == "preempted":
+            return AttemptEnd("preempted")
+        if outcome.left_for == "stopped":
+            return AttemptEnd("stopped" if stopping else "resized")
+        if error is None:
+            return AttemptEnd("finished")
+    if error is None and stopping:
+        return AttemptEnd("stopped")
+    error = error or RuntimeError("the workers left before the last step")
+    return AttemptEnd("hung" if hung else "failed", error, user_error=user_error_in(error))
 
 
 @dataclass(frozen=True)
@@ -57,38 +73,44 @@ class Counters:
 
 
 @dataclass(frozen=True)
+class Finish:
+    """All steps are done and saved."""
+
+
+@dataclass(frozen=True)
+class Interrupt:
+    """A signal stopped the run after saving."""
+
+
+@dataclass(frozen=True)
 class GiveUp:
-    """Start no further attempt."""
+    """The run failed."""
 
     message: str
 
 
 @dataclass(frozen=True)
 class StartAttempt:
-    """Start another attempt from a step, after a pause."""
+    """A new attempt starts after a pause."""
 
-    from_step: int
     counters: Counters
     pause_s: float = 0.0
 
 
-Action = Literal["finish", "interrupt"] | GiveUp | StartAttempt
-"""`finish`: all steps are done and saved; `interrupt`: stopped by a signal after saving."""
-
-
 def next_action(
-    result: AttemptResult, done: Counters, limits: ClusterSection, run_name: str
-) -> Action:
-    """Decide whether to start another attempt, and how."""
-    step = result.step
-    made_progress = step > result.started_at
-    if result.user_error:
-        return GiveUp(result.reason)
-    if result.kind == "finished":
-        return "finish"
-    if result.kind == "stopped":
-        return "interrupt"
-    if result.kind == "rolled_back":
+    end: AttemptEnd, start: int, step: int, done: Counters, config: FittedConfig, stopping: bool
+) -> Finish | Interrupt | GiveUp | StartAttempt:
+    """Decide whether to start another attempt, and how, unless a retry would repeat the error.
+
+    The attempt started at step `start`; the run would resume from `step`.
+    """
+    limits, run_name = config.cluster, config.run.run_name
+    made_progress = step > start
+    if end.kind == "finished":
+        return Finish()
+    if end.kind == "stopped":
+        return Interrupt()
+    if end.kind == "rolled_back":
         # Progress means that this attempt wrote the checkpoint that the run rolls back to.
         rollbacks = 1 if made_progress else done.rollbacks + 1
         if rollbacks > MAX_ROLLBACKS:
@@ -96,82 +118,27 @@ def next_action(
                 f"run {run_name} rolled back to step {step} {count(rollbacks, 'time')} in a row because "
                 "of bad losses; start again with a lower peak_lr, or set spike_detection to false"
             )
-        return StartAttempt(step, replace(done, rollbacks=rollbacks))
-    if step >= result.max_steps:  # it died after the last checkpoint was complete
-        return "finish"
-    if result.kind == "resized":
-        return StartAttempt(step, done)
-    if result.kind == "preempted":
+        return StartAttempt(replace(done, rollbacks=rollbacks))
+    if step >= config.train.max_steps:  # it died after the last checkpoint was complete
+        return Finish()
+    if end.kind == "resized":
+        return StartAttempt(done)
+    if end.kind == "preempted":
         preemptions = done.preemptions + 1
         if limits.max_preemptions is not None and preemptions > limits.max_preemptions:
             return GiveUp(
                 f"run {run_name} was preempted {count(preemptions, 'time')} (max_preemptions="
                 f"{limits.max_preemptions}); everything is saved, run the same command to resume"
             )
-        return StartAttempt(step, replace(done, preemptions=preemptions))
-    if result.stopping:
-        return GiveUp(f"run {run_name} failed while it was being stopped: {result.reason}")
+        return StartAttempt(replace(done, preemptions=preemptions))
+    reason = root_cause(end.error) if end.error else ""
+    if stopping:
+        return GiveUp(f"run {run_name} failed while it was being stopped: {reason}")
     failures = 1 if made_progress else done.failures + 1
     if failures > limits.max_failures:
         return GiveUp(
             f"run {run_name} failed {count(failures, 'time')} without progress at step {step} "
-            f"(max_failures={limits.max_failures}): {result.reason}"
+            f"(max_failures={limits.max_failures}): {reason}"
         )
     pause_s = BACK_OFF_S[min(failures, len(BACK_OFF_S)) - 1]
-    return StartAttempt(step, replace(done, failures=failures), pause_s)
-
-
-class ScaleUp:
-    """Detects that more workers have been available for long enough to restart with them.
-
-    A restart costs several steps' time and autoscalers add nodes one by one; hence the wait.
-    """
-
-    def __init__(self, config: FittedConfig, world_size: int) -> None:
-        self._config, self._world_size = config, world_size
-        self._since: float | None = None
-        self._is_due = world_size < config.cluster.num_workers
-
-    def is_due(self, resources: Callable[[], Resources], now: float) -> bool:
-        """Whether to restart; true at most once. Calls `resources` only below `num_workers`."""
-        if not self._is_due:
-            return False
-        possible = largest_world_size(self._config, resources())
-        if possible is None or possible <= self._world_size:
-            self._since = None
-            return False
-        self._since = now if self._since is None else self._since
-        self._is_due = now - self._since < self._config.cluster.resize_after_s
-        return not self._is_due
-
-
-def wait_for_workers(
-    config: FittedConfig,
-    current: int,
-    resources: Callable[[], Resources],
-    pause: Callable[[float], None],
-    log: Log,
-    clock: Callable[[], float] = time.monotonic,
-) -> int:
-    """Return the largest number of workers that fits; waits while it is below `min_workers`.
-
-    Args:
-        current: Workers so far; a change is logged.
-        pause: Waits for some seconds; raises on a stop signal.
-    """
-    c = config.cluster
-    said_at = -math.inf
-    while True:
-        available = resources()
-        world_size = largest_world_size(config, available)
-        if world_size is not None:
-            if world_size != current or math.isfinite(said_at):
-                log(f"{world_size} of {count(c.num_workers, 'worker')}")
-            return world_size
-        if clock() - said_at >= WAIT_LINE_EVERY_S:
-            said_at = clock()
-            log(
-                f"waiting for nodes: the run needs {count(c.least_workers, 'worker')}, the cluster has "
-                f"{count(available.cpus, 'CPU', form='g')} and {count(available.gpus, 'GPU')}"
-            )
-        pause(POLL_S)
+    return StartAttempt(replace(done, failures=failures), pause_s)

@@ -9,45 +9,71 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_gpt.checkpoint.catalog import Catalog, resolve_checkpoint
+from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.config.load import given_fields, resolve
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config, ConfigT, parse_config
-from raytrain_gpt.config.sections import SHAPE_FIELDS
+from raytrain_gpt.config.sections import DEFAULT_DATA, SHAPE_FIELDS
 from raytrain_gpt.core.memory import checkpoint_bytes
-from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.core.model import GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.registry import new_model, resolved_shape
 from raytrain_gpt.core.state import load_model
-from raytrain_gpt.data.locations import location, run_location
+from raytrain_gpt.data.documents import STDLIB
+from raytrain_gpt.data.locations import data_is_there, data_of, location, order_of, run_location
 from raytrain_gpt.data.mixture import Mixture, check_val_split, check_vocabulary, map_paths
+from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.data.verify import check_shards, check_tokenizer
 from raytrain_gpt.errors import CheckpointError, ClusterError, ConfigError
 from raytrain_gpt.evaluate.hellaswag import DOWNLOAD
-from raytrain_gpt.format import count, size
-from raytrain_gpt.ingest.ray_dataset import IngestSpec
+from raytrain_gpt.format import Log, count, size
+from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.storage.location import Location, cache_directory, is_url
 from raytrain_gpt.tracking.configured import absolute_stores, tracker_warnings
 
+DEFAULT_TOKENIZER = "bytes"
 VERIFY_CONTENT_BYTES = 2**30
 """Data up to this size is hashed at every start; beyond it only sizes and footers are read."""
 RUN_FILES_BYTES = 2**24
 """Room for metrics, logs and events."""
 
 
-def check_data(ingest: IngestSpec) -> None:
+def prepare_default_data(config: Config, log: Log) -> None:
+    """Prepare a missing DEFAULT_DATA in this process, before a run's checks; raises like `absolute_paths`.
+
+    Of the processes of `torchrun` only rank 0 does; the others wait for it in `train_locally`.
+    """
+    absolute = absolute_paths(config)
+    is_first = os.environ.get("RANK", "0") == "0"
+    if config.data.data_path == DEFAULT_DATA and is_first and not data_is_there(absolute):
+        data = location(absolute, absolute.data.data_path)
+        log(f"preparing {data} from the Python standard library's source")
+        prepare([STDLIB], data, DEFAULT_TOKENIZER, PrepareOptions(), log=log, in_process=True)
+
+
+def expected_vocab_size(config: Config) -> int:
+    """Vocabulary size of the data, or a guess if the data is missing."""
+    if data_is_there(config):
+        return data_of(config).vocab_size
+    if config.data.data_path == DEFAULT_DATA:
+        return int(load_tokenizer(DEFAULT_TOKENIZER).n_vocab)
+    return GPT2_VOCAB_SIZE
+
+
+def check_data(config: Config, data: Mixture) -> None:
     """Compare the shards with their manifest, and the batch with the data.
 
     Raises:
         ConfigError: there is no cache directory.
         DataError: a shard is missing or damaged, the data is too small, or the tokenizer differs.
     """
-    shards = [shard for dataset in ingest.data.datasets for shard in dataset.manifest.shards]
+    shards = [shard for dataset in data.datasets for shard in dataset.manifest.shards]
     content = sum(shard.file_bytes for shard in shards) <= VERIFY_CONTENT_BYTES
-    for dataset in ingest.data.datasets:
+    for dataset in data.datasets:
         check_tokenizer(dataset.directory, dataset.manifest)
         check_shards(dataset.directory, dataset.manifest, content)
-    ingest.order()
-    check_val_split(ingest.data, ingest.seq_len)
-    if ingest.cache_bytes:
+    order_of(config, data)
+    check_val_split(data, config.data.seq_len)
+    if config.data.data_cache_gb:
         cache_directory()
 
 

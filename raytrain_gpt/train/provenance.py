@@ -16,7 +16,7 @@ import numpy as np
 from raytrain_gpt.checkpoint.branch import read_branch
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.load import load_config_file
-from raytrain_gpt.data.locations import data_of, recorded, recorded_data
+from raytrain_gpt.data.locations import data_of, order_of, recorded, recorded_data
 from raytrain_gpt.data.mixture import WeightedDataset
 from raytrain_gpt.data.order import Ids, batches_to_read
 from raytrain_gpt.data.shards import read_row_group
@@ -27,7 +27,7 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.goodput import read_attempts
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, read_rows
 from raytrain_gpt.tracking.runs import find_run
-from raytrain_gpt.train.resume import Rollback
+from raytrain_gpt.train.resume import read_skipped
 
 SAY_EVERY_S = 10.0
 SHOWN_CHARACTERS = 100
@@ -76,18 +76,14 @@ class RunProvenance:
         else:
             self._data = data_of(self._config, data)
         self._seq_len = self._config.data.seq_len
-        self._order = self._data.order(
-            self._config.batch_sequences, self._seq_len, self._config.train.seed
-        )
+        self._order = order_of(self._config, self._data)
         newest = next(reversed(Catalog(self.dir).complete()), None)
         if newest is not None and newest.state.manifest_hash != self._data.hash:
             raise DataError(
                 f"run {self.dir} was trained on different data than {data or self._config.data.data_path} "
                 "has now; restore the old dataset, or pass it as --data"
             )
-        rollback = Rollback(self.dir, self._config.spikes.skip_before, print)
-        rollback.read_skipped(newest)
-        self._skipped = rollback.skipped
+        self._skipped = read_skipped(self.dir, newest, print)
         self._branch = read_branch(self.dir)
         self._base = (self._branch.step, self._branch.next_batch) if self._branch else (0, 0)
         counts = [

@@ -1,4 +1,4 @@
-"""The checkpoint a run starts from: after an earlier command, or rolled back before bad steps.
+"""The checkpoint that a run loads next: at its start, after an attempt, or before bad steps.
 
 `skipped.json` in the run's directory holds the global batches skipped by rollbacks, so that a run that
 resumes from an older checkpoint, whose state lacks them, also skips them.
@@ -11,15 +11,16 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from raytrain_gpt.checkpoint.branch import branches_from
+from raytrain_gpt.checkpoint.branch import branches_from, create_branch
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, resume_step
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.config.batch import for_workers
+from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import FIELDS, SAFE_ON_RESUME, Config, ConfigT, changed_fields
 from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS
 from raytrain_gpt.core.optim import learning_rate
 from raytrain_gpt.core.spikes import BadStreak
-from raytrain_gpt.data.locations import location
+from raytrain_gpt.data.locations import location, run_location
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.order import ORDER_VERSION, BatchRanges
 from raytrain_gpt.errors import CheckpointError, reason
@@ -27,26 +28,12 @@ from raytrain_gpt.format import Log
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.recorder_handle import RecorderHandle
+from raytrain_gpt.train.policy import AttemptEnd
 
 SKIPPED_FILE = "skipped.json"
 DECIDES_EXACT_SUMS = {"micro_batch_sequences", "compile", "activation_checkpointing"}
 START_FIELDS = ("init_from", "branch_from")
 """Fields that are read only when a run starts."""
-
-
-def find_resume(config: Config, catalog: Catalog, name: str, log: Log) -> Checkpoint | None:
-    """Newest good checkpoint of the run, or None for a new run.
-
-    Raises:
-        CheckpointError: `resume=never` and the name is taken, or no checkpoint is good.
-    """
-    newest = catalog.newest_good(log)
-    if newest is not None and config.run.resume == "never":
-        raise CheckpointError(
-            f"run {name} already has checkpoints up to step {newest.state.step} and "
-            "resume=never; use another run_name, or set resume to auto"
-        )
-    return newest
 
 
 def keep_start(config: ConfigT, resumed: Checkpoint) -> ConfigT:
@@ -136,46 +123,81 @@ def _say_if_rate_rises(config: Config, step: int, steps_before: int, log: Log) -
         )
 
 
-class Rollback:
-    """Rolls a run back, and remembers skipped batches and the last target.
+def read_skipped(run_dir: Location, resumed: Checkpoint | None, log: Log) -> BatchRanges:
+    """Merge the skipped ranges of a run's file and of a checkpoint, perhaps of a different run."""
+    file, skipped = run_dir / SKIPPED_FILE, set()
+    try:
+        content = parse_json(file.read_bytes()) if file.is_file() else []
+        skipped = set(TypeAdapter(BatchRanges).validate_python(content))
+    except ValueError as error:
+        log(
+            f"ignoring damaged {file} ({reason(error)}); using the skipped batches stored in the checkpoint"
+        )
+    if resumed:
+        skipped.update(resumed.state.skipped_batches)
+    return tuple(sorted(skipped))
+
+
+class ResumePoints:
+    """Chooses the checkpoint that a run loads next, and the batches to skip after a rollback.
 
     Args:
-        skip_before: Global batches to skip before the first bad one.
+        origin: Checkpoint of a different run to start from, or None.
 
     Attributes:
         skipped: Ranges of skipped global batches, (first, stop).
     """
 
-    def __init__(self, run_dir: Location, skip_before: int, log: Log) -> None:
-        self._file, self._catalog = run_dir / SKIPPED_FILE, Catalog(run_dir)
-        self._skip_before, self._log = skip_before, log
+    def __init__(self, config: FittedConfig, origin: Checkpoint | None, log: Log) -> None:
+        self._run_dir, self._skip_before = run_location(config), config.spikes.skip_before
+        self._catalog, self._origin, self._log = Catalog(self._run_dir), origin, log
         self._last_step: int | None = None
         self.skipped: BatchRanges = ()
 
-    def read_skipped(self, resumed: Checkpoint | None) -> None:
-        """Merge the skipped ranges of the run's file and of a checkpoint, perhaps of a different run."""
-        skipped = set()
-        try:
-            content = parse_json(self._file.read_bytes()) if self._file.is_file() else []
-            skipped = set(TypeAdapter(BatchRanges).validate_python(content))
-        except ValueError as error:
-            self._log(
-                f"ignoring damaged {self._file} ({reason(error)}); using the skipped batches stored in the "
-                "checkpoint"
-            )
-        if resumed:
-            skipped.update(resumed.state.skipped_batches)
-        self.skipped = tuple(sorted(skipped))
+    def find(self, config: Config) -> Checkpoint | None:
+        """Return the newest good checkpoint of the run, or None for a new run.
 
-    def go_back(
-        self, bad: BadStreak, started_at: int, origin: Checkpoint | None, recorder: RecorderHandle
-    ) -> Checkpoint | None:
+        Raises:
+            CheckpointError: `resume=never` and the name is taken, or no checkpoint is good.
+        """
+        newest = self._catalog.newest_good(self._log)
+        if newest is not None and config.run.resume == "never":
+            raise CheckpointError(
+                f"run {self._run_dir.name} already has checkpoints up to step {newest.state.step} and "
+                "resume=never; use another run_name, or set resume to auto"
+            )
+        return newest
+
+    def start(
+        self, config: FittedConfig, data: Mixture, existing: Checkpoint | None
+    ) -> tuple[FittedConfig, Checkpoint | None]:
+        """Return the configuration, with the start that the run had, and the checkpoint to load, if any.
+
+        Raises:
+            UserError: the configuration does not fit the `existing` checkpoint, or cannot branch.
+        """
+        if existing is None:
+            return config, self._origin or create_branch(config, data, self._log)
+        config = keep_start(config, existing)
+        check_changes(config, data, existing, self._log)
+        return config, existing
+
+    def newest(self) -> Checkpoint | None:
+        """Return the newest checkpoint of the run that looks complete, without verifying it."""
+        return next(reversed(self._catalog.complete()), None)
+
+    def after(self, end: AttemptEnd) -> Checkpoint | None:
+        """Return the newest checkpoint after an attempt; verified, here or by `go_back`, if it is loaded."""
+        is_listed = end.kind in ("finished", "stopped", "rolled_back")
+        newest = self.newest() if is_listed else self._catalog.newest_good(self._log)
+        return newest or self._origin
+
+    def go_back(self, bad: BadStreak, started_at: int, recorder: RecorderHandle) -> None:
         """Return to the last checkpoint before the bad steps, and skip their batches from now on.
 
         On return the rollback is durable: later checkpoints are retired, the ranges written.
-        `origin` is the checkpoint of a different run that this one started from.
         """
-        resumed = self._catalog.newest_good(self._log, before_step=bad.first_step) or origin
+        resumed = self._catalog.newest_good(self._log, before_step=bad.first_step) or self._origin
         if 0 < started_at == resume_step(resumed) == self._last_step:
             # A second rollback to this checkpoint: its weights may be bad already, although the loss
             # did not show it, so use an earlier one.
@@ -185,7 +207,7 @@ class Rollback:
         next_batch = resumed.state.next_batch if resumed else 0
         skipped = (max(next_batch, bad.first_batch - self._skip_before), bad.last_batch + 1)
         self.skipped = (*self.skipped, skipped)
-        self._file.write_text(json.dumps(self.skipped) + "\n")
+        (self._run_dir / SKIPPED_FILE).write_text(json.dumps(self.skipped) + "\n")
         details = {
             "to_step": step,
             "first_bad_step": bad.first_step,
@@ -197,4 +219,3 @@ class Rollback:
             f"bad losses in steps {bad.first_step}–{bad.last_step}: rolled back to step {step}, "
             f"skipping batches {skipped[0]}–{skipped[1] - 1}"
         )
-        return resumed

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.checkpoint.collectives import Collectives
+from raytrain_gpt.config.sections import SpikesSection
 from raytrain_gpt.core.device import peak_memory_bytes
 from raytrain_gpt.core.loop import StepResult
 from raytrain_gpt.core.spikes import BadStep, BadStreak, SpikeDetector
@@ -55,18 +56,20 @@ class StepLog:
         collectives: Collectives,
         feed: TrainFeed,
         *,
+        spikes: SpikesSection,
         flops_per_token: float,
         peak_flops: float | None,
         device: torch.device,
         slowed: range,
     ) -> None:
-        self._config, self._order, self._collectives = ingest.config, ingest.order(), collectives
-        self._datasets, self._feed = ingest.data.names, feed
+        self._order, self._collectives, self._feed = ingest.order(), collectives, feed
+        self._datasets, self._seq_len = ingest.data.names, ingest.seq_len
+        self._batch_tokens = ingest.batch_sequences * ingest.seq_len
         before = [
             (row["step"], row["train/loss"], row["optim/grad_norm"], row.get("optim/loss_scale"))
             for row in rows_before
         ]
-        self._detector = SpikeDetector(ingest.config.spikes, before)
+        self._detector = SpikeDetector(spikes, before)
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self._device, self._slowed = device, slowed
         self._pending: list[StepResult] = []
@@ -121,9 +124,9 @@ class StepLog:
         step_time_s = (now - self._clock_from) / len(pending)
         self._clock_from = now
         self._steps_done += len(pending)
-        tokens = self._config.train.global_batch_tokens
+        tokens_done = self._steps_done * self._batch_tokens
         since_start = {
-            "perf/tokens_per_s_overall": self._steps_done * tokens / (now - self._began),
+            "perf/tokens_per_s_overall": tokens_done / (now - self._began),
             "perf/peak_memory_bytes": int(peak_bytes.max()),
         }
         rows: list[Row] = []
@@ -159,8 +162,7 @@ class StepLog:
         step_time_s: float,
         wait_s: float,
     ) -> Row:
-        tokens = self._config.train.global_batch_tokens
-        tokens_per_s = None if result.step in self._slowed else tokens / step_time_s
+        tokens_per_s = None if result.step in self._slowed else self._batch_tokens / step_time_s
         mfu = None
         if self._peak_flops is not None and tokens_per_s is not None:
             peak = self._peak_flops * self._collectives.world_size
@@ -175,7 +177,7 @@ class StepLog:
             "perf/data_wait_s": wait_s,
             "perf/mfu": mfu,
             "data/epoch": self._order.epoch(batch),
-            "data/tokens_seen": result.step * tokens,
+            "data/tokens_seen": result.step * self._batch_tokens,
             "data/order_hash": self.position.order_hash,
         }
 
@@ -183,9 +185,8 @@ class StepLog:
         if not isinstance(self._order, MixedOrder):
             return {}
         trained = self._order.trained(step, self.position.skipped)
-        seq_len = self._config.data.seq_len
         return {
-            f"data/tokens/{name}": sequences * seq_len
+            f"data/tokens/{name}": sequences * self._seq_len
             for name, sequences in zip(self._datasets, trained, strict=True)
         }
 

@@ -18,25 +18,21 @@ import contextlib
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import ray
 
-from raytrain_gpt.checkpoint.branch import create_branch
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, resume_step
-from raytrain_gpt.cluster.capacity import Resources
 from raytrain_gpt.cluster.compilers import check_compiler
-from raytrain_gpt.cluster.connection import cluster_resources
-from raytrain_gpt.cluster.failures import root_cause, user_error_in
-from raytrain_gpt.cluster.shared_storage import check_storage
+from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig, RunPlan
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.registry import count_model
-from raytrain_gpt.data.locations import run_location
+from raytrain_gpt.data.locations import order_of, run_location
 from raytrain_gpt.data.mixed_order import MixedOrder
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.tokenizer import read_tokenizer
@@ -50,12 +46,11 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.configured import mark_interrupted
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, Row
 from raytrain_gpt.tracking.summary import RunSummary
-from raytrain_gpt.train import preflight
-from raytrain_gpt.train.attempt import Attempt, AttemptEnd
+from raytrain_gpt.train import policy, preflight
+from raytrain_gpt.train.attempt import Attempt, Place
 from raytrain_gpt.train.last_evaluations import await_evaluations
 from raytrain_gpt.train.memory_fit import fit_memory
-from raytrain_gpt.train.policy import AttemptResult, Counters, GiveUp, next_action, wait_for_workers
-from raytrain_gpt.train.resume import Rollback, check_changes, find_resume, keep_start
+from raytrain_gpt.train.resume import ResumePoints, read_skipped
 from raytrain_gpt.train.run_output import RunOutput
 from raytrain_gpt.train.worker_group import WorkerSpec
 
@@ -82,28 +77,27 @@ class TrialHooks:
 
 
 class Run:
-    """One `train` command, or one trial of a sweep, on a connected cluster."""
+    """One `train` command, or one trial of a sweep."""
 
     def __init__(
         self,
         config: FittedConfig,
         world_size: int,
         data: Mixture,
+        place: Place,
         signals: StopSignals,
         log: Log,
         train_loop: TrainLoop,
         trial: TrialHooks | None = None,
     ) -> None:
         self.config, self.world_size, self.data = config, world_size, data
-        self.signals, self.log = signals, log
+        self.place, self.signals, self.log = place, signals, log
         self.train_loop, self.trial = train_loop, trial
-        self.make_attempt: Callable[..., Attempt] = Attempt
-        self.origin = trial.origin if trial else None
         self.run_dir = run_location(config)
         self.output = RunOutput(self.run_dir, trial.tracker_tags if trial else {}, log)
-        self.rollback = Rollback(self.run_dir, config.spikes.skip_before, log)
+        self.resume = ResumePoints(config, trial.origin if trial else None, log)
         self.catalog = Catalog(self.run_dir)
-        self._choices: Any = None
+        self._choices: object = None
         self._evaluations: AsyncEvaluation | None = None
         self._session = uuid.uuid4().hex[:8]
         self._attempts = 0
@@ -111,80 +105,44 @@ class Run:
     def train(self) -> RunSummary:
         """Check, resume, train and finish."""
         # Read-only checks run before the lease: a mistake must not disturb a run that holds it.
-        ingest = self._ingest(None)
-        preflight.check_data(ingest)
-        self._choices = self._put_choices()
+        preflight.check_data(self.config, self.data)
+        if (path := self.config.eval.hellaswag_path) is not None:
+            tokenizer = read_tokenizer(self.data.first.directory)
+            self._choices = self.place.share(read_choices(self.config, path, tokenizer))
         if not self.config.cluster.use_gpu:  # GPU workers check on their nodes
             check_compiler(self.config, on_gpu=False, where="a CPU")
-        self._check_storage()
-        with hold_lease(self.run_dir / LEASE_FILE, f"run {self.run_dir.name}", self.log) as lease:
-            existing = self.catalog.complete()
-            preflight.check_disk(self.config, self.run_dir, self.data.vocab_size, len(existing))
-            resumed = find_resume(self.config, self.catalog, self.run_dir.name, self.log)
+        self.place.check_storage(self.run_dir, [d.directory for d in self.data.datasets])
+        with contextlib.ExitStack() as stack:
+            name = f"run {self.run_dir.name}"
+            lease = stack.enter_context(hold_lease(self.run_dir / LEASE_FILE, name, self.log))
+            saved = self.catalog.complete()
+            preflight.check_disk(self.config, self.run_dir, self.data.vocab_size, len(saved))
+            existing = self.resume.find(self.config)
             self.output.sync.pull()  # under the lease, no other process writes these files
-            if resumed is not None:
-                self.config = keep_start(self.config, resumed)
-                check_changes(self.config, self.data, resumed, self.log)
-                if resumed.state.step >= self.config.train.max_steps:
-                    with self._evaluating():
-                        return self._finished(resumed, lease, trained=False)
-            else:
+            if existing is None:
                 self.output.check_is_ours()
                 self.config = preflight.check_init_from(self.config, self.data)
-                resumed = self.origin or create_branch(self.config, self.data, self.log)
-            self._announce(ingest)
+            self.config, resumed = self.resume.start(self.config, self.data, existing)
+            if self.config.eval.eval_mode == "async":
+                self._evaluations = AsyncEvaluation(
+                    self.config, self.catalog, self._choices, self.signals.stop
+                )
+                stack.callback(self._evaluations.close)
+            if existing is not None and existing.state.step >= self.config.train.max_steps:
+                return self._finished(existing, lease, trained=False)
+            self._announce()
             self.output.write_config(self.config)
-            self.rollback.read_skipped(resumed)
-            with self._evaluating():
-                return self._supervise(resumed, lease)
+            self.resume.skipped = read_skipped(self.run_dir, resumed, self.log)
+            return self._supervise(resumed, lease)
 
-    @contextlib.contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Evaluate checkpoints asynchronously inside, if so configured."""
-        if self.config.eval.eval_mode == "inline":
-            yield
-            return
-        self._evaluations = AsyncEvaluation(
-            self.config, self.catalog, self._choices, self.signals.stop
-        )
-        with contextlib.closing(self._evaluations):
-            yield
-
-    def _ingest(self, resumed: Checkpoint | None) -> IngestSpec:
-        return IngestSpec(
-            self.config,
-            self.data,
-            self.world_size,
-            first_batch=resumed.state.next_batch if resumed else 0,
-            skipped=self.rollback.skipped,
-        )
-
-    def resources(self) -> Resources:
-        """Nodes available now."""
-        return cluster_resources()
-
-    def _check_storage(self) -> None:
-        check_storage(self.run_dir, [dataset.directory for dataset in self.data.datasets])
-
-    def _await_workers(self) -> int:
-        return wait_for_workers(self.config, self.world_size, self.resources, self._pause, self.log)
-
-    def _put_choices(self) -> Any:
-        """HellaSwag, on a cluster Ray's reference to it, so that nodes need not share its file, or None."""
-        path = self.config.eval.hellaswag_path
-        if path is None:
-            return None
-        choices = read_choices(self.config, path, read_tokenizer(self.data.first.directory))
-        return choices if self.config.cluster.is_local else ray.put(choices)
-
-    def _announce(self, ingest: IngestSpec) -> None:
+    def _announce(self) -> None:
         self.log(f"configuration {self.run_dir / CONFIG_FILE}")
         train, c = self.config.train, self.config.cluster
         shape = GPTShape.of(self.config, self.data.vocab_size)
         self.log(
             f"model {amount(count_model(shape).num_parameters)} parameters | data "
             f"{amount(self.data.split_tokens('train'))} train tokens ({self.data.tokenizer}) | "
-            f"{_epochs(ingest, train.max_steps)} | {count(train.max_steps, 'step')} of "
+            f"{_epochs(self.config, self.data)} | {count(train.max_steps, 'step')} of "
             f"{count(train.global_batch_tokens, 'token')} | "
             f"{count(self.world_size, 'worker')} with {count(c.cpus_per_worker, 'CPU')}"
             f"{f' and {c.gpus_per_worker:g} GPU' if c.use_gpu else ''}{' each' * (self.world_size > 1)}"
@@ -193,47 +151,35 @@ class Run:
             self.log(line)
 
     def _supervise(self, resumed: Checkpoint | None, lease: Lease) -> RunSummary:
-        counters = Counters()
+        place, config, counters = self.place, self.config, policy.Counters()
         while True:
-            self.world_size = self._await_workers()
+            self.world_size = place.await_workers(config, self.world_size, self._pause, self.log)
             started_at = resume_step(resumed)
             end = self._attempt(resumed, lease)
-            resumed = self._resume_point(end, resumed)
-            result = AttemptResult(
-                kind=end.kind,
-                started_at=started_at,
-                step=resume_step(resumed),
-                max_steps=self.config.train.max_steps,
-                reason=root_cause(end.error) if end.error else "",
-                user_error=end.user_error is not None,
-                stopping=self.signals.stop.is_set(),
-            )
-            action = next_action(result, counters, self.config.cluster, self.run_dir.name)
-            if isinstance(action, GiveUp):
-                if end.user_error is not None:
-                    raise end.user_error from None
-                raise TrainingFailed(action.message) from end.error
-            if action == "interrupt":
-                raise Interrupted(self._interrupted_message(started_at))
-            if action == "finish":
-                assert resumed is not None, "a run has at least one step, and the last one is saved"
-                return self._finished(resumed, lease)
-            if end.error is not None:
-                self.log(f"run failed ({result.reason})")
-            self._pause(action.pause_s)
-            if end.bad_streak is None:  # the rollback has printed where it resumes
-                self.log(f"{end.kind}; resuming from step {action.from_step}")
-            counters = action.counters
-
-    def _resume_point(self, end: AttemptEnd, resumed: Checkpoint | None) -> Checkpoint | None:
-        """Checkpoint the run stands at after an attempt; verified only if it will be loaded."""
-        if end.user_error is not None:
-            return resumed
-        if end.kind == "rolled_back":
-            return end.gone_back_to
-        if end.kind in ("finished", "stopped"):
-            return next(reversed(self.catalog.complete()), None)
-        return self.catalog.newest_good(self.log) or self.origin
+            if end.user_error is not None:
+                raise end.user_error from None
+            reason = root_cause(end.error) if end.error else ""
+            if end.kind == "failed" and not place.retries:
+                raise TrainingFailed(
+                    f"run {self.run_dir.name} failed ({reason}); run the same command to resume from its "
+                    "newest checkpoint"
+                ) from end.error
+            resumed, stopping = self.resume.after(end), self.signals.stop.is_set()
+            step = resume_step(resumed)
+            match policy.next_action(end, started_at, step, counters, config, stopping):
+                case policy.Finish():
+                    assert resumed is not None, "a run has steps, and the last one is saved"
+                    return self._finished(resumed, lease)
+                case policy.Interrupt():
+                    raise Interrupted(self._interrupted_message(started_at))
+                case policy.GiveUp(message):
+                    raise TrainingFailed(message) from end.error
+                case policy.StartAttempt(counters, pause_s):
+                    if end.error is not None:
+                        self.log(f"run failed ({reason})")
+                    self._pause(pause_s)
+                    if end.bad_streak is None:  # the rollback has printed where it resumes
+                        self.log(f"{end.kind}; resuming from step {step}")
 
     def _pause(self, seconds: float) -> None:
         """Wait; a signal interrupts the run."""
@@ -248,12 +194,8 @@ class Run:
         was_finished = not (trained or waited)
         return RunSummary(self.run_dir, self.output.sync, newest.state.step, newest, was_finished)
 
-    def _attempt(self, resumed: Checkpoint | None, lease: Lease) -> AttemptEnd:
+    def _attempt(self, resumed: Checkpoint | None, lease: Lease) -> policy.AttemptEnd:
         """Run one attempt; on return all files are written and a rollback is complete.
-
-        The order matters: the attempt runs, the lease is verified again, a rollback retires checkpoints,
-        and only then are the end recorded and the report written. If the storage failed or the lease is
-        lost, the files may belong to another process, so neither rollback nor report touches them.
 
         Raises:
             ClusterError: another run took over the name.
@@ -265,41 +207,46 @@ class Run:
                 self.world_size,
                 self.data.vocab_size,
                 self.log,
-                self.resources,
+                self.place.resources,
                 resumed=resumed.state if resumed else None,
                 stop=self.signals.stop,
                 is_trial=self.trial is not None,
             )
         except ray.exceptions.RayError as error:  # the memory probe died
-            return AttemptEnd("failed", error)
+            return policy.AttemptEnd("failed", error)
         work_dir = Location.of(self.output.sync.work_dir)
         self.signals.defer(partial(mark_interrupted, work_dir, self.config))
         # Checkpoints above this step are damaged or from a dead attempt; this attempt rewrites them.
         self.catalog.clean(good_until=resume_step(resumed))
         attempt = self._new_attempt(plan, resumed, lease)
-        end = attempt.run()
-        user_error = user_error_in(end.error) if end.error is not None else None
-        newest = gone_back_to = None
-        is_ours = False
+        return self._settled(attempt, self.place.train(attempt))
+
+    def _settled(self, attempt: Attempt, end: policy.AttemptEnd) -> policy.AttemptEnd:
+        """Roll back from bad steps, and write the attempt's last files.
+
+        The order matters: the lease is verified again, a rollback retires checkpoints, and only then are
+        the end recorded and the report written. If the storage failed or the lease is lost, the files may
+        belong to another process, so neither rollback nor report touches them.
+        """
+        resumed = attempt.spec.resumed
         try:
-            if not isinstance(user_error, StorageError):
-                lease.verify()
-                if end.bad_streak is not None:
-                    gone_back_to = self.rollback.go_back(
-                        end.bad_streak, resume_step(resumed), self.origin, attempt.recorder
-                    )
-                newest = next(reversed(self.catalog.complete()), None)
-                is_ours = True
-        except StorageError as error:
-            user_error = error
-        finally:
-            attempt.record_end(end, newest or resumed)
-            if is_ours:
-                self.output.write_report()
-            attempt.close(end, newest or resumed)
-        if not isinstance(user_error, StorageError):
-            self.output.sync.push()
-        return replace(end, user_error=user_error, gone_back_to=gone_back_to)
+            if isinstance(end.user_error, StorageError):
+                raise end.user_error
+            attempt.lease.verify()
+            if end.bad_streak is not None:
+                self.resume.go_back(end.bad_streak, resume_step(resumed), attempt.recorder)
+            newest = self.resume.newest() or resumed
+        except BaseException as error:
+            attempt.record_end(end, resumed)
+            attempt.close(end, resumed)
+            if isinstance(error, StorageError):
+                return replace(end, user_error=error)
+            raise
+        attempt.record_end(end, newest)
+        self.output.write_report()
+        attempt.close(end, newest)
+        self.output.sync.push()
+        return end
 
     def _new_attempt(self, plan: RunPlan, resumed: Checkpoint | None, lease: Lease) -> Attempt:
         self._attempts = self.output.next_attempt(self._attempts)
@@ -321,11 +268,15 @@ class Run:
         recorder = self.output.recorder_spec(self.config, step, self.catalog.complete(), details)
         # Two windows, so that spikes in the second are judged against good steps of the first.
         num_rows = 2 * self.config.spikes.spike_window_steps
-        return self.make_attempt(
+        return Attempt(
             spec=WorkerSpec(
                 plan=plan,
                 run_dir=self.run_dir,
-                ingest=self._ingest(resumed),
+                ingest=replace(
+                    IngestSpec.of(plan, self.data),
+                    first_batch=resumed.state.next_batch if resumed else 0,
+                    skipped=self.resume.skipped,
+                ),
                 resumed=resumed,
                 rows_before=self.output.last_steps(step, recorder.saved_rows, num_rows),
                 attempt=self._attempts,
@@ -333,7 +284,8 @@ class Run:
                 hellaswag=None if self._evaluations else self._choices,
                 is_trial=self.trial is not None,
             ),
-            recorder_spec=recorder,
+            recorder=self.place.recorder(recorder),
+            work_dir=self.output.sync.work_dir,
             train_loop=self.train_loop,
             stop=self.signals.stop,
             killed=self.trial.killed if self.trial else self.signals.stop,
@@ -344,21 +296,21 @@ class Run:
         )
 
     def _interrupted_message(self, started_at: int) -> str:
-        checkpoints = self.catalog.complete()
-        if not checkpoints:
+        newest = self.resume.newest()
+        if newest is None:
             return BEFORE_FIRST_STEP
-        at = checkpoints[-1].state.step
+        at = newest.state.step
         saved = "saved" if at > started_at else "no step since the checkpoint"
-        return f"interrupted at step {at}, {saved}: {checkpoints[-1].path}; run the same command to resume"
+        return f"interrupted at step {at}, {saved}: {newest.path}; run the same command to resume"
 
 
-def _epochs(ingest: IngestSpec, max_steps: int) -> str:
-    order, data = ingest.order(), ingest.data
+def _epochs(config: Config, data: Mixture) -> str:
+    order = order_of(config, data)
     if not isinstance(order, MixedOrder):
         return (
             f"{count(order.batches_per_epoch, 'step')} per epoch, dropping {order.remainder_sequences} of "
             f"{order.num_sequences} sequences"
         )
-    datasets = zip(data.names, data.weights, order.epochs(max_steps), strict=True)
+    datasets = zip(data.names, data.weights, order.epochs(config.train.max_steps), strict=True)
     shares = [f"{name} {float(weight):.1%} ({n:.2f} epochs)" for name, weight, n in datasets]
     return f"mixed: {', '.join(shares)}"

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-import pyarrow as pa
 import ray.train
 import ray.train.torch
 import torch
@@ -31,7 +30,8 @@ from raytrain_gpt.core.optim import learning_rate
 from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.evaluate.evaluation import Evaluation, watched
 from raytrain_gpt.format import count
-from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed, rank_chunks, rows_in_process
+from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed
+from raytrain_gpt.ingest.ray_dataset import chunks_in_process, rank_chunks, ray_chunks
 from raytrain_gpt.tracking.run_files import Row, finite
 from raytrain_gpt.train.checkpointing import WRITE_TIMEOUT_S, Checkpointing
 from raytrain_gpt.train.heartbeat import RecorderClient
@@ -100,10 +100,11 @@ def train_worker(spec: WorkerSpec) -> None:
     worker = Worker(spec)
     for result in worker.steps():
         worker.record(result)
+        worker.exchange_requests()
         actions = step_actions(
             result.step,
             spec.plan.config,
-            leaving=worker.should_stop(),
+            leaving=worker.is_leaving,
             profile_edge=worker.profile.is_edge(result.step),
             is_trial=spec.is_trial,
         )
@@ -164,6 +165,7 @@ class Worker:
             spec.rows_before,
             self.collectives,
             self.feed,
+            spikes=self.config.spikes,
             flops_per_token=count_model(self.setup.raw_model.shape).flops_per_token,
             peak_flops=peak_flops(name, self.setup.precision),
             device=device,
@@ -201,29 +203,23 @@ class Worker:
 
     def _open_feeds(self) -> tuple[TrainFeed, Evaluation]:
         setup, micro = self.setup, self.config.train.micro_batch_sequences
-        choices = self.spec.hellaswag
-        chunks = rank_chunks(self._tables(), self.spec.ingest, self.collectives.rank)
+        choices, ingest, rank = self.spec.hellaswag, self.spec.ingest, self.collectives.rank
+        if self.config.cluster.is_local:
+            received = chunks_in_process(ingest, self.config.train.max_steps - self.step, rank)
+        else:
+            received = ray_chunks(ray.train.get_dataset_shard("train"), ingest)
+        chunks = rank_chunks(received, ingest, rank)
         val = next(chunks)
         evaluation = Evaluation(
             self.config,
             setup.eval_model,
             setup.tokenizer,
-            EvalFeed(val.tokens[0], val.ids[0], self.spec.ingest.data, micro, setup.device),
+            EvalFeed(val.tokens[0], val.ids[0], ingest.data, micro, setup.device),
             self.collectives,
             setup.autocast,
             choices=ray.get(choices) if isinstance(choices, ray.ObjectRef) else choices,
         )
         return TrainFeed(chunks, micro, setup.device), evaluation
-
-    def _tables(self) -> Iterator[pa.Table]:
-        """Rows for this rank, read in-process in local mode and by Ray Data otherwise."""
-        if self.config.cluster.is_local:
-            steps_left = self.config.train.max_steps - self.step
-            return rows_in_process(self.spec.ingest, steps_left, self.collectives.rank)
-        tables: Iterator[pa.Table] = ray.train.get_dataset_shard("train").iter_batches(
-            batch_size=1, batch_format="pyarrow", prefetch_batches=1
-        )
-        return tables
 
     def steps(self) -> Iterator[StepResult]:
         """Train, yielding the result of every remaining step."""
@@ -233,7 +229,8 @@ class Worker:
                 train.micro_batch_sequences, self.config.data.seq_len, dtype=torch.int64
             ).to(setup.device)
             warm_up_ddp_buckets(setup.model, (dummy, dummy), setup.autocast)
-        if self.should_stop():
+        self.exchange_requests()
+        if self.is_leaving:
             return
         self.recorder.call("training_started")
         self._record_start()
@@ -311,32 +308,35 @@ class Worker:
         self.checkpoints.begin(self.step, self._evaluated["val/loss"] if is_evaluated else None)
         self.agreement.reset()  # its pending flags predate this checkpoint
 
-    def should_stop(self) -> bool:
-        """Whether any rank was asked to exit, up to one step ago; the same on all ranks.
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the ranks were asked to exit; the same on all of them."""
+        return self._leaves_for is not None
 
-        The same collective agrees on two more actions that all ranks must take in the same step:
-        collecting a checkpoint once every rank has written it, and asking Ray for a preemption notice.
-        `get_preemption_info` is a barrier, in which a single rank would hang.
+    def exchange_requests(self) -> None:
+        """Exchange requests, which arrive a step late, and act on them; all ranks call it every step.
+
+        All ranks must exit, collect a checkpoint that each has written, or ask Ray for a preemption notice
+        in the same step: `get_preemption_info` is a barrier, in which a single rank would hang.
         """
         now = time.monotonic()
-        is_first = self.collectives.rank == 0
-        ask = is_first and now - self._preemption_checked_at >= PREEMPTION_CHECK_S
-        flags = (self.recorder.stop.is_set(), self.checkpoints.writing, ask)
+        is_due = now - self._preemption_checked_at >= PREEMPTION_CHECK_S
+        asks = self.collectives.rank == 0 and is_due
+        flags = (self.recorder.stop.is_set(), self.checkpoints.writing, asks)
         stop, writing, ask = self.agreement.exchange(*flags)
         if not writing:
             self.checkpoints.collect()
-        # Flags arrive one step late, so rank 0 has raised this one twice; the second is ignored.
+        # The flag arrives one step late, when rank 0 has just raised it again; the second is ignored.
         self._asks_ray = ask and not self._asks_ray
         if self._asks_ray:
             self._preemption_checked_at = now
             notice = ray.train.get_preemption_info()
-            if notice is not None and self._leaves_for is None:
+            if notice is not None and not self.is_leaving:
                 self._leaves_for = "preempted"
                 self.recorder.event(self.step, "preemption_notice", ranks=notice.preempted_ranks)
-        if stop and self._leaves_for is None:
+        if stop and not self.is_leaving:
             self._leaves_for = "stopped"
             self.recorder.stop.set()  # in local mode, also stops ranks that got no signal
-        return self._leaves_for is not None
 
     def await_scheduler(self) -> bool:
         """Wait for the sweep's decision on the last evaluation; returns whether to continue."""

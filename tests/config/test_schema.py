@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from raytrain_gpt.config.batch import check_shares, divisors, micro_batch_for
+from raytrain_gpt.config.arithmetic import divisors
+from raytrain_gpt.config.batch import check_shares, micro_batch_for
 from raytrain_gpt.config.load import (
     describe_config,
     given_fields,

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from raytrain_gpt.commands.data import PrepareOptions
+from raytrain_gpt.commands.data import PrepareFlags
 from raytrain_gpt.commands.inference import ImportOptions, SampleOptions
 from raytrain_gpt.commands.train import EstimateFlags, TuneOptions
 from raytrain_gpt.config.call_options import Options
@@ -116,7 +116,7 @@ def test_every_wrong_value_of_a_swept_field_is_refused_in_plain_words(
 @pytest.mark.parametrize(
     ("kind", "needed"),
     [
-        (PrepareOptions, {"sources": ["a"], "out": "b"}),
+        (PrepareFlags, {"sources": ["a"], "out": "b"}),
         (SampleOptions, {"checkpoint": "a"}),
         (ImportOptions, {"source": "a", "out": "b"}),
         (EstimateFlags, {}),

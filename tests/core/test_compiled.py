@@ -28,7 +28,7 @@ from raytrain_gpt.core.attention import SPARSE_BLOCK_TOKENS, block_sparse_attent
 from raytrain_gpt.core.loop import MicroBatch, warm_up_ddp_buckets
 from raytrain_gpt.core.loss import head_loss
 from raytrain_gpt.core.model import GPT, GPTShape
-from raytrain_gpt.core.parallel import gathered_weights, shard, unsharded_twin
+from raytrain_gpt.core.parallel import gathered_weights, mesh_of, shard, unsharded_twin
 from raytrain_gpt.core.registry import build_optimizer, new_model
 from tests.core.conftest import SHAPES
 from tests.training import steps
@@ -164,7 +164,7 @@ def test_a_sharded_model_has_one_graph_for_all_blocks(
     shape = replace(SHAPES[architecture], num_layers=12)
     model = made(shape, recompute)
     model.compile(backend=backend)
-    shard(model, CPU, torch.bfloat16)
+    shard(model, mesh_of(CPU), torch.bfloat16)
 
     def step(number: int) -> None:
         with bf16():
@@ -192,7 +192,7 @@ def operations(graph: fx.GraphModule) -> list[str]:
 
 def test_a_gathered_model_is_compiled_for_the_first_evaluation_only(four_ranks: None) -> None:
     model = made()
-    shard(model, CPU)
+    shard(model, mesh_of(CPU))
     evaluated = unsharded_twin(model)
     evaluated.compile(backend="eager")
     losses = []

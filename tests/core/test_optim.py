@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
 
-from raytrain_gpt.config.sections import OptimSection
-from raytrain_gpt.core.model import GPT
-from raytrain_gpt.core.optim import Optimizer, learning_rate, update
-from raytrain_gpt.core.registry import build_optimizer
+from raytrain_gpt.config.sections import ARCHITECTURES, OPTIMIZERS, ModelSection, OptimSection
+from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.optim import AdamW, Optimizer, learning_rate, update
+from raytrain_gpt.core.registry import build_optimizer, count_model, optimizer_class
 from tests.core.conftest import NewModel
 
 
@@ -187,3 +188,15 @@ def test_all_of_the_run_can_be_decay() -> None:
         schedule="wsd", peak_lr=1.0, min_lr=0.0, warmup_steps=0, decay_fraction=1.0
     )
     assert [learning_rate(step, config, 4) for step in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
+
+
+def test_every_choice_of_architecture_and_optimizer_has_a_class() -> None:
+    choices = [
+        (OptimSection, "optimizer", OPTIMIZERS),
+        (ModelSection, "architecture", ARCHITECTURES),
+    ]
+    for section, name, table in choices:
+        assert get_args(section.model_fields[name].annotation) == tuple(table)
+    assert all(issubclass(optimizer_class(name), AdamW) for name in OPTIMIZERS)
+    for architecture in ARCHITECTURES:
+        assert count_model(GPTShape(1, 1, 8, 8, 8, 0.0, architecture)).num_parameters > 0

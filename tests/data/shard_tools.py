@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import tiktoken
 from numpy.typing import NDArray
 
+from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.duplicates import find_duplicates
 from raytrain_gpt.data.preparation import finish, start, task_file
-from raytrain_gpt.data.prepare_plan import make_plan
+from raytrain_gpt.data.prepare_plan import Plan, make_plan
 from raytrain_gpt.data.shards import (
     FORMAT_VERSION,
+    ROW_GROUP_TOKENS,
     Manifest,
     Shard,
     ShardWriter,
@@ -32,6 +35,7 @@ from raytrain_gpt.data.tokenizer import (
     tokenizer_json,
     vocab_hash,
 )
+from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import LocationLike
 from raytrain_gpt.storage.web_files import without_query
 
@@ -160,12 +164,20 @@ def write_dataset(
     return manifest
 
 
+def plan_of(
+    sources: list[str], encoding: tiktoken.Encoding, log: Log = print, **options: Any
+) -> Plan:
+    """Make a plan; `options` are those of PrepareOptions, and row_group_tokens."""
+    size = options.pop("row_group_tokens", ROW_GROUP_TOKENS)
+    return make_plan(sources, encoding, PrepareOptions(**options), log, size)
+
+
 def prepare_here(
     sources: list[str], directory: LocationLike, tokenizer: str, **options: Any
 ) -> Manifest:
-    """Prepare a dataset in this process, without Ray; `options` are those of `make_plan`."""
+    """Prepare a dataset in this process, without Ray; `options` are those of `plan_of`."""
     encoding = load_tokenizer(tokenizer)
-    plan = make_plan(sources, encoding, **options)
+    plan = plan_of(sources, encoding, **options)
     manifest = start(directory, plan, encoding)
     if manifest is not None:
         return manifest

@@ -11,13 +11,12 @@ import pytest
 
 from raytrain_gpt.data.bad_documents import BAD_FILE, MAX_KEPT
 from raytrain_gpt.data.preparation import finish, start
-from raytrain_gpt.data.prepare_plan import make_plan
 from raytrain_gpt.data.shards import read_manifest
 from raytrain_gpt.data.tokenize import run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer
-from raytrain_gpt.errors import DataError
+from raytrain_gpt.errors import ConfigError, DataError
 from tests.conftest import raises_line
-from tests.data.shard_tools import documents, files, prepare_here, write_damaged_parquet
+from tests.data.shard_tools import documents, files, plan_of, prepare_here, write_damaged_parquet
 
 BAD_LINES = {
     "no JSON": b'{"text": "cut o',
@@ -116,7 +115,7 @@ def test_the_report_is_the_same_in_any_order_of_tasks(tmp_path: Path) -> None:
     source, limit = str(tmp_path / "a.jsonl"), 2 * MAX_KEPT
     prepare_here([source], tmp_path / "forward", "bytes", max_bad_documents=limit)
     encoding, out = load_tokenizer("bytes"), tmp_path / "backward"
-    plan = make_plan([source], encoding, max_bad_documents=limit)
+    plan = plan_of([source], encoding, max_bad_documents=limit)
     start(out, plan, encoding)
     results = [run_task(out, plan, t, limit) for t in reversed(range(len(plan.tasks)))]
     assert len(results) > 1
@@ -159,5 +158,5 @@ def test_without_bad_documents_there_is_no_report(tmp_path: Path) -> None:
 
 
 def test_a_limit_below_zero_is_refused(tmp_path: Path) -> None:
-    with raises_line(DataError, "max_bad_documents=-1"):
+    with raises_line(ConfigError, "max_bad_documents=-1"):
         prepare_here(["stdlib"], tmp_path / "out", "bytes", max_bad_documents=-1)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.documents import read_documents
 from raytrain_gpt.data.duplicates import find_duplicates, hash_texts, only_first
 from raytrain_gpt.data.preparation import finish, start, task_file
-from raytrain_gpt.data.prepare_plan import make_plan
 from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.data.tokenize import hash_task, run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer
@@ -24,6 +24,7 @@ from tests.data.shard_tools import (
     all_tokens,
     documents,
     files,
+    plan_of,
     prepare_here,
     write_jsonl,
     write_parquet,
@@ -44,7 +45,7 @@ def test_of_equal_documents_the_first_in_source_order_stays(tmp_path: Path) -> N
         write_parquet(tmp_path / "a.parquet", [*TEXTS[250:], "only here"], rows=20),
     ]
     out = tmp_path / "out"
-    made = prepare_here(given_sources, out, "bytes", val_tokens=60, dedupe=True)
+    made = prepare_here(given_sources, out, "bytes", val_tokens=60, dedupe="exact")
     found = [*documents(out, made, "val"), *documents(out, made, "train")]
     assert found == first_of_each([*TEXTS, "only here"])
     assert made.source["duplicates"] == len(TEXTS) + 1 - len(found)
@@ -55,18 +56,18 @@ def test_of_equal_documents_the_first_in_source_order_stays(tmp_path: Path) -> N
 @pytest.mark.usefixtures("small_tasks")
 def test_the_splits_share_no_document(tmp_path: Path) -> None:
     source, out = write_parquet(tmp_path / "a.parquet", TEXTS, rows=20), tmp_path / "out"
-    for dedupe in (False, True):
-        made = prepare_here([source], out / str(dedupe), "bytes", val_fraction=0.3, dedupe=dedupe)
-        train, val = (documents(out / str(dedupe), made, split) for split in ("train", "val"))
-        assert bool(set(train) & set(val)) is not dedupe
+    for dedupe in ("none", "exact"):
+        made = prepare_here([source], out / dedupe, "bytes", val_fraction=0.3, dedupe=dedupe)
+        train, val = (documents(out / dedupe, made, split) for split in ("train", "val"))
+        assert bool(set(train) & set(val)) is (dedupe == "none")
 
 
 @pytest.mark.usefixtures("small_tasks")
 def test_tasks_may_run_in_any_order_and_be_cut_off(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    whole = prepare_here([source], tmp_path / "whole", "bytes", val_tokens=60, dedupe=True)
+    whole = prepare_here([source], tmp_path / "whole", "bytes", val_tokens=60, dedupe="exact")
     encoding, out = load_tokenizer("bytes"), tmp_path / "out"
-    plan = make_plan([source], encoding, val_tokens=60, dedupe=True)
+    plan = plan_of([source], encoding, val_tokens=60, dedupe="exact")
     tasks = range(len(plan.tasks))
     assert len(tasks) > 3
     start(out, plan, encoding)
@@ -84,7 +85,7 @@ def test_tasks_may_run_in_any_order_and_be_cut_off(tmp_path: Path) -> None:
 def test_what_differs_in_a_byte_stays(tmp_path: Path) -> None:
     texts = ["a", "a ", "A", "", "\u00e9", "e\u0301", "a"] * 20
     source, out = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "out"
-    made = prepare_here([source], out, "bytes", val_tokens=1, dedupe=True)
+    made = prepare_here([source], out, "bytes", val_tokens=1, dedupe="exact")
     found = documents(out, made, "val") + documents(out, made, "train")
     assert found == first_of_each(texts)
 
@@ -93,14 +94,14 @@ def test_with_and_without_are_two_datasets(tmp_path: Path) -> None:
     source, out = write_jsonl(tmp_path / "a.jsonl", TEXTS), tmp_path / "out"
     assert "duplicates" not in prepare_here([source], out, "bytes").source
     with raises_line(DataError, "another dataset"):
-        prepare_here([source], out, "bytes", dedupe=True)
+        prepare_here([source], out, "bytes", dedupe="exact")
 
 
 def test_bad_documents_are_no_duplicates_of_each_other(tmp_path: Path) -> None:
     lines = ['{"text": "same"}', "no JSON", '{"text": "other"}', "no JSON", '{"text": "same"}'] * 30
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     made = prepare_here(
-        [str(tmp_path / "a.jsonl")], tmp_path / "out", "bytes", val_tokens=1, dedupe=True,
+        [str(tmp_path / "a.jsonl")], tmp_path / "out", "bytes", val_tokens=1, dedupe="exact",
         max_bad_documents=60,
     )  # fmt: skip
     assert (made.source["bad_documents"], made.source["duplicates"]) == (60, 88)
@@ -114,7 +115,7 @@ def test_a_split_is_made_of_documents_that_stay(
     """The second half of the source repeats the first, so its end has only duplicates."""
     texts = [f"text {i}" for i in range(num_texts)] * 2
     source, out = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "out"
-    made = prepare_here([source], out, "bytes", dedupe=True, **options)
+    made = prepare_here([source], out, "bytes", dedupe="exact", **options)
     found = [all_tokens(out, made, split).tolist() for split in ("train", "val")]
     assert all(found)
     text = bytes(token for token in [*found[0], *found[1]] if token != 256)
@@ -124,14 +125,14 @@ def test_a_split_is_made_of_documents_that_stay(
 def test_a_split_with_nothing_to_train_on_is_refused_before_it_is_made(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", ["the same"] * 50)
     with raises_line(DataError, "val_tokens=5 leaves no document", "9 tokens"):
-        prepare_here([source], tmp_path / "out", "bytes", val_tokens=5, dedupe=True)
+        prepare_here([source], tmp_path / "out", "bytes", val_tokens=5, dedupe="exact")
     assert not (tmp_path / "out").exists()
 
 
 def test_only_the_first_is_read_however_often(tmp_path: Path) -> None:
     """The second time that a file is listed, all its documents are duplicates."""
     source = write_jsonl(tmp_path / "a.jsonl", ["one", "two", "one"])
-    pieces = find_pieces([source, source], "text")
+    pieces = find_pieces([source, source], PrepareOptions(), print)
     read = only_first(lambda piece: read_documents(piece, "text"))
     for _ in range(2):
         assert [[d.text for d in read(piece)] for piece in pieces] == [["one", "two"], []]
@@ -141,7 +142,7 @@ def test_only_the_first_is_read_however_often(tmp_path: Path) -> None:
 def test_hashes_that_were_cut_off_are_written_again(tmp_path: Path) -> None:
     source, out = write_jsonl(tmp_path / "a.jsonl", TEXTS), tmp_path / "out"
     encoding = load_tokenizer("bytes")
-    plan = make_plan([source], encoding, dedupe=True)
+    plan = plan_of([source], encoding, dedupe="exact")
     start(out, plan, encoding)
     count = hash_task(out, plan, 0)
     file = out / "unfinished" / "00000.hashes"
@@ -164,7 +165,7 @@ def test_every_pass_is_told_if_there_are_more(tmp_path: Path) -> None:
 def test_token_ids_are_not_deduplicated(tmp_path: Path) -> None:
     np.arange(200, dtype=np.uint16).tofile(tmp_path / "train.bin")
     with raises_line(DataError, "train.bin", "dedupe"):
-        make_plan([str(tmp_path)], load_tokenizer("bytes"), dedupe=True)
+        plan_of([str(tmp_path)], load_tokenizer("bytes"), dedupe="exact")
 
 
 def test_a_hash_is_blake2b_of_the_text() -> None:

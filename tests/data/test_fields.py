@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.documents import Document, read_documents, text_in
 from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.errors import DataError
@@ -23,7 +24,7 @@ from tests.data.shard_tools import prepare_here
 
 
 def read(file: Path, field: str = "text") -> list[Document]:
-    pieces = find_pieces([str(file)], field)
+    pieces = find_pieces([str(file)], PrepareOptions(text_field=field), print)
     return [document for piece in pieces for document in read_documents(piece, field)]
 
 
@@ -120,7 +121,7 @@ def test_text_inside_a_column_wins_over_token_ids(tmp_path: Path) -> None:
         "two",
         "three",
     ]
-    assert find_pieces([str(tmp_path / "a.parquet")], "text")[0].ids == "input_ids"
+    assert find_pieces([str(tmp_path / "a.parquet")], PrepareOptions(), print)[0].ids == "input_ids"
 
 
 def test_a_column_with_a_dot_in_its_name_is_text_unless_a_struct_says_the_same(

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from raytrain_gpt.data.describe import describe_dataset
 from raytrain_gpt.data.mixture import check_val_split, read_mixture
 from raytrain_gpt.data.preparation import start
-from raytrain_gpt.data.prepare_plan import make_plan
 from raytrain_gpt.data.shards import MANIFEST_FILE, read_manifest
 from raytrain_gpt.data.stats import count_dataset
 from raytrain_gpt.data.tokenize import run_task
@@ -28,7 +27,7 @@ from raytrain_gpt.data.tokenizer import (
 )
 from raytrain_gpt.data.verify import check_shards, check_tokenizer
 from raytrain_gpt.storage.location import Location
-from tests.data.shard_tools import prepare_here, write_dataset, write_jsonl
+from tests.data.shard_tools import plan_of, prepare_here, write_dataset, write_jsonl
 from tests.fuzz import Damage, bounded_work, damage_file, damages, works_or_says_why
 
 pytestmark = pytest.mark.slow
@@ -92,7 +91,7 @@ def test_the_part_of_a_damaged_result_is_done_again(whole: Path, damage: Damage)
     out, encoding = whole.parent / "out", load_tokenizer("bytes")
     shutil.rmtree(out, ignore_errors=True)
     source = write_jsonl(whole.parent / "a.jsonl", [f"document {i}" for i in range(300)])
-    plan = make_plan([source], encoding)
+    plan = plan_of([source], encoding)
     start(out, plan, encoding)
     run_task(out, plan, 0)
     note = out / "unfinished" / "00000.json"

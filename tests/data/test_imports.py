@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data import imports, sources
 from raytrain_gpt.data.preparation import finish, start
-from raytrain_gpt.data.prepare_plan import make_plan
 from raytrain_gpt.data.reader import read_sequences
 from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest
 from raytrain_gpt.data.sources import find_pieces
@@ -22,7 +22,7 @@ from raytrain_gpt.data.tokenizer import decode_tokens, load_tokenizer, read_toke
 from raytrain_gpt.data.verify import check_shard
 from raytrain_gpt.errors import DataError
 from tests.conftest import raises_line
-from tests.data.shard_tools import all_tokens, documents, files, prepare_here, write_jsonl
+from tests.data.shard_tools import all_tokens, documents, files, plan_of, prepare_here, write_jsonl
 
 EOT = 256
 """End-of-text id of the tokenizer `bytes`."""
@@ -236,13 +236,13 @@ def test_tasks_may_run_in_any_order_and_be_interrupted(tmp_path: Path, order: in
     ]
     whole = prepare_here(sources, tmp_path / "whole", "bytes", val_fraction=0.05)
     encoding, out = load_tokenizer("bytes"), tmp_path / "out"
-    plan = make_plan(sources, encoding, val_fraction=0.05)
+    plan = plan_of(sources, encoding, val_fraction=0.05)
     start(out, plan, encoding)
     tasks = range(len(plan.tasks))[::order]
     assert len(tasks) > 3
     for task in tasks[:2]:
         run_task(out, plan, task)
-    assert start(out, make_plan(sources, encoding, val_fraction=0.05), encoding) is None
+    assert start(out, plan_of(sources, encoding, val_fraction=0.05), encoding) is None
     results = [run_task(out, plan, task) for task in tasks]
     assert finish(out, plan, results, {"sources": sources}).hash == whole.hash
     assert files(out) == files(tmp_path / "whole")
@@ -287,7 +287,7 @@ def test_the_column_is_chosen_by_text_field_then_by_name(tmp_path: Path) -> None
     pq.write_table(table.drop_columns("text"), tmp_path / "b.parquet")
     pq.write_table(table.drop_columns(["text", "input_ids"]), tmp_path / "c.parquet")
     columns = [
-        find_pieces([str(tmp_path / name)], field)[0].ids
+        find_pieces([str(tmp_path / name)], PrepareOptions(text_field=field), print)[0].ids
         for name, field in [
             ("a.parquet", "text"),
             ("b.parquet", "text"),
@@ -302,13 +302,13 @@ def test_text_and_ids_are_not_mixed(tmp_path: Path) -> None:
     write_nanogpt(tmp_path / "train.bin", drawn(100))
     (tmp_path / "input.txt").write_text("text")
     with raises_line(DataError, "input.txt contains text", "train.bin token ids", "glob"):
-        find_pieces([str(tmp_path)], "text")
+        find_pieces([str(tmp_path)], PrepareOptions(), print)
 
 
 def test_ids_are_not_deduplicated(tmp_path: Path) -> None:
     source = write_nanogpt(tmp_path / "train.bin", drawn(100))
     with raises_line(DataError, "train.bin contains token ids", "dedupe"):
-        make_plan([source], load_tokenizer("bytes"), dedupe=True)
+        plan_of([source], load_tokenizer("bytes"), dedupe="exact")
 
 
 # --- damaged files
@@ -376,7 +376,7 @@ def test_a_damaged_file_is_refused_with_its_place(tmp_path: Path, damage: str) -
 def test_an_array_of_another_kind_is_refused(tmp_path: Path, array: np.ndarray, words: str) -> None:
     np.save(tmp_path / "a.npy", array, allow_pickle=True)
     with raises_line(DataError, "a.npy", words):
-        find_pieces([str(tmp_path / "a.npy")], "text")
+        find_pieces([str(tmp_path / "a.npy")], PrepareOptions(), print)
 
 
 @pytest.mark.parametrize(
@@ -418,7 +418,7 @@ def test_a_task_whose_file_was_cut_off_meanwhile_leaves_no_shard(tmp_path: Path)
     path = tmp_path / "a.bin"
     write_nanogpt(path, drawn(6400))
     encoding, out = load_tokenizer("bytes"), tmp_path / "out"
-    plan = make_plan([str(path)], encoding, val_fraction=0.1)
+    plan = plan_of([str(path)], encoding, val_fraction=0.1)
     start(out, plan, encoding)
     path.write_bytes(path.read_bytes()[:1500])
     with raises_line(DataError, "a.bin ends at byte 1500", "changed"):

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from raytrain_gpt.data.preparation import MANIFEST_BEFORE_FILE, finish, start
-from raytrain_gpt.data.prepare_plan import make_plan
 from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, read_manifest
 from raytrain_gpt.data.tokenize import run_task
 from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from raytrain_gpt.data.verify import check_shards, check_tokenizer
 from raytrain_gpt.errors import DataError
 from tests.conftest import raises_line
-from tests.data.shard_tools import DAMAGES, files, prepare_here, write_jsonl
+from tests.data.shard_tools import DAMAGES, files, plan_of, prepare_here, write_jsonl
 
 pytestmark = pytest.mark.usefixtures("small_tasks")
 
@@ -68,9 +67,9 @@ def test_a_lost_tokenizer_is_written_again_and_no_shard(
     assert times(out) == written
 
 
-@pytest.mark.parametrize("dedupe", [False, True])
+@pytest.mark.parametrize("dedupe", ["none", "exact"])
 @pytest.mark.parametrize("is_bad", [False, True])
-def test_what_was_left_out_is_counted_again(tmp_path: Path, dedupe: bool, is_bad: bool) -> None:
+def test_what_was_left_out_is_counted_again(tmp_path: Path, dedupe: str, is_bad: bool) -> None:
     texts: list[Any] = [*TEXTS[:20], None if is_bad else "text", *TEXTS]
     source, out = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "out"
     options = {"dedupe": dedupe, "max_bad_documents": 1}
@@ -89,7 +88,7 @@ def test_no_manifest_vouches_for_a_dataset_that_is_being_mended(
     for name in (SHARD, "train-00003.parquet"):
         (out / name).unlink()
     encoding = load_tokenizer("bytes")
-    plan = make_plan([source], encoding)
+    plan = plan_of([source], encoding)
     lines: list[str] = []
     assert start(out, plan, encoding, lines.append) is None
     assert len(lines) == 1
@@ -110,7 +109,7 @@ def test_a_dataset_that_is_being_mended_is_not_given_to_another_preparation(
         prepare_here([source], out, "bytes", val_fraction=0.5)
     assert (out / MANIFEST_FILE).exists()
     encoding = load_tokenizer("bytes")
-    assert start(out, make_plan([source], encoding), encoding) is None
+    assert start(out, plan_of([source], encoding), encoding) is None
     left = files(out)
     with raises_line(DataError, "already contains another dataset", "--out"):
         prepare_here([source], out, "bytes", val_fraction=0.5)
@@ -128,14 +127,14 @@ def test_another_preparation_removes_only_files_of_the_one_before(
     tmp_path: Path, source: str
 ) -> None:
     out, encoding = tmp_path / "out", load_tokenizer("bytes")
-    begun = make_plan([source], encoding)
+    begun = plan_of([source], encoding)
     assert start(out, begun, encoding) is None
     for task in range(2):
         run_task(out, begun, task)
     own = ["thesis.tex", "train-00000-of-00001.parquet", "my.unfinished", "unfinished/notes.txt"]
     for name in own:
         (out / name).write_text("years of work")
-    plan = make_plan([source], encoding, val_fraction=0.5)
+    plan = plan_of([source], encoding, val_fraction=0.5)
     assert start(out, plan, encoding) is None
     assert {path.name for path in out.iterdir()} == {*own[:3], TOKENIZER_FILE, "unfinished"}
     assert {path.name for path in (out / "unfinished").iterdir()} == {"plan", "notes.txt"}
@@ -177,7 +176,7 @@ def test_other_bytes_than_before_are_told_and_the_old_manifest_stays(
     manifest = (out / MANIFEST_FILE).read_text()
     (out / SHARD).unlink()
     encoding = load_tokenizer("bytes")
-    plan = make_plan([source], encoding)
+    plan = plan_of([source], encoding)
     assert start(out, plan, encoding) is None
     results = [run_task(out, plan, task) for task in range(len(plan.tasks))]
     (again,) = (s for r in results for s in r["shards"] if s["path"] == SHARD)
@@ -206,7 +205,7 @@ def test_a_task_with_a_torn_result_is_done_again(
 ) -> None:
     whole = prepare_here([source], tmp_path / "whole", "bytes")
     encoding, out = load_tokenizer("bytes"), tmp_path / "out"
-    plan = make_plan([source], encoding)
+    plan = plan_of([source], encoding)
     start(out, plan, encoding)
     run_task(out, plan, 0)
     (out / "unfinished" / "00000.json").write_bytes(content)
@@ -218,7 +217,7 @@ def test_a_task_with_a_torn_result_is_done_again(
 def test_a_task_is_done_only_with_its_shards(tmp_path: Path, source: str, damage: str) -> None:
     whole = prepare_here([source], tmp_path / "whole", "bytes")
     encoding, out = load_tokenizer("bytes"), tmp_path / "out"
-    plan = make_plan([source], encoding)
+    plan = plan_of([source], encoding)
     start(out, plan, encoding)
     for task in range(3):
         run_task(out, plan, task)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data import documents, sources
 from raytrain_gpt.data.bad_documents import BadDocuments
 from raytrain_gpt.data.documents import read_documents
@@ -36,7 +37,7 @@ def read(
     """Return (file name, position, text) of all documents."""
     return [
         (piece.name, document.position, document.text)
-        for piece in find_pieces(list(names), text_field)
+        for piece in find_pieces(list(names), PrepareOptions(text_field=text_field), print)
         for document in read_documents(piece, text_field, separator=separator)
     ]
 
@@ -81,7 +82,8 @@ def test_pieces_of_json_lines_have_every_line_once(
     source = write_jsonl(tmp_path / "a.jsonl", MANY)
     whole = read(source)
     monkeypatch.setattr(sources, "_JSONL_PIECE_BYTES", piece_bytes)
-    assert len(find_pieces([source], "text")) == -(-Path(source).stat().st_size // piece_bytes)
+    num = -(-Path(source).stat().st_size // piece_bytes)
+    assert len(find_pieces([source], PrepareOptions(), print)) == num
     assert read(source) == whole
 
 
@@ -149,7 +151,7 @@ def test_a_line_above_the_limit_is_bad_and_the_next_is_read(
     bad = BadDocuments(None)
     found = [
         document.text
-        for piece in find_pieces([str(tmp_path / name)], "text")
+        for piece in find_pieces([str(tmp_path / name)], PrepareOptions(), print)
         for document in read_documents(piece, "text", bad)
     ]
     assert found == ["a", "c", "d" * 87]
@@ -162,7 +164,7 @@ def test_a_gigabyte_in_one_line_takes_no_gigabyte(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     with path.open("wb") as file:
         file.truncate(2**30)  # sparse: zeros that use no disk space
-    pieces = find_pieces([str(path)], "text")
+    pieces = find_pieces([str(path)], PrepareOptions(), print)
     tracemalloc.start()
     with raises_line(DataError, "a.jsonl at byte 0", f"{documents.MAX_LINE_BYTES} bytes or more"):
         list(read_documents(pieces[0], "text"))
@@ -230,7 +232,7 @@ def test_json_lines_and_parquet_have_no_separator(tmp_path: Path) -> None:
 def test_of_separated_documents_only_the_one_that_is_not_utf8_is_bad(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("日\n--\n".encode() + b"b\xff\n--\nc")
     bad = BadDocuments(None)
-    [piece] = find_pieces([str(tmp_path / "a.txt")], "text")
+    [piece] = find_pieces([str(tmp_path / "a.txt")], PrepareOptions(), print)
     found = [document.text for document in read_documents(piece, "text", bad, "--")]
     assert found == ["日", "c"]
     assert [(b.place, b.why) for b in bad.kept] == [("byte 8", "not UTF-8")]
@@ -242,7 +244,7 @@ def test_separated_documents_are_held_one_at_a_time(
     monkeypatch.setattr(documents, "_READ_BYTES", 2**16)
     story = b"once upon a time " * 500
     (tmp_path / "a.txt").write_bytes((story + EOT.encode()) * 2000)
-    [piece] = find_pieces([str(tmp_path / "a.txt")], "text")
+    [piece] = find_pieces([str(tmp_path / "a.txt")], PrepareOptions(), print)
     tracemalloc.start()
     found = sum(len(document.text) for document in read_documents(piece, "text", separator=EOT))
     peak_bytes = tracemalloc.get_traced_memory()[1]
@@ -320,7 +322,7 @@ def test_real_json_lines_are_read_whole(test_data: Path | None) -> None:
 @pytest.mark.parametrize("name", ["nothing.txt", "nothing", "*.txt", "nothing/*.jsonl"])
 def test_a_missing_source_is_named(tmp_path: Path, name: str) -> None:
     with raises_line(DataError, name, "does not exist"):
-        find_pieces([str(tmp_path / name)], "text")
+        find_pieces([str(tmp_path / name)], PrepareOptions(), print)
 
 
 @pytest.mark.parametrize("name", ["a.md", "a.py", "noending", "a.txt.gz", "a.md.gz", "a.txt.zst"])
@@ -349,15 +351,15 @@ def test_what_a_directory_is_left_without_is_counted(tmp_path: Path) -> None:
     for name in ("b.md", "c.md", "d.rst", "e.csv.gz", "noending"):
         (tmp_path / name).write_text(name)
     with raises_line(DataError, "has no .txt", "2 .md, 1 ", "--text_suffixes"):
-        find_pieces([str(tmp_path)], "text")
+        find_pieces([str(tmp_path)], PrepareOptions(), print)
     (tmp_path / "a.txt").write_text("a")
     lines: list[str] = []
-    found = find_pieces([str(tmp_path)], "text", (".md", ".rst"), lines.append)
+    found = find_pieces([str(tmp_path)], PrepareOptions(text_suffixes=".md, rst"), lines.append)
     assert [piece.name for piece in found] == ["a.txt", "b.md", "c.md", "d.rst"]
     assert len(lines) == 1
     assert f"skipped in {tmp_path}: 1 .csv.gz, 1 without a suffix;" in lines[0]
     lines.clear()
-    find_pieces([str(tmp_path / "a.txt"), str(tmp_path / "*.md")], "text", log=lines.append)
+    find_pieces([str(tmp_path / "a.txt"), str(tmp_path / "*.md")], PrepareOptions(), lines.append)
     assert lines == []
 
 
@@ -365,14 +367,14 @@ def test_what_a_directory_is_left_without_is_counted(tmp_path: Path) -> None:
 def test_an_empty_source_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
     with raises_line(DataError, "no text", name):
-        find_pieces([str(tmp_path / name)], "text")
+        find_pieces([str(tmp_path / name)], PrepareOptions(), print)
     with raises_line(DataError, "no text"):
-        find_pieces([str(tmp_path)], "text")
+        find_pieces([str(tmp_path)], PrepareOptions(), print)
 
 
 def test_an_empty_directory_is_refused(tmp_path: Path) -> None:
     with raises_line(DataError, str(tmp_path)):
-        find_pieces([str(tmp_path)], "text")
+        find_pieces([str(tmp_path)], PrepareOptions(), print)
 
 
 @pytest.mark.parametrize(
@@ -402,7 +404,7 @@ def test_text_that_is_not_utf8_is_refused_with_its_place(tmp_path: Path) -> None
 def test_parquet_without_the_text_field_is_refused(tmp_path: Path) -> None:
     source = write_parquet(tmp_path / "a.parquet", MANY, rows=9)
     with raises_line(DataError, "no column body", "id, text", "--text_field"):
-        find_pieces([source], "body")
+        find_pieces([source], PrepareOptions(text_field="body"), print)
 
 
 @pytest.mark.parametrize("name", ["text", "tokens"])
@@ -410,7 +412,7 @@ def test_parquet_with_two_columns_of_a_name_is_refused(tmp_path: Path, name: str
     column = pa.array(["a"] if name == "text" else [[1]])
     pq.write_table(pa.Table.from_arrays([column, column], [name, name]), tmp_path / "a.parquet")
     with raises_line(DataError, "a.parquet", f"two columns {name}", "rename"):
-        find_pieces([str(tmp_path / "a.parquet")], "text")
+        find_pieces([str(tmp_path / "a.parquet")], PrepareOptions(), print)
 
 
 @pytest.mark.parametrize("values", [[1, 2], [["a"], ["b"]], ["a", None]])
@@ -440,4 +442,4 @@ def test_truncated_parquet_is_refused(tmp_path: Path, keep: int) -> None:
     write_parquet(path, [made_text(500)], rows=1)
     path.write_bytes(path.read_bytes()[:keep])
     with raises_line(DataError, "a.parquet"):
-        find_pieces([str(path)], "text")
+        find_pieces([str(path)], PrepareOptions(), print)

@@ -15,16 +15,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.documents import SourcePiece, read_documents
 from raytrain_gpt.data.preparation import done_tasks, finish, start
-from raytrain_gpt.data.prepare_plan import Plan, make_plan
+from raytrain_gpt.data.prepare_plan import Plan
 from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, read_manifest
 from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.data.split import SplitRule
 from raytrain_gpt.data.tokenize import run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer, read_tokenizer, vocab_hash
 from raytrain_gpt.data.verify import check_shard
-from raytrain_gpt.errors import DataError
+from raytrain_gpt.errors import DataError, UserError
 from raytrain_gpt.storage.location import Location
 from tests.conftest import raises_line
 from tests.data.shard_tools import (
@@ -33,6 +34,7 @@ from tests.data.shard_tools import (
     documents,
     files,
     made_text,
+    plan_of,
     prepare_here,
     row_groups,
     write_jsonl,
@@ -125,7 +127,7 @@ def test_stories_between_separators_are_split_one_by_one(tmp_path: Path) -> None
 @pytest.mark.usefixtures("small_tasks")
 def test_stories_keep_their_order_in_any_order_of_tasks(tmp_path: Path) -> None:
     source, out = write_stories(tmp_path / "text"), tmp_path / "out"
-    options: dict[str, Any] = {"val_tokens": 90_000, "dedupe": True, "document_separator": EOT}
+    options: dict[str, Any] = {"val_tokens": 90_000, "dedupe": "exact", "document_separator": EOT}
     whole = prepare_here([source, source], tmp_path / "whole", "bytes", **options)
     val, train = (documents(tmp_path / "whole", whole, split) for split in ("val", "train"))
     assert [*val, *train] == [story.encode() for story in STORIES]
@@ -133,7 +135,7 @@ def test_stories_keep_their_order_in_any_order_of_tasks(tmp_path: Path) -> None:
     encoding = load_tokenizer("bytes")
     del options["dedupe"]
     single = prepare_here([source], tmp_path / "single", "bytes", **options)
-    plan = make_plan([source], encoding, **options)
+    plan = plan_of([source], encoding, **options)
     start(out, plan, encoding)
     results = [run_task(out, plan, task) for task in reversed(range(len(plan.tasks)))]
     assert len(results) == 3
@@ -181,7 +183,7 @@ def name_hash(name: str, position: int) -> int:
 @pytest.mark.parametrize(("num", "num_val"), [(100, 3), (300, 9)])
 def test_the_documents_of_smallest_hash_validate(tmp_path: Path, num: int, num_val: int) -> None:
     source = write_parquet(tmp_path / "a.parquet", MANY[:num], rows=1000)
-    split = dealt(make_plan([source], load_tokenizer("bytes"), val_fraction=0.03))
+    split = dealt(plan_of([source], load_tokenizer("bytes"), val_fraction=0.03))
     order = sorted(range(num), key=lambda i: name_hash("a.parquet", i))
     assert split["val"] == [MANY[i] for i in sorted(order[:num_val])]
     assert split["train"] == [MANY[i] for i in sorted(order[num_val:])]
@@ -190,7 +192,7 @@ def test_the_documents_of_smallest_hash_validate(tmp_path: Path, num: int, num_v
 def test_of_many_documents_the_hash_alone_decides(tmp_path: Path) -> None:
     texts = [str(i) for i in range(1000)]
     source = write_parquet(tmp_path / "a.parquet", texts, rows=5000)
-    split = dealt(make_plan([source], load_tokenizer("bytes"), val_fraction=0.1))
+    split = dealt(plan_of([source], load_tokenizer("bytes"), val_fraction=0.1))
     below = [text for i, text in enumerate(texts) if name_hash("a.parquet", i) < 0.1 * 2**64]
     assert split["val"] == below
     assert len(split["train"]) == 1000 - len(below)
@@ -230,14 +232,14 @@ def test_text_keeps_the_split_that_all_its_files_are_named_for(
         text = f"the text of {name}"
         (tmp_path / name).write_text(json.dumps({"text": text}) if name.endswith("jsonl") else text)
     lines: list[str] = []
-    plan = make_plan([str(tmp_path)], load_tokenizer("bytes"), log=lines.append)
+    plan = plan_of([str(tmp_path)], load_tokenizer("bytes"), log=lines.append)
     assert plan.split.by_name == bool(val)
     assert len(lines) == bool(val)
     if val:
         assert all(Path(name).name in lines[0] for name in val)
         assert dealt(plan)["val"] == [f"the text of {name}" for name in sorted(val)]
         assert len(dealt(plan)["train"]) == len(names) - len(val)
-    asked = make_plan([str(tmp_path)], load_tokenizer("bytes"), val_fraction=0.2)
+    asked = plan_of([str(tmp_path)], load_tokenizer("bytes"), val_fraction=0.2)
     assert not asked.split.by_name
 
 
@@ -246,16 +248,16 @@ def test_the_source_of_val_validates_and_trains_nothing(tmp_path: Path) -> None:
     write_parquet(tmp_path / "b.parquet", MANY[50:90], rows=7)
     val = write_parquet(tmp_path / "0.parquet", MANY[90:120], rows=7)
     encoding = load_tokenizer("bytes")
-    split = dealt(make_plan([str(tmp_path)], encoding, val=val))
+    split = dealt(plan_of([str(tmp_path)], encoding, val=val))
     assert split == {"train": MANY[:90], "val": MANY[90:120]}
     with raises_line(DataError, "all files of the sources are also in --val"):
-        make_plan([val], encoding, val=val)
+        plan_of([val], encoding, val=val)
 
 
 def test_of_few_documents_the_end_of_the_text_validates_from_a_line_end(tmp_path: Path) -> None:
     texts = [made_text(1000, seed=i) for i in range(99)]
     source = write_jsonl(tmp_path / "a.jsonl", texts)
-    split = dealt(make_plan([source], load_tokenizer("bytes"), val_fraction=0.1))
+    split = dealt(plan_of([source], load_tokenizer("bytes"), val_fraction=0.1))
     train, val = "".join(split["train"]), "".join(split["val"])
     whole = "".join(texts)
     assert train + val == whole
@@ -274,9 +276,9 @@ def test_the_end_of_any_text_validates_and_no_split_is_empty(
     source = write_jsonl(tmp_path / "a.jsonl", texts)
     if len("".join(texts)) < 2:
         with pytest.raises(DataError, match="too little"):
-            make_plan([source], load_tokenizer("bytes"), val_fraction=fraction)
+            plan_of([source], load_tokenizer("bytes"), val_fraction=fraction)
         return
-    split = dealt(make_plan([source], load_tokenizer("bytes"), val_fraction=fraction))
+    split = dealt(plan_of([source], load_tokenizer("bytes"), val_fraction=fraction))
     train, val = "".join(split["train"]), "".join(split["val"])
     assert train + val == "".join(texts)
     assert train
@@ -296,7 +298,7 @@ def test_files_of_one_name_are_split_as_others(tmp_path: Path, num: int, num_val
     splits = []
     for place in ("here", "there/deeper"):
         named = write_named_alike(tmp_path / place, num)
-        splits.append(dealt(make_plan(named, load_tokenizer("bytes"), val_fraction=0.1)))
+        splits.append(dealt(plan_of(named, load_tokenizer("bytes"), val_fraction=0.1)))
     assert splits[0] == splits[1]
     assert len(splits[0]["val"]) == pytest.approx(num_val, rel=0.4)
     assert len(splits[0]["val"]) + len(splits[0]["train"]) == num
@@ -304,7 +306,7 @@ def test_files_of_one_name_are_split_as_others(tmp_path: Path, num: int, num_val
 
 def test_counting_val_tokens_is_told(source: str) -> None:
     lines: list[str] = []
-    plan = make_plan([source], load_tokenizer("bytes"), val_tokens=50, log=lines.append)
+    plan = plan_of([source], load_tokenizer("bytes"), val_tokens=50, log=lines.append)
     before, after = lines
     assert "val_tokens=50 on one core" in before
     assert f"{len(dealt(plan)['val'])} documents, " in after
@@ -335,7 +337,7 @@ def test_a_split_that_would_be_empty_is_refused(
     tmp_path: Path, options: dict[str, Any], words: list[str]
 ) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", MANY[:120])
-    with raises_line(DataError, *words):
+    with raises_line(UserError, *words):
         prepare_here([source], tmp_path / "out", "bytes", **options)
     assert not (tmp_path / "out" / MANIFEST_FILE).exists()
 
@@ -367,7 +369,7 @@ def test_sources_elsewhere_give_the_same_shards(tmp_path: Path) -> None:
 def test_tasks_may_run_in_any_order(tmp_path: Path, source: str, order: str) -> None:
     whole = prepare_here([source], tmp_path / "whole", "bytes")
     encoding, out = load_tokenizer("bytes"), tmp_path / "out"
-    plan = make_plan([source], encoding)
+    plan = plan_of([source], encoding)
     assert start(out, plan, encoding) is None
     tasks = range(len(plan.tasks))
     results = [run_task(out, plan, t) for t in (tasks if order == "forward" else reversed(tasks))]
@@ -378,7 +380,7 @@ def test_tasks_may_run_in_any_order(tmp_path: Path, source: str, order: str) -> 
 def interrupted(out: Path, source: str, num_tasks: int) -> Plan:
     """Imitate a preparation that was killed inside task `num_tasks`; return its plan."""
     encoding = load_tokenizer("bytes")
-    plan = make_plan([source], encoding)
+    plan = plan_of([source], encoding)
     start(out, plan, encoding)
     for task in range(num_tasks):
         run_task(out, plan, task)
@@ -446,7 +448,7 @@ def test_a_task_that_fails_leaves_no_file(tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     write_jsonl(source, MANY)
     encoding, out = load_tokenizer("bytes"), tmp_path / "out"
-    plan = make_plan([str(source)], encoding)
+    plan = plan_of([str(source)], encoding)
     start(out, plan, encoding)
     source.write_bytes(source.read_bytes()[:-20])
     with raises_line(DataError, "a.jsonl at byte"):
@@ -488,9 +490,9 @@ def test_a_plan_holds_all_that_decides_the_shards(source: str) -> None:
         {"document_separator": EOT},
         {"document_separator": "\n\n\n"},
     ]
-    plans = [make_plan([source], encoding, **options) for options in different]
+    plans = [plan_of([source], encoding, **options) for options in different]
     assert len({plan.hash for plan in plans}) == len(plans)
-    assert make_plan([source], encoding).hash == plans[0].hash
+    assert plan_of([source], encoding).hash == plans[0].hash
 
 
 def test_a_plan_keeps_the_hash_that_is_in_older_manifests() -> None:
@@ -501,8 +503,8 @@ def test_a_plan_keeps_the_hash_that_is_in_older_manifests() -> None:
 
 def test_a_corpus_is_cut_into_tasks_of_a_shard(tmp_path: Path) -> None:
     source = write_parquet(tmp_path / "a.parquet", MANY, rows=10)
-    pieces = find_pieces([source], "text")
-    plan = make_plan([source], load_tokenizer("bytes"), shard_tokens=3000)
+    pieces = find_pieces([source], PrepareOptions(), print)
+    plan = plan_of([source], load_tokenizer("bytes"), shard_tokens=3000)
     assert [i for first, stop in plan.tasks for i in range(first, stop)] == list(range(len(pieces)))
     for first, stop in plan.tasks[:-1]:
         sizes = [piece.text_bytes for piece in pieces[first:stop]]

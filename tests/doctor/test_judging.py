@@ -33,6 +33,7 @@ from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location
 from tests.cluster.test_head import HEAD
 from tests.data.shard_tools import prepare_here
+from tests.runs import ingest_of
 
 VERSIONS = {
     "Python": "3.11.9",
@@ -203,7 +204,7 @@ def ingest(dataset: Path) -> IngestSpec:
 
 def spec_of(data: Mixture, batch_sequences: int) -> IngestSpec:
     sizes = {"seq_len": 32, "global_batch_tokens": batch_sequences * 32, "eval_tokens": 320}
-    return IngestSpec(Config().updated(sizes), data, world_size=2)
+    return ingest_of(Config().updated(sizes), data, world_size=2)
 
 
 def test_a_node_reads_every_dataset_of_a_mixture(dataset: Path, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_killed_five_times_it_ends_with_the_same_bytes(
     cluster: str, sources: str, tmp_path: Path
 ) -> None:
     options = {"shard_tokens": SHARD_TOKENS, "val_fraction": 0.05}
-    options |= {"dedupe": True, "max_bad_documents": NUM_BAD}
+    options |= {"dedupe": "exact", "max_bad_documents": NUM_BAD}
     whole = prepare_here([sources], tmp_path / "whole", "bytes", **options)
     assert whole.source["bad_documents"] == NUM_BAD
     assert whole.source["duplicates"] > NUM_FILES

@@ -18,9 +18,10 @@ from raytrain_gpt.cluster.shared_storage import check_ray_disk
 from raytrain_gpt.errors import ClusterError, StorageError, UserError
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import read_rows
-from raytrain_gpt.train.attempt import AttemptEnd
+from raytrain_gpt.train.attempt import Attempt
 from raytrain_gpt.train.launch import train
-from raytrain_gpt.train.local_mode import LocalAttempt
+from raytrain_gpt.train.local_mode import InProcess
+from raytrain_gpt.train.policy import AttemptEnd
 from tests.conftest import raises_line
 from tests.faults.conftest import MakeGate
 from tests.runs import MakeConfig, Straight, assert_same, assert_same_order, steps, weights
@@ -134,17 +135,18 @@ def test_an_object_store_that_is_gone_for_good_stops_the_run_with_its_newest_che
 def test_a_run_directory_that_is_away_after_the_last_step_costs_no_run(
     straight: Straight, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, away, finish = tmp_path / "renamed", tmp_path / "away", LocalAttempt.run
+    run, away, finish = tmp_path / "renamed", tmp_path / "away", InProcess.train
+    whole = straight(0)
 
-    def finish_and_rename(attempt: LocalAttempt) -> AttemptEnd:
-        end = finish(attempt)
+    def finish_and_rename(place: InProcess, attempt: Attempt) -> AttemptEnd:
+        end = finish(place, attempt)
         run.rename(away)
         threading.Timer(AWAY_S, away.rename, [run]).start()
         return end
 
-    monkeypatch.setattr(LocalAttempt, "run", finish_and_rename)
+    monkeypatch.setattr(InProcess, "train", finish_and_rename)
     assert train(make_config(run_name="renamed", storage_path=str(tmp_path)), print).step == 50
-    assert_same(run, straight(0))
+    assert_same(run, whole)
     assert (run / "report.html").is_file()
     assert not away.exists()
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 
@@ -14,10 +14,18 @@ from raytrain_gpt.core.loss import IGNORE_INDEX
 from raytrain_gpt.data.locations import data_of
 from raytrain_gpt.data.order import sequence_hashes
 from raytrain_gpt.errors import DataError
-from raytrain_gpt.ingest import feed
-from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed, rank_chunks, rows_in_process
-from raytrain_gpt.ingest.ray_dataset import IngestSpec, planned_reads, rank_rows, read_rows
-from tests.runs import MakeConfig
+from raytrain_gpt.ingest import ray_dataset
+from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed
+from raytrain_gpt.ingest.ray_dataset import (
+    IngestSpec,
+    RankChunk,
+    ReadRange,
+    chunks_in_process,
+    planned_reads,
+    rank_chunks,
+    read_chunk,
+)
+from tests.runs import MakeConfig, ingest_of
 
 CPU = torch.device("cpu")
 WORLD_SIZE = 2
@@ -32,16 +40,14 @@ def config(make_config: MakeConfig) -> Config:
 def spec(config: Config) -> IngestSpec:
     """Return a spec that skips batches 4 and 5."""
     data = data_of(config)
-    return IngestSpec(config, data, WORLD_SIZE, first_batch=2, skipped=((4, 6),))
+    return replace(ingest_of(config, data, WORLD_SIZE), first_batch=2, skipped=((4, 6),))
 
 
-def dealt(spec: IngestSpec, rank: int, *ranges: tuple[int, int]) -> Iterator[pa.Table]:
-    """Yield rows as Ray sends them to a rank: its validation share, then its share of global batches."""
-    order = spec.order()
-    yield rank_rows(spec, "val", 0, spec.eval_ids(), range(spec.world_size)).slice(rank, 1)
-    for first, stop in ranges:
-        ids = np.stack([order.batch_ids(batch) for batch in range(first, stop)])
-        yield rank_rows(spec, "train", first, ids, range(spec.world_size)).slice(rank, 1)
+def dealt(spec: IngestSpec, rank: int, *ranges: tuple[int, int]) -> Iterator[RankChunk]:
+    """Yield chunks as Ray sends them to a rank: its validation share, then its share of global batches."""
+    for read in (ReadRange("val", 0, 1), *(ReadRange("train", *one) for one in ranges)):
+        rows = read_chunk(spec, read, range(spec.world_size)).to_table()
+        yield RankChunk.from_table(rows.slice(rank, 1), spec.seq_len, spec.data.dtype)
 
 
 def test_the_ranks_get_every_sequence_of_the_planned_batches_once(spec: IngestSpec) -> None:
@@ -52,7 +58,7 @@ def test_the_ranks_get_every_sequence_of_the_planned_batches_once(spec: IngestSp
         assert next(chunks).first == 0  # the validation share
         feeds.append(TrainFeed(chunks, 2, CPU))
         tokens.append(list(feeds[-1].micro_batches()))
-    share = spec.config.batch_sequences // WORLD_SIZE
+    share = spec.batch_sequences // WORLD_SIZE
     assert [len(own) for own in tokens] == [len(batches) * share // 2] * WORLD_SIZE
     for i, batch in enumerate(batches):
         ids = order.batch_ids(batch)
@@ -71,10 +77,10 @@ def test_the_ranks_get_every_sequence_of_the_planned_batches_once(spec: IngestSp
 
 def test_threads_of_a_process_read_what_the_dataset_deals(spec: IngestSpec) -> None:
     reads = planned_reads(spec, 4)
-    whole = [read_rows(spec, read, range(WORLD_SIZE)) for read in reads]
+    whole = [read_chunk(spec, read, range(WORLD_SIZE)).to_table() for read in reads]
     for rank in range(WORLD_SIZE):
-        own = list(rows_in_process(spec, 4, rank))
-        assert own == [table.slice(rank, 1) for table in whole]
+        own = list(chunks_in_process(spec, 4, rank))
+        assert [chunk.to_table() for chunk in own] == [table.slice(rank, 1) for table in whole]
         batches = [chunk.first for chunk in rank_chunks(own, spec, rank)]
         assert batches[:2] == [0, 2]
 
@@ -82,12 +88,22 @@ def test_threads_of_a_process_read_what_the_dataset_deals(spec: IngestSpec) -> N
 def test_an_unreadable_shard_ends_the_reading_with_its_error(
     spec: IngestSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unreadable(*_: object) -> pa.Table:
+    def unreadable(*_: object) -> RankChunk:
         raise DataError("a shard is missing")
 
-    monkeypatch.setattr(feed, "read_rows", unreadable)
+    monkeypatch.setattr(ray_dataset, "read_chunk", unreadable)
     with pytest.raises(DataError, match="a shard is missing"):
-        next(rows_in_process(spec, 4, 0))
+        next(chunks_in_process(spec, 4, 0))
+
+
+def test_a_row_has_its_ranks_share_of_tokens_that_are_not_copied(spec: IngestSpec) -> None:
+    chunk = read_chunk(spec, ReadRange("train", 2, 4), range(WORLD_SIZE))
+    rows = chunk.to_table()
+    assert rows["tokens"].chunk(0).buffers()[2].address == chunk.tokens.ctypes.data
+    for rank in range(WORLD_SIZE):
+        row = RankChunk.from_table(rows.slice(rank, 1), spec.seq_len, spec.data.dtype)
+        assert row.ranks == range(rank, rank + 1)
+        assert np.array_equal(row.tokens, chunk.tokens[rank * 2 : rank * 2 + 2])
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.bad_documents import BAD_FILE
 from raytrain_gpt.data.shards import read_manifest
 from raytrain_gpt.errors import DataError, StorageError
@@ -78,7 +79,14 @@ def test_size_and_address_decide_what_needs_ray(
     for source in sources:
         source.write_text("a line\n" * 100)
     sources[0].write_text("x" * (300 + more_bytes))
-    prepare([*map(str, sources)], tmp_path / "out", "bytes", log=print, in_process=in_process)
+    prepare(
+        [*map(str, sources)],
+        tmp_path / "out",
+        "bytes",
+        PrepareOptions(),
+        log=print,
+        in_process=in_process,
+    )
     assert on_ray == ["_task_row"] * uses_ray
 
 
@@ -100,13 +108,13 @@ def test_a_cluster_starts_only_for_what_is_to_be_prepared(
     (tmp_path / "a.txt").write_text("a line\n" * 100)
     ids, text = str(tmp_path / "*.bin"), str(tmp_path / "a.txt")
     with raises_line(DataError, "token id 65535", "--tokenizer"):
-        prepare([ids], tmp_path / "out", "bytes", log=print)
+        prepare([ids], tmp_path / "out", "bytes", PrepareOptions(), log=print)
     with raises_line(DataError, "is not empty"):
-        prepare([text], tmp_path, "bytes", log=print)
+        prepare([text], tmp_path, "bytes", PrepareOptions(), log=print)
     assert not started
-    made = prepare([text], tmp_path / "out", "bytes", log=print)
+    made = prepare([text], tmp_path / "out", "bytes", PrepareOptions(), log=print)
     assert started == ["cluster"]
-    assert prepare([text], tmp_path / "out", "bytes", log=print) == made
+    assert prepare([text], tmp_path / "out", "bytes", PrepareOptions(), log=print) == made
     assert started == ["cluster"]
 
 
@@ -131,7 +139,9 @@ def test_shards_are_byte_identical_in_a_process_and_on_a_cluster(
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", cluster)
     here, there = (
-        prepare(["stdlib"], tmp_path / str(here), "bytes", log=print, in_process=here)
+        prepare(
+            ["stdlib"], tmp_path / str(here), "bytes", PrepareOptions(), log=print, in_process=here
+        )
         for here in (True, False)
     )
     assert here == there
@@ -167,7 +177,7 @@ def test_a_process_that_is_stopped_goes_on_by_the_same_command(
     out = tmp_path / "out"
     options = {"shard_tokens": 100, "val_fraction": 0.1, "max_bad_documents": 6}
     whole = prepare_here(
-        [str(tmp_path / "in")], tmp_path / "whole", "bytes", dedupe=True, **options
+        [str(tmp_path / "in")], tmp_path / "whole", "bytes", dedupe="exact", **options
     )
     command = ["prepare", str(tmp_path / "in"), f"--out={out}", "--dedupe=exact"]
     command += [f"--{name}={value}" for name, value in options.items()]
@@ -207,7 +217,7 @@ def test_prepare_shows_what_it_made_and_is_done_once(
     assert f"skipped: 1 unreadable, see {out / BAD_FILE}" in shown
     assert "skipped: 2 duplicates" in shown
     assert "next: raytrain-gpt train" in shown
-    local = prepare_here([str(source)], tmp_path / "local", "bytes", val_fraction=0.1, dedupe=True,
+    local = prepare_here([str(source)], tmp_path / "local", "bytes", val_fraction=0.1, dedupe="exact",
                          max_bad_documents=1)  # fmt: skip
     assert read_manifest(out) == local
     assert (out / BAD_FILE).read_bytes() == (tmp_path / "local" / BAD_FILE).read_bytes()
@@ -233,7 +243,7 @@ def test_a_full_disk_is_one_line_and_no_dataset(
 ) -> None:
     out = small_disk("2m") / "out"
     with raises_line(DataError, "no space left for shards", "finished shards are kept"):
-        prepare(["stdlib"], out, "bytes", log=print)
+        prepare(["stdlib"], out, "bytes", PrepareOptions(), log=print)
     assert not (out / "manifest.json").exists()
 
 
@@ -253,8 +263,12 @@ def test_tasks_read_from_and_write_to_an_object_store(
         (tmp_path / "sources").mkdir(exist_ok=True)
         (tmp_path / "sources" / f"{i}.jsonl").write_text(text)
         (bucket / f"sources/{i}.jsonl").write_text(text)
-    local = prepare([str(tmp_path / "sources")], tmp_path / "out", "bytes", log=print)
-    stored = prepare([f"{bucket}/sources/*.jsonl"], bucket / "out", "bytes", log=print)
+    local = prepare(
+        [str(tmp_path / "sources")], tmp_path / "out", "bytes", PrepareOptions(), log=print
+    )
+    stored = prepare(
+        [f"{bucket}/sources/*.jsonl"], bucket / "out", "bytes", PrepareOptions(), log=print
+    )
     assert stored.hash == local.hash
     assert (bucket / "out").names() == sorted(path.name for path in (tmp_path / "out").iterdir())
     for shard in local.shards:
@@ -280,8 +294,8 @@ def test_a_store_out_of_reach_ends_tasks_in_one_line(
 
     monkeypatch.setattr(prepare_module, "_run_tasks", stop_then_run)
     with raises_line(StorageError, str(out), "retry_for_s=0.5", "run the same command to resume"):
-        prepare([str(source)], out, "bytes", log=print)
+        prepare([str(source)], out, "bytes", PrepareOptions(), log=print)
     s3.start()
     monkeypatch.undo()
     (bucket / ".lost.lease").remove()  # held by this process until it exits
-    assert prepare([str(source)], out, "bytes", log=print).shards
+    assert prepare([str(source)], out, "bytes", PrepareOptions(), log=print).shards

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_gpt.data.prepare_plan import Plan, make_plan
+from raytrain_gpt.data.prepare_plan import Plan
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.ingest import prepare as prepare_module
 from raytrain_gpt.ingest.prepare import _Progress
+from tests.data.shard_tools import plan_of
 
 
 class Clock:
@@ -34,7 +35,7 @@ def plan(tmp_path: Path) -> Plan:
     """Return a plan of ten tasks of equal size."""
     for i in range(10):
         (tmp_path / f"{i}.txt").write_text("a line of text\n" * 100)
-    made = make_plan([str(tmp_path)], load_tokenizer("bytes"))
+    made = plan_of([str(tmp_path)], load_tokenizer("bytes"))
     return replace(made, tasks=tuple((i, i + 1) for i in range(10)))
 
 

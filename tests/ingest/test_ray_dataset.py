@@ -9,9 +9,10 @@ import pytest
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.mixture import read_mixture
-from raytrain_gpt.ingest.ray_dataset import IngestSpec, num_readers, rank_rows
+from raytrain_gpt.ingest.ray_dataset import ReadRange, num_readers, read_chunk
 from raytrain_gpt.storage.location import Location
 from tests.data.shard_tools import prepare_here
+from tests.runs import ingest_of
 from tests.s3 import S3Server
 
 
@@ -34,11 +35,10 @@ def test_what_is_read_of_a_store_is_kept_for_every_dataset_of_a_mixture(
         parts.append((Location.of(f"s3://ingest/{name}"), Fraction(1, 2)))
         prepare_here([str(source)], parts[-1][0], "bytes", val_fraction=0.1)
     values = {"seq_len": 16, "global_batch_tokens": 128, "data_cache_gb": 0.001}
-    spec = IngestSpec(Config().updated(values), read_mixture(parts), world_size=2)
-    ids = spec.order().batch_ids(0)[None]
-    rows = rank_rows(spec, "train", 0, ids, range(spec.world_size))
+    spec = ingest_of(Config().updated(values), read_mixture(parts), 2)
+    rows = read_chunk(spec, ReadRange("train", 0, 1), range(2)).to_table()
     with s3.recorded() as asked:
-        assert rank_rows(spec, "train", 0, ids, range(spec.world_size)) == rows
+        assert read_chunk(spec, ReadRange("train", 0, 1), range(2)).to_table() == rows
     assert asked == []
     kept = [path for path in (tmp_path / "cache").rglob("*/*/*/*/*") if path.is_file()]
     assert len(kept) == 2

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data import sources
 from raytrain_gpt.data.shards import repair_advice
 from raytrain_gpt.data.sources import find_pieces
@@ -77,7 +78,7 @@ def test_a_file_on_the_hub_becomes_the_same_shards(
 def test_globs_and_directories_on_the_hub_are_pinned_to_a_commit(
     hub: HubServer, source: str, names: list[str], revision: str
 ) -> None:
-    pieces = find_pieces([f"{on_hub(hub)}{revision}/{source}"], "text")
+    pieces = find_pieces([f"{on_hub(hub)}{revision}/{source}"], PrepareOptions(), print)
     found = list(dict.fromkeys(piece.name for piece in pieces))
     assert [name.rpartition("/")[2] for name in found] == [n.rpartition("/")[2] for n in names]
     assert all(f"owner/data@{HUB_COMMIT}/" in piece.location.url for piece in pieces)
@@ -89,7 +90,7 @@ def test_a_private_dataset_is_read_with_the_token(
     source = f"{on_hub(hub)}/data/a.jsonl"
     hub.private = True
     with raises_line(DataError, "datasets/owner/data", "private or gated", "HF_TOKEN"):
-        find_pieces([source], "text")
+        find_pieces([source], PrepareOptions(), print)
     monkeypatch.setenv("HF_TOKEN", HUB_TOKEN)
     assert [text for _, _, text in read(source)] == TEXTS
 
@@ -120,13 +121,15 @@ def test_a_hub_that_is_gone_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_the_hub_does_not_have_is_said(hub: HubServer, source: str, words: str) -> None:
     on_hub(hub)
     with raises_line(DataError, words, "hf://datasets/owner"):
-        find_pieces([source], "text")
+        find_pieces([source], PrepareOptions(), print)
 
 
 def test_what_names_no_dataset_is_said_by_every_version_of_the_hubs_library(
     hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert find_pieces([f"{on_hub(hub)}/data/a.jsonl"], "text")  # the library is loaded
+    assert find_pieces(
+        [f"{on_hub(hub)}/data/a.jsonl"], PrepareOptions(), print
+    )  # the library is loaded
     monkeypatch.delattr("huggingface_hub.errors.HfUriError", raising=False)  # older ones lack it
     with raises_line(DataError, "own er!", "is not a dataset"):
-        find_pieces(["hf://datasets/own er!/data/a.jsonl"], "text")
+        find_pieces(["hf://datasets/own er!/data/a.jsonl"], PrepareOptions(), print)

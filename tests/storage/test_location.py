@@ -20,10 +20,10 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import pytest
 
+from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.documents import read_documents
 from raytrain_gpt.data.order import Ids
 from raytrain_gpt.data.preparation import start
-from raytrain_gpt.data.prepare_plan import make_plan
 from raytrain_gpt.data.reader import read_sequences
 from raytrain_gpt.data.shards import MANIFEST_FILE, read_manifest, read_row_group
 from raytrain_gpt.data.sources import find_pieces
@@ -37,6 +37,7 @@ from tests.conftest import raises_line
 from tests.data.shard_tools import (
     TEXTS,
     made_text,
+    plan_of,
     prepare_here,
     write_dataset,
     write_jsonl,
@@ -512,7 +513,7 @@ def test_a_glob_finds_in_a_store_what_it_finds_on_a_disk(
     put_tree(tmp_path, remote)
 
     def found(source: str) -> list[tuple[str, list[str]]]:
-        pieces = find_pieces([source], "text")
+        pieces = find_pieces([source], PrepareOptions(), print)
         return [(p.name, [d.text for d in read_documents(p, "text")]) for p in pieces]
 
     assert found(f"{remote}/{pattern}") == found(f"{tmp_path}/{pattern}")
@@ -525,7 +526,8 @@ def test_pieces_of_a_stored_file_are_read_as_those_of_a_local_one(
     write_jsonl(tmp_path / "a.jsonl", [made_text(60, seed) for seed in range(30)])
     (remote / "a.jsonl").upload(tmp_path / "a.jsonl")
     local, stored = (
-        find_pieces([s], "text") for s in (str(tmp_path / "a.jsonl"), f"{remote}/a.jsonl")
+        find_pieces([s], PrepareOptions(), print)
+        for s in (str(tmp_path / "a.jsonl"), f"{remote}/a.jsonl")
     )
     assert len(local) == len(stored) > 10
     for ours, theirs in zip(stored, local, strict=True):
@@ -534,9 +536,9 @@ def test_pieces_of_a_stored_file_are_read_as_those_of_a_local_one(
 
 def test_a_missing_source_is_one_line(remote: Location) -> None:
     with raises_line(DataError, f"{remote}/none", "does not exist"):
-        find_pieces([f"{remote}/none"], "text")
+        find_pieces([f"{remote}/none"], PrepareOptions(), print)
     with raises_line(ClusterError, "not-there"):
-        find_pieces(["s3://not-there/*.txt"], "text")
+        find_pieces(["s3://not-there/*.txt"], PrepareOptions(), print)
     with raises_line(DataError, "does not exist", "raytrain-gpt prepare"):
         read_manifest(remote)
 
@@ -544,7 +546,7 @@ def test_a_missing_source_is_one_line(remote: Location) -> None:
 def test_an_interrupted_preparation_goes_on_in_a_store(remote: Location, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [made_text(1000, seed) for seed in range(200)])
     encoding = load_tokenizer("bytes")
-    plan = make_plan([source], encoding)
+    plan = plan_of([source], encoding)
     assert start(remote, plan, encoding) is None
     first = run_task(remote, plan, 0)
     shard = remote / "train-00000.parquet"
@@ -556,7 +558,7 @@ def test_an_interrupted_preparation_goes_on_in_a_store(remote: Location, tmp_pat
     shard.remove()  # but a task whose shard was lost is repeated
     assert run_task(remote, plan, 0) == first
     assert shard.sha256() == first["shards"][0]["sha256"]
-    other = make_plan([source], encoding, val_fraction=0.2)
+    other = plan_of([source], encoding, val_fraction=0.2)
     assert start(remote, other, encoding) is None
     assert remote.names() == ["tokenizer.json", "unfinished"]
 

@@ -14,11 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data import sources
 from raytrain_gpt.data.bad_documents import BAD_FILE
 from raytrain_gpt.data.documents import read_documents
 from raytrain_gpt.data.imports import read_ids
-from raytrain_gpt.data.prepare_plan import make_plan
 from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.data.verify import check_shard
@@ -27,7 +27,7 @@ from raytrain_gpt.redact import redacted
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.storage.object_files import RetriedHandler
 from tests.conftest import raises_line
-from tests.data.shard_tools import prepare_here
+from tests.data.shard_tools import plan_of, prepare_here
 from tests.data.test_sources import read
 from tests.ports import free_port
 from tests.web import WebServer
@@ -88,7 +88,7 @@ def test_a_file_of_a_web_server_becomes_the_same_shards(
 
 
 def test_only_what_is_needed_is_fetched(web: WebServer) -> None:
-    pieces = find_pieces([f"{web.url}/a.parquet"], "text")
+    pieces = find_pieces([f"{web.url}/a.parquet"], PrepareOptions(), print)
     assert len(pieces) == 8
     web.requests.clear()
     assert [d.text for d in read_documents(pieces[3], "text")] == TEXTS[120:160]
@@ -98,13 +98,13 @@ def test_only_what_is_needed_is_fetched(web: WebServer) -> None:
 def test_a_server_without_ranges_and_sizes_is_read_whole(web: WebServer) -> None:
     web.has_ranges = web.says_size = False
     for name in ("a.jsonl", "a.parquet"):
-        assert len(find_pieces([f"{web.url}/{name}"], "text")) == 1
+        assert len(find_pieces([f"{web.url}/{name}"], PrepareOptions(), print)) == 1
         assert [text for _, _, text in read(f"{web.url}/{name}")] == TEXTS
 
 
 def test_a_web_address_may_have_a_query_that_changes(web: WebServer) -> None:
     encoding = load_tokenizer("bytes")
-    plans = [make_plan([f"{web.url}/a.jsonl?signature={i}"], encoding) for i in range(2)]
+    plans = [plan_of([f"{web.url}/a.jsonl?signature={i}"], encoding) for i in range(2)]
     assert {piece.name for plan in plans for piece in plan.pieces} == {"a.jsonl"}
     assert plans[0].hash == plans[1].hash
 
@@ -136,13 +136,13 @@ def test_no_query_is_in_an_error(web: WebServer, path: str, status: int | None) 
     web.files |= {"a.bin": b"odd"}
     web.failures += [status] if status else []
     with pytest.raises(DataError, match=r"source|HTTP status") as caught:
-        find_pieces([f"{web.url}/{path}?sig=secret"], "text")
+        find_pieces([f"{web.url}/{path}?sig=secret"], PrepareOptions(), print)
     assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.bin"])
 def test_a_file_that_is_gone_meanwhile_is_told_without_the_query(web: WebServer, name: str) -> None:
-    piece = find_pieces([f"{web.url}/{name}?sig=secret"], "text")[0]
+    piece = find_pieces([f"{web.url}/{name}?sig=secret"], PrepareOptions(), print)[0]
     is_text = piece.ids is None
     found = read_documents(piece, "text") if is_text else read_ids(piece, load_tokenizer("bytes"))
     del web.files[name]
@@ -177,9 +177,9 @@ def test_a_signature_of_azure_is_hidden() -> None:
 )
 def test_an_address_that_cannot_be_asked_for_is_refused_at_once(url: str, words: list[str]) -> None:
     with raises_line(DataError, *words):
-        find_pieces([url], "text")
+        find_pieces([url], PrepareOptions(), print)
     with pytest.raises(DataError) as caught:
-        find_pieces([url], "text")
+        find_pieces([url], PrepareOptions(), print)
     assert "pw" not in str(caught.value)
 
 
@@ -211,13 +211,13 @@ def test_what_a_web_server_does_not_have_is_said(
 ) -> None:
     web.files |= {"empty.jsonl": b"", "empty.jsonl.gz": b""}
     with raises_line(DataError, *words):
-        find_pieces([f"{web.url}/{path}"], "text")
+        find_pieces([f"{web.url}/{path}"], PrepareOptions(), print)
 
 
 def test_a_refusal_is_not_tried_again(web: WebServer) -> None:
     web.failures += [403]
     with raises_line(DataError, "a.jsonl: HTTP status 403"):
-        find_pieces([f"{web.url}/a.jsonl"], "text")
+        find_pieces([f"{web.url}/a.jsonl"], PrepareOptions(), print)
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(web: WebServer) -> None:
@@ -247,7 +247,7 @@ def test_a_download_that_fills_the_disk_fails_and_leaves_nothing(
 @pytest.mark.parametrize("url", ["ftp://host/a.jsonl", "hf://models/owner/data", "hf://datasets/a"])
 def test_another_scheme_or_no_dataset_is_refused(url: str) -> None:
     with raises_line(ConfigError, url):
-        find_pieces([url], "text")
+        find_pieces([url], PrepareOptions(), print)
 
 
 @pytest.mark.parametrize("url", ["https://host/out", "hf://datasets/owner/data/out"])

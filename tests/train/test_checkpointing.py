@@ -18,7 +18,6 @@ from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.data.locations import data_of
 from raytrain_gpt.data.tokenizer import read_tokenizer
 from raytrain_gpt.errors import ClusterError
-from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train import checkpointing, model_setup
@@ -26,7 +25,7 @@ from raytrain_gpt.train.checkpointing import Checkpointing
 from raytrain_gpt.train.model_setup import TrainingSetup, files_on_machine, set_up_training
 from raytrain_gpt.train.step_log import Position
 from tests.checkpoint.test_catalog import write
-from tests.runs import MakeConfig
+from tests.runs import MakeConfig, ingest_of
 from tests.training import thread_ranks
 
 CPU = torch.device("cpu")
@@ -85,7 +84,7 @@ def made(
     spec: Any = SimpleNamespace(
         plan=SimpleNamespace(config=config),
         run_dir=run_dir,
-        ingest=IngestSpec(config, data_of(config), 1),
+        ingest=ingest_of(config, data_of(config), 1),
         attempt=1,
         lease_token=token,
     )

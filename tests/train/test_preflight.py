@@ -8,9 +8,15 @@ import pytest
 
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.errors import CheckpointError, ClusterError
+from raytrain_gpt.errors import CheckpointError, ClusterError, ConfigError
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.train.preflight import absolute_paths, check_disk, sizes_of_init_from
+from raytrain_gpt.train.preflight import (
+    absolute_paths,
+    check_disk,
+    expected_vocab_size,
+    prepare_default_data,
+    sizes_of_init_from,
+)
 from tests.checkpoint.test_catalog import write
 from tests.conftest import raises_line
 
@@ -56,3 +62,21 @@ def test_a_disk_without_room_says_how_many_checkpoints_need_it(
     config = Config().updated({"max_steps": max_steps, "checkpoint_every_steps": 1})
     with raises_line(ClusterError, f"{tmp_path} has 1.0 kB free, but {said}", "free some space"):
         check_disk(config, Location.of(tmp_path), 257, existing=0)
+
+
+def test_rank_0_prepares_the_default_data_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines: list[str] = []
+    for rank in ("1", "0", "0"):
+        monkeypatch.setenv("RANK", rank)
+        prepare_default_data(Config().updated({"data_path": f"{tmp_path}/data/none"}), print)
+        assert Path("data").exists() is bool(lines)
+        assert expected_vocab_size(Config()) == 257
+        prepare_default_data(Config(), lines.append)
+    assert lines[0] == f"preparing {tmp_path}/data/stdlib from the Python standard library's source"
+    assert len([line for line in lines if line.startswith("preparing")]) == 1
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    with raises_line(ConfigError, "data_path=data/stdlib is relative"):
+        prepare_default_data(Config(), print)

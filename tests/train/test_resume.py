@@ -11,13 +11,22 @@ from typing import Any
 import pytest
 
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
+from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.config.schema import FIELDS, SAFE_ON_RESUME, Config
 from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.data.order import ORDER_VERSION
 from raytrain_gpt.data.shards import Manifest, read_manifest
 from raytrain_gpt.errors import CheckpointError
+from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.train.resume import SKIPPED_FILE, Rollback, check_changes, keep_start
+from raytrain_gpt.train.policy import AttemptEnd
+from raytrain_gpt.train.resume import (
+    SKIPPED_FILE,
+    ResumePoints,
+    check_changes,
+    keep_start,
+    read_skipped,
+)
 from tests.checkpoint.test_catalog import names, state, steps, write
 from tests.conftest import raises_line
 from tests.runs import MakeConfig
@@ -244,15 +253,32 @@ def run(tmp_path: Path) -> Location:
     return run_dir
 
 
+ROLLED_BACK = AttemptEnd("rolled_back", bad_streak=BAD)
+
+
+def points(
+    run_dir: Location, skip_before: int = 0, log: Log = print, origin: Checkpoint | None = None
+) -> ResumePoints:
+    where = {"storage_path": str(run_dir.parent), "run_name": run_dir.name}
+    sizes = {"num_workers": 1, "cpus_per_worker": 1, "use_gpu": False, "skip_before": skip_before}
+    return ResumePoints(decided(FittedConfig, Config().updated({**where, **sizes})), origin, log)
+
+
+def go_back(points: ResumePoints, started_at: int, recorder: Any) -> Checkpoint | None:
+    """Roll back; return the checkpoint from which the run resumes."""
+    points.go_back(BAD, started_at, recorder)
+    return points.after(ROLLED_BACK)
+
+
 def test_the_checkpoint_before_the_bad_steps_is_gone_back_to(run: Location, recorder: Any) -> None:
     lines: list[str] = []
-    rollback = Rollback(run, skip_before=2, log=lines.append)
-    found = rollback.go_back(BAD, started_at=0, origin=None, recorder=recorder)
+    resume = points(run, skip_before=2, log=lines.append)
+    found = go_back(resume, 0, recorder)
     assert found is not None
     assert found.state.step == 20
     assert steps(Catalog(run)) == [10, 20]
     assert "broken-step=00000030" in names(run)
-    assert rollback.skipped == ((22, 34),)
+    assert resume.skipped == ((22, 34),)
     assert json.loads((run / SKIPPED_FILE).read_text()) == [[22, 34]]
     (event,) = recorder.events
     assert (event["step"], event["event"], event["to_step"]) == (34, "rollback", 20)
@@ -264,37 +290,34 @@ def test_the_checkpoint_before_the_bad_steps_is_gone_back_to(run: Location, reco
 def test_damaged_ranges_are_told_and_the_checkpoints_count(run: Location, content: str) -> None:
     (run / SKIPPED_FILE).write_text(content)
     lines: list[str] = []
-    rollback = Rollback(run, skip_before=5, log=lines.append)
     path = run / "checkpoints" / "step=00000030"
     resumed = Checkpoint(path, replace(state(30), skipped_batches=((3, 7),)), 0)
-    rollback.read_skipped(resumed)
-    assert rollback.skipped == ((3, 7),)
+    assert read_skipped(run, resumed, lines.append) == ((3, 7),)
     assert len(lines) == 1
     assert SKIPPED_FILE in lines[0]
 
 
 def test_no_batch_that_the_checkpoint_has_read_is_skipped(run: Location, recorder: Any) -> None:
-    rollback = Rollback(run, skip_before=50, log=print)
+    resume = points(run, skip_before=50)
     position = replace(state(20), next_batch=23)
     write_state = Catalog(run)
     (run / "checkpoints" / "step=00000020").remove()
     write_state.draft(20, "001").commit(position, {}, {})
-    rollback.go_back(BAD, started_at=0, origin=None, recorder=recorder)
-    assert rollback.skipped == ((23, 34),)
+    resume.go_back(BAD, 0, recorder)
+    assert resume.skipped == ((23, 34),)
 
 
 def test_what_goes_wrong_again_leads_to_an_older_checkpoint(run: Location, recorder: Any) -> None:
-    rollback = Rollback(run, skip_before=0, log=print)
-    found = [rollback.go_back(BAD, 0, None, recorder)]
-    for started_at in (20, 10, 10):  # two rollbacks from step 10, the oldest checkpoint
-        found.append(rollback.go_back(BAD, started_at, None, recorder))
+    resume = points(run)
+    # The last two rollbacks are from step 10, the oldest checkpoint.
+    found = [go_back(resume, started_at, recorder) for started_at in (0, 20, 10, 10)]
     assert [c and c.state.step for c in found] == [20, 10, 10, 10]
 
 
 def test_an_attempt_that_a_rollback_did_not_lead_to_goes_back_to_where_it_began(
     run: Location, recorder: Any
 ) -> None:
-    found = Rollback(run, skip_before=0, log=print).go_back(BAD, 20, None, recorder)
+    found = go_back(points(run), 20, recorder)
     assert found is not None
     assert found.state.step == 20
 
@@ -303,17 +326,15 @@ def test_without_a_checkpoint_it_goes_back_to_the_start_or_the_origin(
     tmp_path: Path, run: Location, recorder: Any
 ) -> None:
     for origin in (None, Catalog(run).complete()[0]):
-        rollback = Rollback(Location.of(tmp_path / "new"), skip_before=5, log=print)
-        assert rollback.go_back(BAD, 0, origin, recorder) == origin
-        assert rollback.skipped == ((19, 34),)
+        resume = points(Location.of(tmp_path / "new"), skip_before=5, origin=origin)
+        assert go_back(resume, 0, recorder) == origin
+        assert resume.skipped == ((19, 34),)
 
 
 def test_ranges_of_the_file_and_of_a_checkpoint_are_joined(run: Location) -> None:
     (newest,) = Catalog(run).complete()[-1:]
     copied = replace(newest.state, skipped_batches=((3, 5), (22, 34)))
-    rollback = Rollback(run, skip_before=0, log=print)
-    rollback.read_skipped(None)
-    assert rollback.skipped == ()
+    assert read_skipped(run, None, print) == ()
     (run / SKIPPED_FILE).write_text("[[22, 34], [40, 41]]")
-    rollback.read_skipped(replace(newest, state=copied))
-    assert rollback.skipped == ((3, 5), (22, 34), (40, 41))
+    joined = read_skipped(run, replace(newest, state=copied), print)
+    assert joined == ((3, 5), (22, 34), (40, 41))

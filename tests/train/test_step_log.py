@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,11 +16,11 @@ from raytrain_gpt.core.loop import StepResult
 from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.data.locations import data_of
 from raytrain_gpt.data.order import extend_order_hash, sequence_hashes, skip_past
-from raytrain_gpt.ingest.feed import TrainFeed, rank_chunks
-from raytrain_gpt.ingest.ray_dataset import IngestSpec, rank_rows
+from raytrain_gpt.ingest.feed import TrainFeed
+from raytrain_gpt.ingest.ray_dataset import IngestSpec, ReadRange, rank_chunks, read_chunk
 from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.train.step_log import StepLog
-from tests.runs import MakeConfig
+from tests.runs import MakeConfig, ingest_of
 from tests.training import thread_ranks
 
 CPU = torch.device("cpu")
@@ -33,28 +33,22 @@ def config(make_config: MakeConfig) -> Config:
 
 
 def ingest(config: Config, world_size: int = 1) -> IngestSpec:
-    return IngestSpec(config, data_of(config), world_size, first_batch=2, skipped=SKIPPED)
+    spec = ingest_of(config, data_of(config), world_size)
+    return replace(spec, first_batch=2, skipped=SKIPPED)
 
 
 def feed(spec: IngestSpec, rank: int = 0, batches: int = 8, damage: int = 0) -> TrainFeed:
     """Return a feed that has delivered the next batches; `damage` is added to planned hash sums."""
-    order, first, tables = spec.order(), spec.first_batch, []
+    first, given, ranks = spec.first_batch, [], range(rank, rank + 1)
     for _ in range(batches):
-        ids = order.batch_ids(first)[None]
-        table = rank_rows(spec, "train", first, ids, range(spec.world_size)).slice(rank, 1)
-        if damage:
-            planned = (sequence_hashes(ids).sum(1) + damage).tobytes()
-            at = table.column_names.index("planned")
-            table = table.set_column(at, "planned", [np.array([planned], object)])
-        tables.append(table)
+        chunk = read_chunk(spec, ReadRange("train", first, first + 1), ranks)
+        given.append(replace(chunk, planned=chunk.planned + damage))
         first = skip_past(first + 1, spec.skipped)
-    val = rank_rows(spec, "val", 0, spec.eval_ids(), range(spec.world_size)).slice(rank, 1)
-    chunks = rank_chunks([val, *tables], spec, rank)
+    val = read_chunk(spec, ReadRange("val", 0, 1), ranks)
+    chunks = rank_chunks([val, *given], spec, rank)
     next(chunks)
     made = TrainFeed(chunks, 1, CPU)
-    assert (
-        len(list(made.micro_batches())) == batches * spec.config.batch_sequences // spec.world_size
-    )
+    assert len(list(made.micro_batches())) == batches * spec.batch_sequences // spec.world_size
     return made
 
 
@@ -68,7 +62,7 @@ def make_log(
     alone = collectives or Collectives(0, 1)
     spec = ingest(config, alone.world_size)
     given = {"flops_per_token": 2.0, "peak_flops": None, "slowed": range(0), **more}
-    return StepLog(spec, None, list(rows), alone, feed, device=CPU, **given)
+    return StepLog(spec, None, list(rows), alone, feed, spikes=config.spikes, device=CPU, **given)
 
 
 def result(step: int, loss: float = 3.0, norm: float = 1.0) -> StepResult:

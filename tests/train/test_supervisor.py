@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +14,18 @@ from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.data.locations import data_of
-from raytrain_gpt.errors import DataError, Interrupted, TrainingFailed
+from raytrain_gpt.errors import (
+    ClusterError,
+    DataError,
+    Interrupted,
+    StorageError,
+    TrainingFailed,
+)
 from raytrain_gpt.storage import lease as lease_module
 from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
 from raytrain_gpt.train import supervisor
-from raytrain_gpt.train.attempt import AttemptEnd
-from raytrain_gpt.train.policy import Kind
+from raytrain_gpt.train.attempt import Attempt
+from raytrain_gpt.train.policy import AttemptEnd, Kind
 from raytrain_gpt.train.supervisor import BEFORE_FIRST_STEP, Run
 from tests.checkpoint.test_catalog import write
 from tests.runs import MakeConfig
@@ -33,7 +40,7 @@ Attempts = Callable[..., tuple[Run, list[int], list[str]]]
 def attempts(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempts:
     """Return a function that makes a run with scripted attempts, their start steps and the log lines.
 
-    An attempt is given as (end, steps of the checkpoints it writes).
+    An attempt is given as (end, steps of the checkpoints it writes, or the step it rolls back to).
     """
 
     def make(
@@ -43,18 +50,21 @@ def attempts(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.Monkey
         fitted = decided(FittedConfig, config, use_gpu=False, num_workers=1)
         begun: list[int] = []
         lines: list[str] = []
-        run = Run(fitted, 1, data_of(fitted), StopSignals(""), lines.append, pytest.fail)
+        place: Any = SimpleNamespace(retries=True, await_workers=lambda *_: 1)
+        run = Run(fitted, 1, data_of(fitted), place, StopSignals(""), lines.append, pytest.fail)
         left = list(ends)
 
         def attempt(resumed: Checkpoint | None, lease: Any) -> AttemptEnd:
             begun.append(resumed.state.step if resumed else 0)
             end, steps = left.pop(0)
             for step in steps:
-                write(Catalog(run.run_dir), step)
+                if end.kind == "rolled_back":
+                    run.catalog.clean(good_until=step)
+                else:
+                    write(run.catalog, step)
             return end
 
         monkeypatch.setattr(run, "_attempt", attempt)
-        monkeypatch.setattr(supervisor, "wait_for_workers", lambda *_: 1)
         monkeypatch.setattr("raytrain_gpt.train.policy.BACK_OFF_S", (0.0,))
         return run, begun, lines
 
@@ -86,7 +96,7 @@ def test_a_warm_up_that_does_not_end_is_told(
     attempts: Attempts, warmup_steps: int, told: bool
 ) -> None:
     run, _, lines = attempts(warmup_steps=warmup_steps)
-    run._announce(run._ingest(None))
+    run._announce()
     assert lines[0] == f"configuration {run.run_dir / 'config.yaml'}"
     assert lines[1].endswith("50 steps of 384 tokens | 1 worker with 1 CPU")
     assert any("warmup_steps=51 is above max_steps=50" in line for line in lines) == told
@@ -106,14 +116,14 @@ def test_a_damaged_checkpoint_is_passed_over(attempts: Attempts) -> None:
 
 def test_a_rollback_goes_on_from_where_it_led(attempts: Attempts) -> None:
     bad = BadStreak(first_step=12, last_step=21, first_batch=11, last_batch=20)
-    run, begun, _ = attempts()
-    write(Catalog(run.run_dir), 10)
-    (back,) = Catalog(run.run_dir).complete()
     run, begun, lines = attempts(
-        (AttemptEnd("rolled_back", bad_streak=bad, gone_back_to=back), [20]),
-        (AttemptEnd("rolled_back", bad_streak=bad, gone_back_to=None), []),
+        (AttemptEnd("rolled_back", bad_streak=bad), [10]),
+        (AttemptEnd("rolled_back", bad_streak=bad), [0]),
         (AttemptEnd("finished"), [50]),
     )
+    for step in (10, 20):
+        write(run.catalog, step)
+    back, _ = run.catalog.complete()
     run._supervise(back, LEASE)
     assert begun == [10, 10, 0]
     assert lines == [], "the rollback has already logged its step"
@@ -134,6 +144,19 @@ def test_failures_without_progress_end_the_run_with_their_reason(attempts: Attem
     )
     assert raised.value.__cause__ is ERROR
     assert begun == [0, 0]
+
+
+def test_a_place_that_retries_nothing_ends_the_run_with_the_cause(attempts: Attempts) -> None:
+    run, begun, lines = attempts((AttemptEnd("failed", ERROR), [10]))
+    run.place.retries = False
+    (run.run_dir / "checkpoints" / "step=00000020").path.mkdir(parents=True)
+    with pytest.raises(TrainingFailed) as raised:
+        run._supervise(None, LEASE)
+    assert str(raised.value).endswith(
+        "failed (RuntimeError: a worker died); run the same command to resume from its newest checkpoint"
+    )
+    assert raised.value.__cause__ is ERROR
+    assert (begun, lines) == ([0], []), "no checkpoint was verified"
 
 
 def test_an_error_of_ours_inside_rays_is_raised_as_it_is(attempts: Attempts) -> None:
@@ -173,26 +196,6 @@ def test_a_signal_between_two_attempts_starts_no_other(attempts: Attempts, kind:
     assert begun == [0]
 
 
-class EndsWithoutItsDirectory:
-    """Attempt during which the run directory is renamed, just before it finishes."""
-
-    recorder = None
-
-    def __init__(self, directory: Path, away: Path) -> None:
-        self._directory, self._away = directory, away
-
-    def run(self) -> AttemptEnd:
-        """Rename the run directory and finish, without training."""
-        self._directory.rename(self._away)
-        return AttemptEnd("finished")
-
-    def record_end(self, end: AttemptEnd, newest: Checkpoint | None) -> None:
-        """Do nothing; there is no recorder."""
-
-    def close(self, end: AttemptEnd, newest: Checkpoint | None) -> None:
-        """Do nothing; there is no recorder."""
-
-
 def test_a_directory_that_was_renamed_after_the_last_step_is_waited_for(
     attempts: Attempts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -202,11 +205,53 @@ def test_a_directory_that_was_renamed_after_the_last_step_is_waited_for(
     write(Catalog(run.run_dir), 50)
     run.output.write_config(run.config)
     monkeypatch.setattr(supervisor, "fit_memory", lambda *_, **__: None)
-    monkeypatch.setattr(run, "_new_attempt", lambda *_: EndsWithoutItsDirectory(directory, away))
-    (newest,) = Catalog(run.run_dir).complete()
+    (newest,) = run.catalog.complete()
+
+    def train(_: Attempt) -> AttemptEnd:
+        directory.rename(away)
+        return AttemptEnd("finished")
+
+    run.place = SimpleNamespace(train=train, resources=None)
+    recorder: Any = SimpleNamespace(ask=lambda *_: [], end=lambda: None)
+    spec: Any = SimpleNamespace(resumed=newest)
+    stop = run.signals.stop
     with hold_lease(run.run_dir / LEASE_FILE, "run", pytest.fail) as lease:
+        attempt = Attempt(spec, recorder, away, pytest.fail, stop, stop, lease, pytest.fail)
+        monkeypatch.setattr(run, "_new_attempt", lambda *_: attempt)
         monkeypatch.setattr(lease_module.time, "sleep", lambda _: away.rename(directory))
         end = run._attempt(newest, lease)
     assert (end.kind, end.user_error, lines) == ("finished", None, [])
     assert (directory / "report.html").is_file()
     assert not away.exists()
+
+
+@pytest.mark.parametrize("where", ["attempt", "lease", "taken"])
+def test_without_storage_or_lease_the_files_stay_as_they_are(
+    attempts: Attempts, where: str, tmp_path: Path
+) -> None:
+    run, _, _ = attempts()
+    gone, asked = StorageError("the store is gone"), list[str]()
+    raised = ClusterError("lost the lease") if where == "taken" else gone
+
+    def verify() -> None:
+        assert where != "attempt", "the storage is known to have failed"
+        raise raised
+
+    bad = BadStreak(first_step=12, last_step=21, first_batch=11, last_batch=20)
+    end = AttemptEnd("rolled_back", bad_streak=bad)
+    if where == "attempt":
+        end = AttemptEnd("failed", ERROR, user_error=gone)
+    recorder: Any = SimpleNamespace(
+        ask=lambda method, *_, **__: asked.append(method) or [], end=lambda: None
+    )
+    spec: Any = SimpleNamespace(resumed=None)
+    lease: Any = SimpleNamespace(verify=verify)
+    stop = run.signals.stop
+    attempt = Attempt(spec, recorder, tmp_path, pytest.fail, stop, stop, lease, pytest.fail)
+    if where == "taken":
+        with pytest.raises(ClusterError):
+            run._settled(attempt, end)
+    else:
+        assert run._settled(attempt, end).user_error is gone
+    assert asked == ["add_event", "close", "take_news"]
+    assert not run.run_dir.path.exists()

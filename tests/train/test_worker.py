@@ -41,8 +41,12 @@ class FakeWorker:
         self.step = result.step
         self.done.append(f"step {result.step}")
 
-    def should_stop(self) -> bool:
+    @property
+    def is_leaving(self) -> bool:
         return bool(self.step == self._spec.stop_at)
+
+    def exchange_requests(self) -> None:
+        """Do nothing; there are no other ranks."""
 
     def await_scheduler(self) -> bool:
         self.done.append("ask")
@@ -119,10 +123,11 @@ def rank_0(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_checkpoint_is_collected_once_all_ranks_have_written_it(rank_0: Any) -> None:
     rank_0.checkpoints.writing = True
-    assert not rank_0.should_stop()
+    rank_0.exchange_requests()
     assert rank_0.done == []
     rank_0.checkpoints.writing = False
-    assert not rank_0.should_stop()
+    rank_0.exchange_requests()
+    assert not rank_0.is_leaving
     assert rank_0.done == ["collect"]
 
 
@@ -130,7 +135,7 @@ def test_ray_is_asked_for_a_preemption_every_few_seconds(rank_0: Any) -> None:
     asked = []
     for now in (1.0, PREEMPTION_CHECK_S, PREEMPTION_CHECK_S + 1, 2 * PREEMPTION_CHECK_S):
         rank_0.clock.now, rank_0.done = now, []
-        assert not rank_0.should_stop()
+        rank_0.exchange_requests()
         asked.append("ask Ray" in rank_0.done)
     assert asked == [False, True, False, True]
 
@@ -151,14 +156,14 @@ def test_ray_is_asked_once_though_the_answer_comes_a_step_later(rank_0: Any) -> 
     asked = []
     for now in range(1, 16):
         rank_0.clock.now, rank_0.done = float(now), []
-        assert not rank_0.should_stop()
+        rank_0.exchange_requests()
         asked += [now] * rank_0.done.count("ask Ray")
     assert asked == [6, 12]
 
 
 def test_what_was_agreed_before_a_checkpoint_begins_does_not_collect_it(rank_0: Any) -> None:
     rank_0.agreement = DelayedFlags(OtherRank())  # type: ignore[arg-type]
-    rank_0.should_stop()
+    rank_0.exchange_requests()
     rank_0.done, rank_0._evaluated = [], {}
 
     def begin(step: int, val_loss: float | None) -> None:
@@ -166,29 +171,32 @@ def test_what_was_agreed_before_a_checkpoint_begins_does_not_collect_it(rank_0: 
 
     rank_0.checkpoints.begin = begin
     rank_0.save_checkpoint()
-    rank_0.should_stop()
+    rank_0.exchange_requests()
     assert rank_0.done == []
     rank_0.checkpoints.writing = False
-    rank_0.should_stop()
+    rank_0.exchange_requests()
     assert rank_0.done == []
-    rank_0.should_stop()
+    rank_0.exchange_requests()
     assert rank_0.done == ["collect"]
 
 
 def test_the_first_reason_to_leave_stays(rank_0: Any) -> None:
     rank_0.clock.now = PREEMPTION_CHECK_S
     rank_0.notice = SimpleNamespace(preempted_ranks=[1])
-    assert rank_0.should_stop()
+    rank_0.exchange_requests()
+    assert rank_0.is_leaving
     assert rank_0._leaves_for == "preempted"
     assert rank_0.done[-1] == "preemption_notice"
     rank_0.recorder.stop.set()
-    assert rank_0.should_stop()
+    rank_0.exchange_requests()
+    assert rank_0.is_leaving
     assert rank_0._leaves_for == "preempted"
 
 
 def test_a_signal_is_a_reason_to_leave(rank_0: Any) -> None:
     rank_0.recorder.stop.set()
-    assert rank_0.should_stop()
+    rank_0.exchange_requests()
+    assert rank_0.is_leaving
     assert rank_0._leaves_for == "stopped"
 
 
