@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from itertools import chain
 from typing import Annotated, Any, Literal
 
@@ -24,15 +25,28 @@ from raytrain_gpt.config.arithmetic import divisors, nearest
 STEPS_BEFORE_PROFILE = 5
 """Steps before profiling starts; they compile, fill caches and warm up."""
 
+TRACKERS = {
+    "tensorboard": "raytrain_gpt.tracking.tensorboard_events:open_tensorboard",
+    "mlflow_uri": "raytrain_gpt.tracking.mlflow_run:open_mlflow",
+}
+"""Field of TrackingSection that turns a tracker on -> module and function that opens it."""
+
 ARCHITECTURES = {"gpt2": "raytrain_gpt.core.gpt2:GPT2", "qwen3": "raytrain_gpt.core.qwen3:Qwen3"}
 OPTIMIZERS = {"adamw": "raytrain_gpt.core.optim:AdamW", "muon": "raytrain_gpt.core.muon:Muon"}
-"""Name -> module and class, which `core/registry` imports, as a configuration is read without torch."""
+"""Name -> module and class; imported on use, as a configuration is read without torch."""
 
 ARCHITECTURE_FIELDS: dict[str, tuple[str, ...]] = {
     "gpt2": (),
     "qwen3": ("num_kv_heads", "mlp_size", "tied_embeddings", "rope_theta"),
 }
 """Architecture -> its fields that not all have."""
+
+
+def implementation(path: str) -> Any:
+    """Import `module:name`, an entry of the tables above."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
 
 SPECIAL_FIELDS = tuple(dict.fromkeys(chain(*ARCHITECTURE_FIELDS.values())))
 SHAPE_FIELDS = ("architecture", "num_layers", "num_heads", "embd_size", *SPECIAL_FIELDS)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -17,24 +16,22 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.config.sections import ARCHITECTURES, OPTIMIZERS, OptimSection
+from raytrain_gpt.config.sections import ARCHITECTURES, OPTIMIZERS, OptimSection, implementation
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import AdamW
 
 
 def optimizer_class(name: str) -> type[AdamW]:
     """Class of an optimizer."""
-    module, _, kind = OPTIMIZERS[name].partition(":")
-    return cast(type[AdamW], getattr(import_module(module), kind))
+    return cast(type[AdamW], implementation(OPTIMIZERS[name]))
 
 
 def new_model(
     shape: GPTShape, activation_checkpointing: str = "none", document_end: int | None = None
 ) -> GPT:
     """Create a model without initializing its weights; for the arguments see `GPT`."""
-    module, _, kind = ARCHITECTURES[shape.architecture].partition(":")
-    model: GPT = getattr(import_module(module), kind)(shape, activation_checkpointing, document_end)
-    return model
+    kind = cast(type[GPT], implementation(ARCHITECTURES[shape.architecture]))
+    return kind(shape, activation_checkpointing, document_end)
 
 
 def configured_model(

@@ -1,10 +1,11 @@
-"""The trackers that a configuration names, and their settings; a new tracker is listed here."""
+"""The trackers that a configuration names, and their settings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.sections import TRACKERS, implementation
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking import mlflow_run
@@ -14,17 +15,12 @@ from raytrain_gpt.tracking.trackers import TrackedRun, TrackerQueue
 
 def open_trackers(run: TrackedRun, files: RunFiles, log: Log) -> list[TrackerQueue]:
     """Create the trackers of an attempt, with the rows and samples that they may lack."""
-    trackers = []
-    if run.config.tracking.tensorboard:
-        from raytrain_gpt.tracking.tensorboard_events import TensorBoard  # here: it takes 0.3 s
-
-        off = "no more TensorBoard events"  # its writer cannot recover from a full disk
-        trackers.append(TrackerQueue(TensorBoard, run, log, "TensorBoard", off, OSError))
-        trackers[-1].rows(files.found_rows)
-    if (uri := mlflow_run.tracking_uri(run.config)) is not None:
-        name, off = f"MLflow at {uri}", "MLflow is off"
-        trackers.append(TrackerQueue(mlflow_run.MLflow, run, log, name, off))
-        trackers[-1].rows(files.kept_rows)
+    settings = run.config.tracking
+    openers = [
+        path for name, path in TRACKERS.items() if getattr(settings, name) not in (None, False)
+    ]
+    opened = [implementation(path)(run, files, log) for path in openers]
+    trackers: list[TrackerQueue] = [tracker for tracker in opened if tracker is not None]
     for tracker in trackers:
         for step, text in files.found_samples:
             tracker.text(step, "samples", text)
