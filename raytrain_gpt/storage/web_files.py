@@ -29,7 +29,6 @@ import pyarrow.fs as pafs
 from raytrain_gpt.errors import DataError
 
 WEB_SCHEMES = ("http", "https")
-_COPY_BYTES = 2**20
 
 
 def without_query(path: str) -> str:
@@ -142,7 +141,7 @@ class WebFiles:
         """Download to a temporary local file that vanishes when closed."""
         with tempfile.NamedTemporaryFile() as copy:
             with self._response(path) as response:
-                shutil.copyfileobj(response, copy, _COPY_BYTES)
+                shutil.copyfileobj(response, copy, length=2**20)
                 length = response.headers.get("Content-Length")
             copy.flush()
             file = pa.OSFile(copy.name)  # unlinked next; the content stays while this is open
