@@ -136,8 +136,7 @@ def lone_evaluation(
     """Create an `Evaluation` for this process only."""
     device = model.device
     autocast = make_autocast(resolve_precision(config.train.precision, device), device)
-    alone = Collectives(rank=0, world_size=1)
-    return Evaluation(config, model, tokenizer, feed, alone, autocast, choices)
+    return Evaluation(config, model, tokenizer, feed, Collectives(0, 1), autocast, choices)
 
 
 def _trained_data(checkpoint: Checkpoint, config: Config) -> Mixture:
