@@ -180,11 +180,8 @@ class RetriedHandler(pafs.FileSystemHandler):  # type: ignore[misc]
         )
 
     def put(self, source: Path, path: str) -> None:
-        if source.stat().st_size:
-            with pa.memory_map(str(source)) as file:
-                self.put_bytes(file.read_buffer(), path)
-        else:
-            self.put_bytes(pa.py_buffer(b""), path)
+        with pa.memory_map(str(source)) as file:
+            self.put_bytes(file.read_buffer(), path)
 
     def put_bytes(self, content: pa.Buffer, path: str) -> None:
         starts = range(0, content.size, UPLOAD_BYTES)
