@@ -193,7 +193,7 @@ def sample_checkpoint(
     log: Log,
     *,
     num_samples: int,
-    show: Log | None = None,
+    show: Log = lambda _line: None,
     **options: Any,
 ) -> list[str]:
     """Return continuations of a prompt, which may be empty, with the prompt.
@@ -219,9 +219,8 @@ def sample_checkpoint(
         drawn = sample_tokens(model, tokenizer.eot_token, prompts, how, on_token=first.add)
     texts = [prompt + decode_tokens(tokenizer, one.tokens) for one in drawn]
     first.close()
-    if show is not None:
-        for text in texts[1:]:
-            show(f"{text}\n{RULE}")
+    for text in texts[1:]:
+        show(f"{text}\n{RULE}")
     return texts
 
 
@@ -245,12 +244,12 @@ def sampling_options(config: Config, given: dict[str, Any]) -> SamplingOptions:
 class _Lines:
     """Printer of prompt 0 and its tokens in full lines, so that secrets are recognized."""
 
-    def __init__(self, tokenizer: tiktoken.Encoding, prompt: str, show: Log | None) -> None:
+    def __init__(self, tokenizer: tiktoken.Encoding, prompt: str, show: Log) -> None:
         self._tokenizer, self._show, self._text = tokenizer, show, prompt
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, index: int, token: int) -> None:
-        if self._show is None or index:
+        if index:
             return
         self._text += self._decoder.decode(token_to_bytes(self._tokenizer, token))
         *lines, self._text = self._text.split("\n")
@@ -258,8 +257,7 @@ class _Lines:
             self._show(line)
 
     def close(self) -> None:
-        if self._show is not None:
-            self._show(f"{self._text}{self._decoder.decode(b'', final=True)}\n{RULE}")
+        self._show(f"{self._text}{self._decoder.decode(b'', final=True)}\n{RULE}")
 
 
 def prompt_tokens(tokenizer: tiktoken.Encoding, prompt: str) -> list[int]:
