@@ -123,14 +123,13 @@ def table(names: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[
 
 def step_line(row: dict[str, Any], max_steps: int) -> str:
     """The console line of a training step."""
-    loss, norm, mfu = row["train/loss"], row["optim/grad_norm"], row["perf/mfu"]
-    tokens_per_s = row["perf/tokens_per_s"]
+    tokens_per_s, mfu = row["perf/tokens_per_s"], row["perf/mfu"]
     cells = [
         f"step {row['step']}/{max_steps}",
         f"epoch {row['data/epoch']}",
-        f"loss {number(loss, '.4f')}",
+        f"loss {number(row['train/loss'], '.4f')}",
         f"lr {row['optim/lr']:.2e}",
-        f"norm {number(norm, '.2f')}",
+        f"norm {number(row['optim/grad_norm'], '.2f')}",
         f"{row['perf/step_time_s'] * 1000:.0f} ms",
         "profiled" if tokens_per_s is None else f"{tokens_per_s:,.0f} tok/s",
         *([] if mfu is None else [f"mfu {mfu:.1%}"]),

@@ -143,8 +143,7 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
         """Build a mapping, refusing duplicate keys; PyYAML uses the last one."""
         seen = set[str]()
         for key, _ in node.value:
-            name = str(key.value)
-            if name in seen:
+            if (name := str(key.value)) in seen:
                 raise ValueError(
                     f"duplicate key {name} in line {key.start_mark.line + 1}; remove one"
                 )

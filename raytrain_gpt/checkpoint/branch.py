@@ -36,7 +36,7 @@ from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location
 
 BRANCH_FILE = "branch.json"
-_STEP = r"\d{1,15}"
+_RUN_AT_STEP = re.compile(r"(.+)@(\d{1,15})", re.DOTALL)
 FIXED_ON_BRANCH = (*SHAPE_FIELDS, "seq_len", "global_batch_tokens", "optimizer")
 """Fields that the weights, the moments or the data position depend on."""
 
@@ -140,11 +140,10 @@ def create_branch(config: FittedConfig, data: Mixture, log: Log) -> Checkpoint |
 def branches_from(config: Config, source: str, run_dir: Location) -> bool:
     """Whether a run branched from `source` (RUN@STEP or a path), which may have been removed."""
     branch = read_branch(run_dir)
-    run, _, step = source.rpartition("@")
     paths = [location(config, source)]
-    if run and re.fullmatch(_STEP, step):
-        name = f"step={int(step):08d}"
-        paths += [base / CHECKPOINTS_DIR / name for base in _run_dirs(config, run)]
+    if match := _RUN_AT_STEP.fullmatch(source):
+        name = f"step={int(match[2]):08d}"
+        paths += [base / CHECKPOINTS_DIR / name for base in _run_dirs(config, match[1])]
     return branch is not None and branch.checkpoint in map(str, paths)
 
 
@@ -159,12 +158,10 @@ def find_origin(config: FittedConfig, source: str) -> Checkpoint:
     Raises:
         CheckpointError: there is none; lists the available steps.
     """
-    run, _, step = source.rpartition("@")
-    if not re.fullmatch(_STEP, step) or not run:
-        path = location(config, source)
-        if (path / STATE_FILE).is_file():
-            return read_checkpoint(path)
-        run, step = source, ""
+    match = _RUN_AT_STEP.fullmatch(source)
+    if not match and ((path := location(config, source)) / STATE_FILE).is_file():
+        return read_checkpoint(path)
+    run, step = match.groups() if match else (source, "")
     named, at_path = _run_dirs(config, run)
     run_dir = named if (named / CHECKPOINTS_DIR).names() else at_path
     checkpoints = {c.state.step: c for c in Catalog(run_dir).complete()}

@@ -214,10 +214,8 @@ class Draft:
                 return entry
         except Exception as error:
             # safetensors wraps the system's error, whose number is only in the text.
-            if (
-                getattr(error, "errno", None) != errno.ENOSPC
-                and "os error 28" not in str(error).lower()
-            ):
+            is_full = getattr(error, "errno", None) == errno.ENOSPC
+            if not is_full and "os error 28" not in str(error).lower():
                 raise
             disk = self._directory.path if self._target.is_local else Path(tempfile.gettempdir())
             raise CheckpointError(

@@ -61,8 +61,7 @@ def parse_rows(content: bytes) -> tuple[list[dict[str, Any]], int]:
     """
     *lines, unfinished = content.split(b"\n")
     rows = [_parsed(line) for line in lines if line.strip()]
-    valid = [row for row in (*rows, _parsed(unfinished)) if row is not None]
-    return valid, rows.count(None)
+    return [row for row in (*rows, _parsed(unfinished)) if row is not None], rows.count(None)
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

@@ -12,15 +12,13 @@ from raytrain_gpt.storage.location import Location
 DEFAULT_STORAGE: str = RunSection.model_fields["storage_path"].default
 _MARKS = ("config.yaml", "checkpoints", "state.json")
 """A run or checkpoint has at least one of these entries."""
-_MAX_TRIED = 5
 
 
 def near_run(name: str, *storages: Location) -> str:
     """Suggest the run or checkpoint with the most similar name, or return an empty string."""
     for storage in storages:
         with contextlib.suppress(OSError, RaytrainGptError):  # one that may not be listed
-            near = difflib.get_close_matches(name, storage.names(), n=_MAX_TRIED)
-            for similar in near:
+            for similar in difflib.get_close_matches(name, storage.names(), n=5):
                 if any((storage / similar / mark).exists() for mark in _MARKS):
                     return f"; did you mean {similar}?"
     return ""

@@ -52,12 +52,10 @@ class Resources:
 
     def places(self, cpus: int, gpus: float) -> int:
         """Count the workers of this size that fit on the nodes; a worker is never split over nodes."""
-        total = 0
-        for node in self.nodes:
-            by_cpu = int(node.cpus // cpus)
-            # Fractions of a GPU do not add up exactly in floats: 1 / 0.1 is a little below 10.
-            total += min(by_cpu, int(node.gpus / gpus + 1e-9)) if gpus else by_cpu
-        return total
+        if not gpus:
+            return sum(int(node.cpus // cpus) for node in self.nodes)
+        # Fractions of a GPU do not add up exactly in floats: 1 / 0.1 is a little below 10.
+        return sum(min(int(node.cpus // cpus), int(node.gpus / gpus + 1e-9)) for node in self.nodes)
 
 
 def cpus_to_start(config: Config) -> int:

@@ -9,14 +9,12 @@ import psutil  # type: ignore[import-untyped]
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config
 
-_SAMPLE_S = 0.2
-
 
 def busy_cores(config: Config) -> float:
     """Measure for 0.2 s how many cores are busy; 0 if `cpus_per_worker` is set."""
     if config.cluster.cpus_per_worker != "auto":
         return 0.0
-    return float(psutil.cpu_percent(_SAMPLE_S)) / 100 * (os.cpu_count() or 1)
+    return float(psutil.cpu_percent(0.2)) / 100 * (os.cpu_count() or 1)
 
 
 def crowded_cores(fitted: FittedConfig, busy: float) -> str | None:

@@ -19,8 +19,6 @@ from raytrain_gpt.cluster.token import make_token
 from raytrain_gpt.errors import ClusterError
 
 START_TIMEOUT_S = 120.0
-_LONGEST_BASE = 30
-"""Longest base directory in characters; Ray's socket paths, limited to 107, must fit below it."""
 
 _ENVIRONMENT = {
     # Without a dashboard these metrics are unused, and on two cores they cost 2% of a run.
@@ -57,8 +55,11 @@ def start_own_cluster(num_cpus: int, **options: Any) -> None:
     """
     os.environ.update({k: v for k, v in _ENVIRONMENT.items() if k not in os.environ})
     make_token()
+    base = get_default_system_temp_dir()
+    if len(base) > 30:  # Ray's socket paths below it, limited to 107 characters, would be too long
+        base = "/tmp"
     # Ray makes its directories world-writable, so put them inside a private one.
-    directory = _at_end.enter_context(private_directory(_base()))
+    directory = _at_end.enter_context(private_directory(Path(base)))
     temporary = directory / "tmp"
     temporary.mkdir()
     try:
@@ -85,12 +86,6 @@ def end_own_cluster() -> None:
 
 
 atexit.register(end_own_cluster)
-
-
-def _base() -> Path:
-    """Return Ray's default directory, or /tmp if socket paths below it would be too long."""
-    base = get_default_system_temp_dir()
-    return Path(base if len(base) <= _LONGEST_BASE else "/tmp")
 
 
 @contextlib.contextmanager

@@ -27,7 +27,6 @@ from typing import IO
 from raytrain_gpt.errors import ClusterError, failure_as
 
 _MARKER = ".raytrain-gpt"
-_MAX_MARKER_CHARS = 1000
 _NAME = re.compile(r"(unfinished-)?rgpt-([0-9a-f]{8})([0-9a-f]{24})?")
 
 
@@ -59,10 +58,10 @@ def private_directory(base: Path) -> Iterator[Path]:
 def remove_dead(base: Path) -> None:
     """Remove killed commands' directories, and none that is in doubt."""
     with contextlib.suppress(OSError):
-        for name in _names(base):
+        for path in base.iterdir():
             with contextlib.suppress(OSError):  # another user's, or in use
-                if match := _NAME.fullmatch(name):
-                    _remove_if_dead(base / name, match)
+                if match := _NAME.fullmatch(path.name):
+                    _remove_if_dead(path, match)
 
 
 def _made(base: Path) -> tuple[Path, IO[str]]:
@@ -124,7 +123,7 @@ def _remove_if_dead(path: Path, name: re.Match[str]) -> None:
         with open(_MARKER, "r+", opener=partial(_open_in, directory)) as marker:
             fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
             inode = os.stat(_MARKER, dir_fd=directory, follow_symlinks=False).st_ino
-            is_complete = marker.read(_MAX_MARKER_CHARS).startswith(_owner(digits, inode))
+            is_complete = marker.read(1000).startswith(_owner(digits, inode))
             if is_complete or (unfinished and _names(directory) == [_MARKER]):
                 _remove(path, directory)
 
@@ -147,9 +146,8 @@ def _remove(path: Path, directory: int) -> None:
         path.rmdir()
 
 
-def _names(directory: Path | int) -> list[str]:
-    with os.scandir(directory) as entries:
-        return [entry.name for entry in entries]
+def _names(directory: int) -> list[str]:
+    return os.listdir(directory)
 
 
 @contextlib.contextmanager

@@ -43,8 +43,7 @@ def make_token() -> None:
 
 def keep_token_private() -> None:
     """Remove other users' access to Ray's token file, which Ray 2.60 creates with mode 0644."""
-    path = token_file()
-    if path is None:
+    if (path := token_file()) is None:
         return
     with contextlib.suppress(OSError):  # another user's file
         mode = path.stat().st_mode

@@ -24,9 +24,15 @@ from raytrain_gpt.config.arithmetic import divisors, nearest
 STEPS_BEFORE_PROFILE = 5
 """Steps before profiling starts; they compile, fill caches and warm up."""
 
+TRACKERS = {
+    "tensorboard": "raytrain_gpt.tracking.tensorboard_events:open_tensorboard",
+    "mlflow_uri": "raytrain_gpt.tracking.mlflow_run:open_mlflow",
+}
+"""Field of TrackingSection that turns a tracker on -> module and function that opens it."""
+
 ARCHITECTURES = {"gpt2": "raytrain_gpt.core.gpt2:GPT2", "qwen3": "raytrain_gpt.core.qwen3:Qwen3"}
 OPTIMIZERS = {"adamw": "raytrain_gpt.core.optim:AdamW", "muon": "raytrain_gpt.core.muon:Muon"}
-"""Name -> module and class, which `core/registry` imports, as a configuration is read without torch."""
+"""Name -> module and class; imported on use, as a configuration is read without torch."""
 
 ARCHITECTURE_FIELDS: dict[str, tuple[str, ...]] = {
     "gpt2": (),

@@ -76,10 +76,9 @@ def dataset_stats(
         now = time.monotonic()
         if now - shown >= PROGRESS_EVERY_S and done < total:
             shown = now
-            eta = (total - done) * (now - started) / done
             say(
                 f"stats {done / total:4.0%} | {amount(done / (now - started))} tok/s | "
-                f"eta {duration(eta)}"
+                f"eta {duration((total - done) * (now - started) / done)}"
             )
 
     stats = count_dataset(directory, manifest, progress)

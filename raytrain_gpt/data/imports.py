@@ -169,8 +169,7 @@ def _flat_chunks(piece: SourcePiece) -> Iterator[IdChunk]:
     with failure_as(DataError, f"cannot read {piece.location}"), piece.location.open() as file:
         for start in range(piece.start, piece.stop, step):
             num_bytes = min(step, piece.stop - start)
-            content = file.read_at(num_bytes, start)
-            if len(content) != num_bytes:
+            if len(content := file.read_at(num_bytes, start)) != num_bytes:
                 raise DataError(
                     f"{piece.location} ends at byte {start + len(content)} instead of {piece.stop}: it "
                     "changed while it was read; run the command again"

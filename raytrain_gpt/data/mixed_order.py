@@ -139,5 +139,4 @@ class MixedOrder:
 
 def _dataset_seed(seed: int, dataset: int) -> int:
     """Derive a dataset's seed: with a common seed, datasets of equal size would shuffle alike."""
-    state = np.random.SeedSequence(seed, spawn_key=(dataset,)).generate_state(1, np.uint64)
-    return int(state[0])
+    return int(np.random.SeedSequence(seed, spawn_key=(dataset,)).generate_state(1, np.uint64)[0])

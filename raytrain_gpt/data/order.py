@@ -133,8 +133,7 @@ class Order:
         last = window == self.windows_per_epoch - 1
         lo = self._bound(window) * size
         hi = self.num_sequences if last else self._bound(window + 1) * size
-        positions = lo + permutation(hi - lo, self._seed, epoch, window)
-        return self._stream.ids(epoch, positions)
+        return self._stream.ids(epoch, lo + permutation(hi - lo, self._seed, epoch, window))
 
     def batch_ids(self, batch: int) -> Ids:
         """Return the sequence ids of a global batch in rank order, int64 (batch_sequences,)."""
@@ -172,8 +171,7 @@ def batches_to_read(first: int, count: int, skipped: BatchRanges) -> list[tuple[
     ranges: list[tuple[int, int]] = []
     while count > 0:
         first = skip_past(first, skipped)
-        ahead = [start for start, _ in skipped if start > first]
-        stop = min([first + count, *ahead])
+        stop = min([first + count, *(start for start, _ in skipped if start > first)])
         ranges.append((first, stop))
         count -= stop - first
         first = stop

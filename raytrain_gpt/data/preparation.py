@@ -71,8 +71,7 @@ def done_tasks(directory: LocationLike, suffix: NoteSuffix) -> set[int]:
 def read_result(directory: LocationLike, task: int) -> dict[str, Any] | None:
     """Read what `write_result` returned for a task, or None if the task must run."""
     directory = Location.of(directory)
-    file = task_file(directory, task, ".json")
-    if not file.exists():
+    if not (file := task_file(directory, task, ".json")).exists():
         return None
     try:
         result: dict[str, Any] = parse_json(file.read_bytes())

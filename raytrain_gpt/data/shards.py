@@ -35,7 +35,7 @@ from raytrain_gpt.data.tokenizer import (
     Tokens,
     token_dtype,
 )
-from raytrain_gpt.errors import DataError, damage_as, reason
+from raytrain_gpt.errors import DataError, damage_as, failure_as
 from raytrain_gpt.format import shell
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, LocationLike, force_to_disk, unfinished_path
@@ -266,8 +266,7 @@ def read_manifest(directory: LocationLike) -> Manifest:
         )
     with damage_as(DataError, path, f"; {advice}"):
         content = parse_json(path.read_bytes())
-        version = content["format_version"]
-        if version != FORMAT_VERSION:
+        if (version := content["format_version"]) != FORMAT_VERSION:
             raise DataError(
                 f"{path} has format version {version!r}, but this raytrain-gpt reads {FORMAT_VERSION}; "
                 "upgrade raytrain-gpt or prepare the data in a different directory"
@@ -308,8 +307,7 @@ def read_row_group(
             f"{path} has {tokens.dtype} {tokens.shape} in row group {index}, expected {manifest.dtype} "
             f"({num},); remove this file and {repair_advice(directory, manifest)}"
         )
-    top = int(tokens.max(initial=0))
-    if top >= manifest.vocab_size:
+    if (top := int(tokens.max(initial=0))) >= manifest.vocab_size:
         at = int(tokens.argmax()) + index * manifest.row_group_tokens
         raise DataError(
             f"{path} has token id {top} at token {at} (row group {index}), but the vocabulary of "
@@ -330,18 +328,14 @@ def _stored_row_group(
     path: Location, shard: Shard, index: int, since: float
 ) -> tuple[Tokens, bool]:
     """Read token ids, and whether the file still matches the manifest."""
-    is_unchanged = True
-    try:
-        if path.is_local:
-            with path.open() as source, pq.ParquetFile(source) as file:
-                column = file.read_row_group(index, columns=[COLUMN])[COLUMN]
-            is_unchanged = _is_unchanged(path, shard, since)
-        else:
+    problem = f"cannot read row group {index} of {path}"
+    with failure_as(DataError, problem, "", pa.ArrowException, KeyError, IndexError):
+        if not path.is_local:
             column = stored_shard(path, shard.sha256).read_row_group(index, COLUMN)
-        tokens: Tokens = column.combine_chunks().to_numpy()
-        return tokens, is_unchanged
-    except (OSError, pa.ArrowException, KeyError, IndexError) as error:
-        raise DataError(f"cannot read row group {index} of {path}: {reason(error)}") from None
+            return column.combine_chunks().to_numpy(), True
+        with path.open() as source, pq.ParquetFile(source) as file:
+            column = file.read_row_group(index, columns=[COLUMN])[COLUMN]
+        return column.combine_chunks().to_numpy(), _is_unchanged(path, shard, since)
 
 
 def _is_unchanged(path: Location, shard: Shard, since: float) -> bool:

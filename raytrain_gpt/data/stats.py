@@ -55,8 +55,7 @@ class SplitStats:
 
     def quantile(self, fraction: float) -> int:
         """Return the smallest length that at least this fraction of documents does not exceed."""
-        reached = np.cumsum(self.documents)
-        at = np.searchsorted(reached, fraction * self.num_documents)
+        at = np.searchsorted(np.cumsum(self.documents), fraction * self.num_documents)
         return int(self.lengths[min(int(at), len(self.lengths) - 1)])
 
     def histogram(self, edges: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -105,17 +104,14 @@ def facts(
 ) -> dict[str, Any]:
     """Return the statistics of each split as JSON types; `edges` are those of the histogram."""
     in_train = stats["train"].id_counts > 0
-    return {
-        split: {
-            **_split_facts(one, encoding, edges),
-            "tokens_not_in_train": int(one.id_counts[~in_train].sum()),
-        }
-        for split, one in stats.items()
-    }
+    return {split: _split_facts(one, in_train, encoding, edges) for split, one in stats.items()}
 
 
 def _split_facts(
-    stats: SplitStats, encoding: tiktoken.Encoding, edges: NDArray[np.int64]
+    stats: SplitStats,
+    in_train: NDArray[np.bool_],
+    encoding: tiktoken.Encoding,
+    edges: NDArray[np.int64],
 ) -> dict[str, Any]:
     counts, vocab_size = stats.id_counts, len(stats.id_counts)
     text_bytes = int((counts * bytes_per_id(encoding, vocab_size)).sum())
@@ -152,4 +148,5 @@ def _split_facts(
             "documents": documents.tolist(),
             "tokens": tokens.tolist(),
         },
+        "tokens_not_in_train": int(counts[~in_train].sum()),
     }

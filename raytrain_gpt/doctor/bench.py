@@ -161,8 +161,8 @@ def describe(config: Config, ranks: list[BenchFacts], forecast: Forecast) -> str
     if timed.timed_micro_batches < timed.micro_batches:
         method += (
             f" with {timed.timed_micro_batches} instead of {timed.micro_batches} micro-batches, "
+            "and extrapolated"
         )
-        method += "and extrapolated"
     texts = [
         f"{forecast.tokens_per_s:,.0f} tokens/s",
         f"{forecast.step_time_s * 1000:.0f} ms per step on {count(len(ranks), 'worker')}",

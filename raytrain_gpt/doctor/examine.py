@@ -56,7 +56,6 @@ NODE_CHECKS = ("nodes", "versions", "clocks", "workers", "storage", "data", "com
 RANK_CHECKS = ("devices", "all_reduce", "sequences")
 FETCH_TIMEOUT_S = 30.0
 """Limit for tiktoken's download, which has none and hangs behind a firewall that drops packets."""
-TRACKER_ENVIRONMENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
 
 
 @dataclass
@@ -192,8 +191,7 @@ def _look_at_nodes(exam: Examination, resources: Resources, data_check: Check) -
             driver_error = str(error)
         nodes = node_probe.ask_nodes(config, probe, data, use_gpu)
     exam.add(node_probe.judge_answers(nodes))
-    there = [node for node in nodes if not node.error]
-    if not there:
+    if not (there := [node for node in nodes if not node.error]):
         rest = [name for name in NODE_CHECKS if name not in ("nodes", "workers")]
         exam.skip("no node responds", "token", *rest)
         return
@@ -270,8 +268,7 @@ def check_tokenizer(name: str | None, data: Mixture | None) -> str:
 @named_check("tracking")
 def check_tracking(config: Config) -> str:
     """Check that the run can log to MLflow."""
-    uri = config.tracking.mlflow_uri
-    if uri is None:
+    if (uri := config.tracking.mlflow_uri) is None:
         raise Skipped("mlflow_uri is null: no MLflow")
     if uri == "auto" and location(config, config.run.storage_path).is_local:
         return "MLflow writes an SQLite file in storage_path"
@@ -284,7 +281,7 @@ def check_tracking(config: Config) -> str:
                 f"mlflow_uri {uri}: cannot write in {directory}; create it, or set mlflow_uri"
             )
         return f"{directory} is writable"
-    os.environ.update(TRACKER_ENVIRONMENT)
+    os.environ.update(MLFLOW_HTTP_REQUEST_MAX_RETRIES="1", MLFLOW_HTTP_REQUEST_TIMEOUT="5")
     from mlflow import MlflowClient
 
     try:

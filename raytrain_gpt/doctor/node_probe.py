@@ -179,8 +179,7 @@ def data_problem(data: Mixture, seq_len: int) -> str:
                 return f"it sees a different dataset than the driver in {dataset.directory}"
         for split in SPLITS:
             ends = np.cumsum(data.num_sequences(split, seq_len))
-            first_and_last = np.unique([0, *ends[:-1], *(ends - 1)])
-            data.read(split, seq_len, first_and_last)
+            data.read(split, seq_len, np.unique([0, *ends[:-1], *(ends - 1)]))
     except (OSError, RaytrainGptError) as error:
         return str(error)
     return ""
@@ -189,8 +188,7 @@ def data_problem(data: Mixture, seq_len: int) -> str:
 @named_check("nodes")
 def judge_answers(nodes: Sequence[NodeFacts]) -> str:
     """Check that every node can run this package."""
-    silent = [f"{node.name} ({node.error})" for node in nodes if node.error]
-    if silent:
+    if silent := [f"{node.name} ({node.error})" for node in nodes if node.error]:
         raise Failed(
             f"{len(silent)} of {count(len(nodes), 'node')} did not respond: {', '.join(silent)}; install "
             "this package and its dependencies there, or remove the node"
@@ -260,8 +258,7 @@ def judge_storage(nodes: Sequence[NodeFacts], storage: str, driver_error: str) -
     """Check that the driver (`driver_error`) and all nodes can write the same storage."""
     if driver_error:
         raise Failed(driver_error)
-    wrong = ", ".join(f"{n.name}: {n.storage_error}" for n in nodes if n.storage_error)
-    if wrong:
+    if wrong := ", ".join(f"{n.name}: {n.storage_error}" for n in nodes if n.storage_error):
         raise Failed(f"storage_path {storage} is not shared by all nodes: {wrong}; {ON_ALL_NODES}")
     return f"{storage} is readable and writable on {count(len(nodes), 'node')}"
 
@@ -269,8 +266,7 @@ def judge_storage(nodes: Sequence[NodeFacts], storage: str, driver_error: str) -
 @named_check("data")
 def judge_data(nodes: Sequence[NodeFacts], data_path: str, seen: str) -> str:
     """Check that all nodes can read the driver's dataset, which it has `seen`."""
-    wrong = ", ".join(f"{n.name}: {n.data_error}" for n in nodes if n.data_error)
-    if wrong:
+    if wrong := ", ".join(f"{n.name}: {n.data_error}" for n in nodes if n.data_error):
         raise Failed(f"data_path {data_path} cannot be read on all nodes: {wrong}; {ON_ALL_NODES}")
     return f"{data_path} is readable on {count(len(nodes), 'node')}: {seen}"
 
@@ -291,8 +287,7 @@ def judge_compilers(nodes: Sequence[NodeFacts], fields: Sequence[str]) -> str:
 def judge_ray_disk(nodes: Sequence[NodeFacts]) -> str:
     """Check that every node has room for Ray's files, since a full disk hangs a run."""
     problems = {n.name: ray_disk_problem(n.ray_dir, n.ray_dir_free_bytes) for n in nodes}
-    full = [f"{name} has {problem}" for name, problem in problems.items() if problem]
-    if full:
+    if full := [f"{name} has {problem}" for name, problem in problems.items() if problem]:
         raise Failed(f"{', '.join(full)}; {MAKE_ROOM}")
     least = min(nodes, key=lambda node: node.ray_dir_free_bytes)
     return f"at least {size(least.ray_dir_free_bytes)} free ({least.name})"

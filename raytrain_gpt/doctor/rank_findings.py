@@ -28,8 +28,7 @@ SLOWEST_LINK_BYTES_PER_S = {("gloo", 1): 1e8, ("gloo", 2): 1e8, ("nccl", 1): 2e9
 @named_check("devices")
 def judge_devices(group: GroupFacts) -> str:
     """Check that each rank has a separate GPU if GPUs are requested."""
-    devices = group.devices
-    if devices is None:
+    if (devices := group.devices) is None:
         raise Failed(
             f"the workers did not connect to each other: {group.error}; check that no other job holds the "
             f"cluster's resources, and {BETWEEN_NODES}"
@@ -128,8 +127,7 @@ def judge_sequences(group: GroupFacts, ingest: IngestSpec | None, batches: Seque
         # A mixture's batch may repeat a sequence where a small dataset's epochs meet.
         planned = Counter(plan.tolist())
         read = Counter(np.concatenate(actual[name]).tolist())
-        too_often = sorted(id_ for id_, n in read.items() if n > max(1, planned[id_]))
-        if too_often:
+        if too_often := sorted(id_ for id_, n in read.items() if n > max(1, planned[id_])):
             readers = [str(r) for r, ids in enumerate(actual[name]) if np.isin(too_often[0], ids)]
             raise Failed(
                 f"{count(len(too_often), 'sequence')} of {name} read more than once: {too_often[0]} by ranks "

@@ -60,8 +60,7 @@ class Evaluation:
         self._config, self._model, self._tokenizer = config, model, tokenizer
         self._feed, self._collectives, self._autocast = feed, collectives, autocast
         self._choices = choices
-        lengths = bytes_per_id(tokenizer, model.shape.padded_vocab_size)
-        self._token_bytes = torch.from_numpy(lengths)
+        self._token_bytes = torch.from_numpy(bytes_per_id(tokenizer, model.shape.padded_vocab_size))
 
     def metrics(
         self, progress: Callable[[], None] = lambda: None, log: Log | None = None
@@ -121,16 +120,10 @@ class Evaluation:
         rank, world_size = self._collectives.rank, self._collectives.world_size
         for batch in choices.batches(rank, world_size, device.type):
             progress()
-            tokens, scored = (
-                torch.from_numpy(part).to(device) for part in (batch.tokens, batch.scored)
-            )
-            summed, mean = ending_losses(self._model, tokens, scored, self._autocast)
-            yield (
-                torch.from_numpy(batch.examples),
-                torch.from_numpy(batch.labels),
-                summed.view(-1, NUM_ENDINGS).argmin(1),
-                mean.view(-1, NUM_ENDINGS).argmin(1),
-            )
+            tokens, scored = batch.tokens.to(device), batch.scored.to(device)
+            losses = ending_losses(self._model, tokens, scored, self._autocast)
+            by_sum, by_mean = (loss.view(-1, NUM_ENDINGS).argmin(1) for loss in losses)
+            yield batch.examples, batch.labels, by_sum, by_mean
 
     def samples(self) -> str:
         e = self._config.eval

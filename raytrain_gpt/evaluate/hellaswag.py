@@ -43,7 +43,6 @@ BATCH_TOKENS = 8192
 WIDTH_MULTIPLES = {"cuda": 16}
 """Device type -> multiple that row widths are padded to (default 1): few shapes for 9% more tokens."""
 
-_TIMEOUT_S = 60.0
 _WAY_OUT = "use HellaSwag's validation file as it is published (hellaswag_val.jsonl)"
 
 
@@ -67,10 +66,10 @@ class ChoiceBatch:
         scored: bool (4n, T), whether the next token belongs to the ending.
     """
 
-    examples: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    tokens: NDArray[np.int64]
-    scored: NDArray[np.bool_]
+    examples: Tensor
+    labels: Tensor
+    tokens: Tensor
+    scored: Tensor
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,8 @@ class Choices:
             own = self.tokens[self.starts[row] : self.starts[row + 1]]
             tokens[at, : len(own)] = own
             scored[at, len(own) - 1 - self.num_scored[row] : len(own) - 1] = True
-        return ChoiceBatch(examples, self.labels[examples], tokens, scored)
+        parts = (examples, self.labels[examples], tokens, scored)
+        return ChoiceBatch(*map(torch.from_numpy, parts))
 
 
 def _batched(widths: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
@@ -186,7 +186,7 @@ def downloaded() -> Location:
     if place.exists():
         return place
     try:
-        with urllib.request.urlopen(URL, timeout=_TIMEOUT_S) as response:
+        with urllib.request.urlopen(URL, timeout=60.0) as response:
             content: bytes = response.read()
     except (OSError, http.client.HTTPException) as error:
         raise DataError(

@@ -136,8 +136,7 @@ def lone_evaluation(
     """Create an `Evaluation` for this process only."""
     device = model.device
     autocast = make_autocast(resolve_precision(config.train.precision, device), device)
-    alone = Collectives(rank=0, world_size=1)
-    return Evaluation(config, model, tokenizer, feed, alone, autocast, choices)
+    return Evaluation(config, model, tokenizer, feed, Collectives(0, 1), autocast, choices)
 
 
 def _trained_data(checkpoint: Checkpoint, config: Config) -> Mixture:
@@ -192,7 +191,7 @@ def sample_checkpoint(
     log: Log,
     *,
     num_samples: int,
-    show: Log | None = None,
+    show: Log = lambda _line: None,
     **options: Any,
 ) -> list[str]:
     """Return continuations of a prompt, which may be empty, with the prompt.
@@ -218,9 +217,8 @@ def sample_checkpoint(
         drawn = sample_tokens(model, tokenizer.eot_token, prompts, how, on_token=first.add)
     texts = [prompt + decode_tokens(tokenizer, one.tokens) for one in drawn]
     first.close()
-    if show is not None:
-        for text in texts[1:]:
-            show(f"{text}\n{RULE}")
+    for text in texts[1:]:
+        show(f"{text}\n{RULE}")
     return texts
 
 
@@ -244,12 +242,12 @@ def sampling_options(config: Config, given: dict[str, Any]) -> SamplingOptions:
 class _Lines:
     """Printer of prompt 0 and its tokens in full lines, so that secrets are recognized."""
 
-    def __init__(self, tokenizer: tiktoken.Encoding, prompt: str, show: Log | None) -> None:
+    def __init__(self, tokenizer: tiktoken.Encoding, prompt: str, show: Log) -> None:
         self._tokenizer, self._show, self._text = tokenizer, show, prompt
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, index: int, token: int) -> None:
-        if self._show is None or index:
+        if index:
             return
         self._text += self._decoder.decode(token_to_bytes(self._tokenizer, token))
         *lines, self._text = self._text.split("\n")
@@ -257,8 +255,7 @@ class _Lines:
             self._show(line)
 
     def close(self) -> None:
-        if self._show is not None:
-            self._show(f"{self._text}{self._decoder.decode(b'', final=True)}\n{RULE}")
+        self._show(f"{self._text}{self._decoder.decode(b'', final=True)}\n{RULE}")
 
 
 def prompt_tokens(tokenizer: tiktoken.Encoding, prompt: str) -> list[int]:

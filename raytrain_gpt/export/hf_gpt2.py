@@ -102,7 +102,6 @@ def shape_of_tensors(hf: Mapping[str, Tensor], where: str, num_heads: int | None
         CheckpointError: the weights are not GPT-2's, or num_heads does not fit.
     """
     tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in hf.items()}
-    sizes = {}
     for name in ("wte.weight", "wpe.weight"):
         if name not in tensors or tensors[name].dim() != 2 or not tensors[name].numel():
             names = ", ".join(sorted(tensors)[:3])
@@ -110,8 +109,7 @@ def shape_of_tensors(hf: Mapping[str, Tensor], where: str, num_heads: int | None
                 f"{where} has no matrix {name}, so it is not a GPT-2 (it has {names}, …); import other "
                 "models from a directory with config.json"
             )
-        sizes[name] = tensors[name].shape
-    (vocab_size, embd_size), (seq_len, _) = sizes.values()
+    (vocab_size, embd_size), seq_len = tensors["wte.weight"].shape, len(tensors["wpe.weight"])
     layers = {match[1] for match in map(_LAYER.match, tensors) if match}
     if num_heads is None:
         if embd_size % _HEAD_SIZE:

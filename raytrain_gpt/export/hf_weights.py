@@ -24,8 +24,6 @@ _PICKLED = (".bin", ".pt", ".pth")
 WEIGHTS_SUFFIXES = (".safetensors", *_PICKLED)
 _EMBEDDING, _HEAD = "wte.weight", "lm_head.weight"
 _LAYER = re.compile(r"h\.(\d+)\.")
-_PROBES = 64
-"""Number of tokens used to choose the padding."""
 
 
 def hf_tensors(model: GPT, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -158,7 +156,7 @@ def _our_tensors(hf: Mapping[str, Tensor], where: str, shape: GPTShape) -> dict[
 @torch.no_grad()
 def _fill_padding(model: GPT) -> None:
     size = model.shape.vocab_size
-    some = torch.arange(0, size, max(1, size // _PROBES)).unsqueeze(1)  # (N, 1)
+    some = torch.arange(0, size, max(1, size // 64)).unsqueeze(1)  # (N, 1), about 64 tokens
     logits = model.eval().logits(some)[:, -1, :size]  # (N, V)
     least = logits.log_softmax(-1).amax(0).argmin()
     for weight in (model.wte.weight, model.head_weight):

@@ -28,7 +28,7 @@ from raytrain_gpt.core.registry import count_model, new_model
 from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.data.order import ORDER_VERSION
 from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, load_tokenizer, tokenizer_json, vocab_hash
-from raytrain_gpt.errors import CheckpointError, ConfigError, DataError, reason
+from raytrain_gpt.errors import CheckpointError, ConfigError, DataError, failure_as
 from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.export.hf_config import HF_CONFIG_FILE, hf_config_files, read_hf_config
 from raytrain_gpt.export.hf_gpt2 import shape_of_tensors
@@ -254,12 +254,8 @@ def _check_free(place: Location) -> None:
 def staging_dir(place: Location) -> Iterator[Path]:
     """Create a temporary directory on the same disk as `place`, or anywhere for an object store."""
     parent = place.path.parent if place.is_local else None
-    try:
-        if parent is not None:
-            parent.mkdir(parents=True, exist_ok=True)
+    advice = "; free space, or set another --out"
+    with failure_as(CheckpointError, f"cannot write {place}", advice, SafetensorError):
+        place.parent.mkdir()
         with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=parent) as directory:
             yield Path(directory)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"cannot write {place}: {reason(error)}; free space, or set another --out"
-        ) from None

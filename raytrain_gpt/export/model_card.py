@@ -77,10 +77,7 @@ def _special_rows(shape: GPTShape) -> Rows:
     rows = {
         "num_kv_heads": ("heads of keys and values", f"{shape.num_kv_heads}"),
         "mlp_size": ("channels in the MLP", f"{shape.mlp_size}"),
-        "tied_embeddings": (
-            "embedding and head",
-            "tied" if shape.tied_embeddings else "separate",
-        ),
+        "tied_embeddings": ("embedding and head", "tied" if shape.tied_embeddings else "separate"),
         "rope_theta": ("base of the rotary positions", f"{shape.rope_theta:g}"),
     }
     return [rows[name] for name in ARCHITECTURE_FIELDS[shape.architecture]]

@@ -190,8 +190,7 @@ def live_holder(location: Location) -> str | None:
 
     For lists only, since the clock decides about a holder on a different machine.
     """
-    holder = _holder(location)
-    if holder is None:
+    if (holder := _holder(location)) is None:
         return None
     alive = holder.is_alive(_inode(location))
     if alive is None:

@@ -97,16 +97,15 @@ class Location:
         scheme, _, rest = url.partition("://")
         if scheme in SCHEMES:
             return cls.of(url)
-        if scheme not in WEB_SCHEMES:  # `check_address` checks it for those
-            _check_user_info(url)
+        if scheme in WEB_SCHEMES:
+            check_address(url)
+            return cls(url)
+        _check_user_info(url)
         if scheme not in SOURCE_SCHEMES:
             schemes = ", ".join(f"{name}://" for name in SOURCE_SCHEMES)
             raise ConfigError(
                 f"source {url} has the unknown scheme {scheme}; use a local path, {schemes}"
             )
-        if scheme in WEB_SCHEMES:
-            check_address(url)
-            return cls(url)
         parts = [part for part in rest.split("/") if part]
         if len(parts) < 3 or parts[0] != "datasets":
             raise ConfigError(f"source {url} has no dataset; use hf://datasets/OWNER/NAME/PATH")

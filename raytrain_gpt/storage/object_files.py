@@ -121,12 +121,10 @@ class RetriedHandler(pafs.FileSystemHandler):  # type: ignore[misc]
         return str(self.store.normalize_path(path))
 
     def get_file_info(self, paths: list[str]) -> list[pafs.FileInfo]:
-        infos = self._retried(lambda: self.store.get_file_info(paths), "read", "".join(paths[:1]))
-        return list(infos)
+        return self._retried(lambda: self.store.get_file_info(paths), "read", "".join(paths[:1]))
 
     def get_file_info_selector(self, selector: pafs.FileSelector) -> list[pafs.FileInfo]:
-        infos = self._retried(lambda: self.store.get_file_info(selector), "list", selector.base_dir)
-        return list(infos)
+        return self._retried(lambda: self.store.get_file_info(selector), "list", selector.base_dir)
 
     def create_dir(self, path: str, recursive: bool) -> None:
         self._retried(lambda: self.store.create_dir(path, recursive=recursive), "write", path)
@@ -182,11 +180,8 @@ class RetriedHandler(pafs.FileSystemHandler):  # type: ignore[misc]
         )
 
     def put(self, source: Path, path: str) -> None:
-        if source.stat().st_size:
-            with pa.memory_map(str(source)) as file:
-                self.put_bytes(file.read_buffer(), path)
-        else:
-            self.put_bytes(pa.py_buffer(b""), path)
+        with pa.memory_map(str(source)) as file:
+            self.put_bytes(file.read_buffer(), path)
 
     def put_bytes(self, content: pa.Buffer, path: str) -> None:
         starts = range(0, content.size, UPLOAD_BYTES)

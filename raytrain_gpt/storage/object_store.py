@@ -103,9 +103,11 @@ def retried(operation: Callable[[], T], what: str, url: str, retry_for_s: float)
                 _log.warning("cannot %s %s; retrying for %g s", what, url, retry_for_s)
             left_s = first_failure + retry_for_s - now
             if left_s <= 0:
+                cause = reason(error)
+                cause = redacted(cause[max(0, cause.find("AWS Error")) :])
                 raise StorageError(
                     f"cannot {what} {url}: storage unreachable for {now - first_failure:.0f} s "
-                    f"(retry_for_s={retry_for_s:g}; {_one_line(error)}); the newest checkpoint is "
+                    f"(retry_for_s={retry_for_s:g}; {cause}); the newest checkpoint is "
                     "intact, run the same command to resume"
                 ) from None
             time.sleep(min(left_s, pause_s * _jitter.uniform(0.8, 1.2)))
@@ -134,8 +136,3 @@ def access_error(url: str, why: str) -> ClusterError:
         f"no access to bucket {key.partition('/')[0]} ({why}) for {url}; check its name{settings} on "
         "every node"
     )
-
-
-def _one_line(error: OSError) -> str:
-    text = reason(error)
-    return redacted(text[max(0, text.find("AWS Error")) :])

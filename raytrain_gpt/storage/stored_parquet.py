@@ -16,8 +16,6 @@ import pyarrow.parquet as pq
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.storage.object_files import RetriedReader
 
-KEPT_SHARDS = 2**14
-
 
 class StoredShard:
     def __init__(self, path: Location) -> None:
@@ -49,7 +47,7 @@ class StoredShard:
         return file.read_row_group(index, columns=[column], use_threads=False)[column]
 
 
-@lru_cache(maxsize=KEPT_SHARDS)
+@lru_cache(maxsize=2**14)
 def stored_shard(path: Location, _sha256: str) -> StoredShard:
     """The shard at a path; the hash distinguishes contents stored there at different times."""
     return StoredShard(path)

@@ -29,7 +29,6 @@ import pyarrow.fs as pafs
 from raytrain_gpt.errors import DataError
 
 WEB_SCHEMES = ("http", "https")
-_COPY_BYTES = 2**20
 
 
 def without_query(path: str) -> str:
@@ -46,18 +45,13 @@ def check_address(url: str) -> None:
         possible = False
     wrong = re.search(r"[^!-~]", url)
     if wrong or not possible:
-        shown = _shown(re.sub(r"(?<=://).*@", "", url, flags=re.DOTALL))
+        shown = without_query(re.sub(r"(?<=://).*@", "", url, flags=re.DOTALL))
+        shown = "".join(c if c.isprintable() else quote(c, errors="replace") for c in shown)
         encoded = f", {quote(wrong[0], errors='replace')} for {wrong[0]!a}" if wrong else ""
         raise DataError(
-            f"{shown} is not a valid web address; use https://HOST:PORT/PATH without user and password, "
-            f"percent-encoded{encoded} (a host by its xn-- name)"
+            f"source {shown} is not a valid web address; use https://HOST:PORT/PATH without user and "
+            f"password, percent-encoded{encoded} (a host by its xn-- name)"
         )
-
-
-def _shown(url: str) -> str:
-    """Format an address for messages: in printable characters, without its query."""
-    text = without_query(url)
-    return "source " + "".join(c if c.isprintable() else quote(c, errors="replace") for c in text)
 
 
 class UnreachableError(OSError):
@@ -142,7 +136,7 @@ class WebFiles:
         """Download to a temporary local file that vanishes when closed."""
         with tempfile.NamedTemporaryFile() as copy:
             with self._response(path) as response:
-                shutil.copyfileobj(response, copy, _COPY_BYTES)
+                shutil.copyfileobj(response, copy, length=2**20)
                 length = response.headers.get("Content-Length")
             copy.flush()
             file = pa.OSFile(copy.name)  # unlinked next; the content stays while this is open

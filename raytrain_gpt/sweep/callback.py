@@ -86,8 +86,7 @@ class SweepCallback(tune.Callback):  # type: ignore[misc]
         self._changed = True
 
     def _wait_for_runs(self) -> None:
-        late = ray.get(self._barrier.wait_until_empty.remote())
-        if late:
+        if late := ray.get(self._barrier.wait_until_empty.remote()):
             self._log(f"trials {', '.join(late)} did not stop in time; unsaved steps are lost")
 
     def _show(self, trials: list[TuneTrial]) -> None:

@@ -62,12 +62,11 @@ def cost_lines(sweep: Sweep) -> list[str]:
     )
     on_gpu = c.use_gpu is not False and torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
-    # Trials that share a GPU share its speed.
-    share = c.gpus_per_worker if on_gpu else 1
     measured = measured_tokens_per_s(one_worker_for_auto(configs[0]) if configs else base, device)
     if measured is None:
         return [*lines, "time: unknown; a trial does not fit in this machine's memory"]
-    speed = share * c.num_workers * measured
+    # Trials that share a GPU share its speed.
+    speed = (c.gpus_per_worker if on_gpu else 1) * c.num_workers * measured
     if device.type == "cpu":  # more of them share the same cores
         at_once = min(at_once, max(1, (os.cpu_count() or 1) // (trial_cpus(base) - DATA_CPUS)))
     steps_s, starts_s = full / speed / at_once, number * START_S / at_once
@@ -113,8 +112,7 @@ def measured_tokens_per_s(config: SizedConfig, device: torch.device) -> float | 
     model.init_weights(config.train.seed)
     model.to(device)
     autocast = make_autocast(precision, device)
-    num = fit.sequences if on_gpu else 1
-    size = (num, config.data.seq_len)
+    size = (fit.sequences if on_gpu else 1, config.data.seq_len)
     tokens = torch.randint(shape.vocab_size, size, device=device)
 
     def step() -> None:

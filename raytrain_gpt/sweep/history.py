@@ -14,7 +14,7 @@ from typing import Any
 from raytrain_gpt.errors import ConfigError, reason
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.sweep.trials import State, Trial
+from raytrain_gpt.sweep.trials import Trial
 
 HISTORY_FILE = "sweep.jsonl"
 ENDED = ("finished", "stopped", "diverged")
@@ -68,8 +68,7 @@ def _after(trial: Trial, event: Event) -> Trial:
     if event["event"] == "started":
         return replace(trial, state="running", values=event["values"], error=None)
     if event["event"] == "ended":
-        state: State = event["state"]
-        return replace(trial, state=state, error=event.get("error"))
+        return replace(trial, state=event["state"], error=event.get("error"))
     point = event["tokens_seen"], event["objective"]
     curve = (*(before for before in trial.curve if before[0] < point[0]), point)
     return replace(trial, curve=curve, **{name: event[name] for name in REPORTED})

@@ -16,7 +16,7 @@ from typing import Any, get_args
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.format import amount, count, cut, duration, table
 from raytrain_gpt.sweep.space import Domain, Grid, is_number
-from raytrain_gpt.sweep.spec import sweep_title
+from raytrain_gpt.sweep.spec import Sweep
 from raytrain_gpt.sweep.trials import State, Trial, best_trial, ranking, value_text
 
 RESULTS_FILE, BEST_FILE = "results.csv", "best.yaml"
@@ -66,8 +66,7 @@ def final_table(trials: Sequence[Trial], objective: str, budget_tokens: int) -> 
 
 def failure_text(trials: Sequence[Trial], title: str, resumable: bool) -> str | None:
     """Return the error message of a sweep with failed trials (which `--resume` retries if `resumable`)."""
-    failed = [trial for trial in trials if trial.state == "failed"]
-    if not failed:
+    if not (failed := [trial for trial in trials if trial.state == "failed"]):
         return None
     names = ", ".join(trial.name for trial in failed)
     again = (
@@ -110,17 +109,17 @@ def results_csv(trials: Sequence[Trial], objective: str, budget_tokens: int) -> 
     return text.getvalue()
 
 
-def best_yaml(config: Config, trial: Trial, sweep_name: str, objective: str) -> str:
+def best_yaml(config: Config, trial: Trial, sweep: Sweep) -> str:
     """Format `best.yaml`: the best trial's configuration for `train --config`, as `<sweep>-best`."""
     values = ", ".join(f"{name}={json.dumps(value)}" for name, value in trial.values.items())
     header = [
-        f"Best trial of {sweep_title(sweep_name)}: {trial.name}, {trial.state}, {objective} "
+        f"Best trial of {sweep.title}: {trial.name}, {trial.state}, {sweep.objective} "
         f"{_objective_text(trial)} at {trial.judged_tokens:,} tokens.",
         f"Set by the sweep: {values or 'nothing'}",
         "All other values are this trial's, except for run_name.",
         "Train it again: raytrain-gpt train --config best.yaml",
     ]
-    named = config.updated({"run_name": f"{sweep_name}-best"})
+    named = config.updated({"run_name": f"{sweep.sweep_name}-best"})
     return "".join(f"# {line}\n" for line in header) + named.to_yaml()
 
 

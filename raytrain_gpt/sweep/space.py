@@ -201,8 +201,6 @@ def _type_of(name: str) -> TypeAdapter[Any]:
 def parse_domain(name: str, raw: Any) -> Domain:
     """Parse the domain of a field; raises a ConfigError if its kind, or a value for the field, is invalid."""
     field_section(name)
-    if isinstance(raw, Domain):
-        return raw
     kinds = ", ".join(KINDS)
     if not isinstance(raw, Mapping) or len(raw) != 1:
         raise ConfigError(

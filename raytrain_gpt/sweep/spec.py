@@ -159,18 +159,14 @@ class Sweep(Strict):
 
     @property
     def title(self) -> str:
-        """Name for messages, such as `sweep NAME`."""
-        return sweep_title(self.sweep_name)
+        """Text `sweep NAME`, or just the name if it starts with `sweep`, as sweep.yaml's default does."""
+        name = self.sweep_name
+        return name if name.startswith("sweep") else f"sweep {name}"
 
     @property
     def searched(self) -> list[str]:
         """Fields of the space that are not computed from others, in the file's order."""
         return [name for name, d in self.space.items() if isinstance(d, Searched)]
-
-
-def sweep_title(name: str) -> str:
-    """Return `sweep NAME`, or just the name if it starts with `sweep`, as sweep.yaml's default does."""
-    return name if name.startswith("sweep") else f"sweep {name}"
 
 
 def load_sweep(path: Path, flags: Mapping[str, Any]) -> Sweep:

@@ -238,12 +238,11 @@ class SweepRun:
             original = sweep.base.load().field_values() | sweep.overrides
             restored = ("num_workers", "cpus_per_worker", "spike_detection")
             config = config.updated({name: original[name] for name in restored})
-            files[BEST_FILE] = best_yaml(config, best, sweep.sweep_name, objective).encode()
+            files[BEST_FILE] = best_yaml(config, best, sweep).encode()
             metrics = {f"best/{objective}": best.objective or 0.0}
         for name, content in files.items():
             (self._directory / name).write_bytes(content)
-        resumable = not isinstance(sweep.scheduler, Pbt)
-        failure = failure_text(trials, sweep.title, resumable)
+        failure = failure_text(trials, sweep.title, resumable=not isinstance(sweep.scheduler, Pbt))
         parent.close("failed" if failure or best is None else "finished", metrics, files)
         tune_dir = self._directory / TUNE_DIR
         for name in filter(re.compile(r"\d{10}").fullmatch, tune_dir.names()):

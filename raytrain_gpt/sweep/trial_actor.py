@@ -140,8 +140,7 @@ class TrialRun:
             Diverged: the objective is not finite.
             TrainingFailed: the run failed.
         """
-        report = self._reports.get()
-        if isinstance(report, BaseException):
+        if isinstance(report := self._reports.get(), BaseException):
             raise report
         return report
 
@@ -170,15 +169,12 @@ class TrialRun:
             self._reports.put(self._error or error)
 
     def _go(self) -> None:
-        origin = None
-        if self._origin is not None:
-            origin = read_checkpoint(location(self._config, self._origin))
-        trial = TrialHooks(
-            lambda _: self._report_new(), self._killed, origin, self._context.tracker_tags
-        )
-        config, train_loop = self._config, self._context.train_loop
+        config, context = self._config, self._context
+        origin = None if self._origin is None else read_checkpoint(location(config, self._origin))
+        trial = TrialHooks(lambda _: self._report_new(), self._killed, origin, context.tracker_tags)
         data, world_size = data_of(config), config.cluster.num_workers
-        Run(config, world_size, data, OnRay(), self._signals, print, train_loop, trial).train()
+        train_loop, signals = context.train_loop, self._signals
+        Run(config, world_size, data, OnRay(), signals, print, train_loop, trial).train()
 
     def _report_new(self) -> None:
         """Report every unreported evaluation, and pause after each but the last."""
@@ -204,8 +200,7 @@ class TrialRun:
 
     def _kept_rows(self) -> list[Row]:
         """Return rows up to the newest checkpoint, which the run does not repeat."""
-        complete = Catalog(self.run_dir).complete()
-        if not complete:
+        if not (complete := Catalog(self.run_dir).complete()):
             return []
         saved = [row for checkpoint in complete for row in checkpoint.rows()]
         return merge_rows(read_rows(self._sync.pull().work_dir), saved, complete[-1].state.step)

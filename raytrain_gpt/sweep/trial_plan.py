@@ -9,10 +9,10 @@ base + overrides + fields set by the sweep    base_config, once
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from raytrain_gpt.config.arithmetic import nearest_multiples
@@ -37,9 +37,7 @@ def planned_trials(sweep: Sweep) -> list[dict[str, Any]]:
     if sweep.searcher == "optuna":
         return []
     grids = {name: d.grid for name, d in sweep.space.items() if isinstance(d, Grid)}
-    points = [
-        dict(zip(grids, values, strict=True)) for values in itertools.product(*grids.values())
-    ]
+    points = [dict(zip(grids, values, strict=True)) for values in product(*grids.values())]
     num_draws = (sweep.num_trials or len(points)) // len(points)
     trials = [_draw(sweep, index) | point for index in range(num_draws) for point in points]
     return [{name: trial[name] for name in sweep.searched} for trial in trials]
@@ -66,8 +64,7 @@ def base_config(sweep: Sweep) -> Config:
     batches = batch.extremes if isinstance(batch, Searched) else (fields["global_batch_tokens"],)
     unit = math.lcm(*batches)
     for name in ("budget_tokens", "report_every_tokens"):
-        tokens = getattr(sweep, name)
-        if tokens % unit:
+        if (tokens := getattr(sweep, name)) % unit:
             raise ConfigError(
                 f"{name}={tokens} is not a multiple of every step's {', '.join(map(str, batches))} "
                 f"tokens; nearest: {nearest_multiples(tokens, unit)}"
@@ -151,7 +148,7 @@ def _reachable(sweep: Sweep, trials: list[dict[str, Any]]) -> Iterator[dict[str,
         return
     # The trials vary fastest, then the first domain.
     sides = [*(domain.extremes for domain in reversed(domains.values())), trials or [{}]]
-    corners: Iterable[Sequence[Any]] = itertools.product(*sides)
+    corners: Iterable[Sequence[Any]] = product(*sides)
     if math.prod(map(len, sides)) > MAX_CORNERS:
         draws = random.Random(0)
         corners = ([draws.choice(side) for side in sides] for _ in range(MAX_CORNERS))

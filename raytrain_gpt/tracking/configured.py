@@ -1,10 +1,12 @@
-"""The trackers that a configuration names, and their settings; a new tracker is listed here."""
+"""The trackers that a configuration names, and their settings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pkgutil import resolve_name
 
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.sections import TRACKERS
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking import mlflow_run
@@ -14,17 +16,12 @@ from raytrain_gpt.tracking.trackers import TrackedRun, TrackerQueue
 
 def open_trackers(run: TrackedRun, files: RunFiles, log: Log) -> list[TrackerQueue]:
     """Create the trackers of an attempt, with the rows and samples that they may lack."""
-    trackers = []
-    if run.config.tracking.tensorboard:
-        from raytrain_gpt.tracking.tensorboard_events import TensorBoard  # here: it takes 0.3 s
-
-        off = "no more TensorBoard events"  # its writer cannot recover from a full disk
-        trackers.append(TrackerQueue(TensorBoard, run, log, "TensorBoard", off, OSError))
-        trackers[-1].rows(files.found_rows)
-    if (uri := mlflow_run.tracking_uri(run.config)) is not None:
-        name, off = f"MLflow at {uri}", "MLflow is off"
-        trackers.append(TrackerQueue(mlflow_run.MLflow, run, log, name, off))
-        trackers[-1].rows(files.kept_rows)
+    settings = run.config.tracking
+    openers = [
+        path for name, path in TRACKERS.items() if getattr(settings, name) not in (None, False)
+    ]
+    opened = [resolve_name(path)(run, files, log) for path in openers]
+    trackers: list[TrackerQueue] = [tracker for tracker in opened if tracker is not None]
     for tracker in trackers:
         for step, text in files.found_samples:
             tracker.text(step, "samples", text)
@@ -48,8 +45,7 @@ def absolute_stores(config: Config, absolute: Callable[[str, str], str]) -> dict
     Raises:
         ConfigError: a tracker does not support its store.
     """
-    uri = config.tracking.mlflow_uri
-    if uri is None or uri == "auto":
+    if (uri := config.tracking.mlflow_uri) is None or uri == "auto":
         return {}
     mlflow_run.check_uri(uri)
     prefix = mlflow_run.SQLITE if uri.startswith(mlflow_run.SQLITE) else ""

@@ -106,8 +106,7 @@ class Goodput:
         if self.skipped_batches:
             texts.append(f"{count(self.skipped_batches, 'batch', 'batches')} skipped")
         lost = [(LOST_TO[name], short_duration(lost_s)) for name, lost_s in self.lost_to.items()]
-        shown = [f"{label} {text}" for label, text in lost if text != "0.0s"]
-        if shown:
+        if shown := [f"{label} {text}" for label, text in lost if text != "0.0s"]:
             texts.append(f"lost to: {', '.join(shown)}")
         if self.not_running_s:
             texts.append(f"not running for {short_duration(self.not_running_s)} between commands")
@@ -248,8 +247,7 @@ def read_attempts(rows: list[Row]) -> list[AttemptSpan]:
             kept_rows = [row for row in rows if row["step"] in kept]
             busy_s = _total(kept_rows, "perf/step_time_s") + _total(kept_rows, "perf/eval_s")
             busy_s += _total(events, "perf/checkpoint_blocked_s")
-            lost_s = after["lost_s"] if after else 0.0
-            end_s = max(end_s, first_step["time"] + busy_s + lost_s)
+            end_s = max(end_s, first_step["time"] + busy_s + (after["lost_s"] if after else 0.0))
         if after is not None:
             end_s = min(end_s, after["time"])
         if first_step is not None:

@@ -24,8 +24,8 @@ from raytrain_gpt.errors import ConfigError, reason
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, is_url
-from raytrain_gpt.tracking.run_files import PROFILE_DIR, Row
-from raytrain_gpt.tracking.trackers import End, TrackedRun, plottable_values
+from raytrain_gpt.tracking.run_files import PROFILE_DIR, Row, RunFiles
+from raytrain_gpt.tracking.trackers import End, TrackedRun, TrackerQueue, plottable_values
 
 SQLITE = "sqlite:///"
 OFF = "MLflow is off: its SQLite file cannot be in an object store; set mlflow_uri"
@@ -119,6 +119,15 @@ class MLflowRun:
             folder = PROFILE_DIR if file.parent.name == PROFILE_DIR else None
             self.client.log_artifact(self.run_id, str(file), folder)
         self.client.set_terminated(self.run_id, _STATUSES[end])
+
+
+def open_mlflow(run: TrackedRun, files: RunFiles, log: Log) -> TrackerQueue | None:
+    """Start the tracker of an attempt, with the rows that it may lack, or None without a usable store."""
+    if (uri := tracking_uri(run.config)) is None:
+        return None
+    tracker = TrackerQueue(MLflow, run, log, f"MLflow at {uri}", "MLflow is off")
+    tracker.rows(files.kept_rows)
+    return tracker
 
 
 class MLflow(MLflowRun):
@@ -316,6 +325,5 @@ def _identity(directory: Location, uri: str) -> str:
 
 
 def _find(client: Any, experiment_id: str, identity: str) -> Any:
-    tagged = f"tags.{IDENTITY_TAG} = '{identity}'"
-    runs = client.search_runs([experiment_id], tagged, max_results=1)
+    runs = client.search_runs([experiment_id], f"tags.{IDENTITY_TAG} = '{identity}'", max_results=1)
     return runs[0] if runs else None

@@ -43,8 +43,7 @@ class ActorRecorder(RecorderHandle):
     def __init__(self, spec: RecorderSpec) -> None:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"num_cpus": 0, "max_concurrency": CALLS_AT_ONCE, "scheduling_strategy": here}
-        actor: Any = ray.remote(**options)(Recorder)
-        self._actor = actor.remote(spec)
+        self._actor: Any = ray.remote(**options)(Recorder).remote(spec)
 
     def send(self, method: str, *args: Any, **kwargs: Any) -> Callable[[], Any]:
         return partial(ray.get, getattr(self._actor, method).remote(*args, **kwargs))

@@ -153,8 +153,7 @@ class RunHistory:
 
     def _of_blocks(self, values: Floats) -> list[Curve]:
         """Draw stairs for step times, which are means between two flushes."""
-        label = "mean between log lines"
-        return [Curve(label, self.column("step"), values, stairs=True)]
+        return [Curve("mean between log lines", self.column("step"), values, stairs=True)]
 
     def _spikes(self) -> list[Curve]:
         limit = self.fields.get("spike_zscore", 0)
@@ -176,8 +175,7 @@ class RunHistory:
 
     def _hellaswag(self, marks: list[int]) -> list[Chart]:
         """Chart accuracy with chance and GPT-2 for reference, if it was evaluated."""
-        curves = self.evaluations(HELLASWAG_KEY, "acc_norm", 2, marker="D")
-        if not curves:
+        if not (curves := self.evaluations(HELLASWAG_KEY, "acc_norm", 2, marker="D")):
             return []
         ends = np.array([0, self.last["step"]], np.float64)
         for name, value, color, dash in HELLASWAG_REFERENCES:

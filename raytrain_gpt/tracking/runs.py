@@ -45,12 +45,11 @@ def runs_command(action: str, names: list[str], storage: Location, as_json: bool
                 f"no runs: {storage} does not exist; set --storage_path to that of train, or start a run: "
                 "raytrain-gpt train"
             )
-        content: Any = {
-            "runs": [facts for path in _run_dirs(storage) if (facts := _facts(path, say))]
-        }
+        rows = [facts for path in _run_dirs(storage) if (facts := _facts(path, say))]
         columns = ("run", "state", "step", "max_steps", "train_loss", "val_loss", "checkpoints")
-        _say_table(content["runs"], columns, say)
+        _say_table(rows, columns, say)
         say(f"next: {shell('raytrain-gpt', 'runs', 'show', 'RUN', '--storage_path', storage)}")
+        content: Any = {"runs": rows}
     else:
         runs = [find_run(name, storage) for name in names]
         content = {"show": _show, "checkpoints": _checkpoints, "report": _report}[action](runs, say)

@@ -63,8 +63,6 @@ _PATTERNS = {
 """(kind, pattern of names in lower case without `_`); the first match counts."""
 _RANKS = {kind: i for i, kind in enumerate([*list(_PATTERNS)[:-1], "elementwise", "rest"])}
 """Precedence among nested operators: a copy inside the optimizer counts as optimizer."""
-_GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
-_CPU_WORK = ("cpu_op", "user_annotation")
 
 Event = dict[str, Any]
 
@@ -136,10 +134,10 @@ def time_use(trace: dict[str, Any], first_step: int) -> StepTimeBreakdown:
     """
     work = [e for e in trace["traceEvents"] if e.get("ph") == "X" and "dur" in e]
     work.sort(key=lambda e: (e["ts"], -e["dur"]))  # outer operators first
-    on_cpu = [e for e in work if e.get("cat") in _CPU_WORK]
+    on_cpu = [e for e in work if e.get("cat") in ("cpu_op", "user_annotation")]
     steps = [e for e in on_cpu if e["name"] == STEP_SPAN]
     on_cpu = [e for e in on_cpu if e["name"] != STEP_SPAN]
-    on_gpu = [e for e in work if e.get("cat") in _GPU_WORK]
+    on_gpu = [e for e in work if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     kinds = _kinds_on_cpu(on_cpu)
     training = [e for e in on_cpu if e["tid"] == steps[0]["tid"]]
     if on_gpu:

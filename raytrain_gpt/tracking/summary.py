@@ -33,8 +33,7 @@ def run_end(summary: RunSummary, say: Log) -> None:
             f"run {run_dir.name} is already finished at step {summary.step}; "
             "raise max_steps to extend it, or set a new run_name"
         )
-    samples = read_samples(work_dir)
-    if samples:
+    if samples := read_samples(work_dir):
         say(f"samples at step {samples[-1][0]}:")
         say(samples[-1][1])
     facts = run_facts(run)
@@ -70,14 +69,12 @@ def run_facts(run: RunHistory) -> dict[str, Any]:
     evaluations = [row for row in run.evals if row["val/loss"] is not None]
     newest = run.checkpoints[-1].state if run.checkpoints else None
     max_steps = run.max_steps or None
-    step = newest.step if newest else 0
-    tokens_seen = newest.tokens_seen if newest else 0
+    step, tokens_seen = (newest.step, newest.tokens_seen) if newest else (0, 0)
     if live_holder(run.dir / LEASE_FILE):
         state = "running"
         step, tokens_seen = run.last["step"], run.last.get("data/tokens_seen", tokens_seen)
     else:
-        is_finished = isinstance(max_steps, int) and step >= max_steps
-        state = "finished" if is_finished else "stopped"
+        state = "finished" if max_steps is not None and step >= max_steps else "stopped"
     return {
         "run": run.dir.name,
         "path": str(run.dir),

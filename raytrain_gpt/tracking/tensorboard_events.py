@@ -14,8 +14,17 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from raytrain_gpt.tracking.run_files import Row
-from raytrain_gpt.tracking.trackers import End, TrackedRun, plottable_values
+from raytrain_gpt.format import Log
+from raytrain_gpt.tracking.run_files import Row, RunFiles
+from raytrain_gpt.tracking.trackers import End, TrackedRun, TrackerQueue, plottable_values
+
+
+def open_tensorboard(run: TrackedRun, files: RunFiles, log: Log) -> TrackerQueue:
+    """Start the tracker of an attempt, with the rows that it may lack."""
+    off = "no more TensorBoard events"  # its writer cannot recover from a full disk
+    tracker = TrackerQueue(TensorBoard, run, log, "TensorBoard", off, OSError)
+    tracker.rows(files.found_rows)
+    return tracker
 
 
 class TensorBoard:
@@ -37,8 +46,7 @@ class TensorBoard:
 
     def text(self, step: int, name: str, text: str) -> None:
         tensor = TensorProto(dtype=DT_STRING, string_val=[f"```\n{text}\n```".encode()])
-        metadata = create_summary_metadata(name, "")
-        value = Summary.Value(tag=name, metadata=metadata, tensor=tensor)
+        value = Summary.Value(tag=name, metadata=create_summary_metadata(name, ""), tensor=tensor)
         self._add(step, summary=Summary(value=[value]))
 
     def _add(self, step: int, time_s: float | None = None, **content: Any) -> None:

@@ -176,7 +176,7 @@ def test_a_batch_holds_what_was_encoded(device_type: str) -> None:
     examples = made(200)
     choices = encode_choices(examples, BYTES, 256)
     for batch in choices.batches(0, 1, device_type):
-        assert batch.tokens.size <= hellaswag.BATCH_TOKENS
+        assert batch.tokens.numel() <= hellaswag.BATCH_TOKENS
         assert batch.labels.tolist() == [examples[i].label for i in batch.examples]
         places = [4 * example + ending for example in batch.examples for ending in range(4)]
         for place, tokens, scored in zip(places, batch.tokens, batch.scored, strict=True):
@@ -207,7 +207,7 @@ def test_as_on_a_gpu_few_shapes_occur_and_the_scores_stay_the_same(
         shapes.clear()
         found = torch.zeros(400, 8, dtype=torch.float64)
         for batch in choices.batches(0, 1, device_type):
-            rows = losses(model, torch.from_numpy(batch.tokens), torch.from_numpy(batch.scored))
+            rows = losses(model, batch.tokens, batch.scored)
             found[batch.examples] = torch.cat([part.view(-1, 4) for part in rows], 1)
         return found
 

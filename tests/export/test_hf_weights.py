@@ -24,7 +24,7 @@ from tests.conftest import raises_line
 ODD = [GPTShape(1, 1, 8, 3, 65), GPTShape(3, 5, 40, 33, 257), GPTShape(2, 12, 96, 17, 1000)]
 """Unusual shapes, as (layers, heads, channels, context, vocabulary)."""
 QWEN3 = [
-    replace(ODD[0], architecture="qwen3", tied_embeddings=False, num_heads=2),
+    replace(ODD[0], architecture="qwen3", tied_embeddings=False, num_heads=2, mlp_size=32),
     replace(ODD[1], architecture="qwen3", num_kv_heads=1, mlp_size=50, rope_theta=77.0),
     GPTShape(2, 4, 96, 17, 1000, 0.0, "qwen3", 2, 64, False, 1e6),
 ]

@@ -24,6 +24,8 @@ from raytrain_gpt.sweep.results import (
 from raytrain_gpt.sweep.space import Grid
 from raytrain_gpt.sweep.trials import State, Trial, best_trial, ranking, value_text
 
+from .conftest import sweep_of
+
 BUDGET = 1_000_000
 
 
@@ -272,7 +274,8 @@ def test_results_csv_has_every_field_though_a_pending_trial_has_no_values() -> N
 def best_file(tmp_path: Path) -> Path:
     values = {"peak_lr": 1.1e-05, "min_lr": 1e-06, "sample_prompt": "a: #b\nc"}
     config = load_preset("quickstart").updated({**values, "run_name": "000"})
-    text = best_yaml(config, trial(7, 3.25, **values), "lr-sweep", "val/loss")
+    sweep = sweep_of({"peak_lr": {"grid": [1.1e-05]}}, sweep_name="lr-sweep")
+    text = best_yaml(config, trial(7, 3.25, **values), sweep)
     path = tmp_path / "best.yaml"
     path.write_text(text, "utf-8")
     return path
