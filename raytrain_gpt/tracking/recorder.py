@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import queue
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -78,6 +79,7 @@ class Recorder:
         self._news: queue.SimpleQueue[str | Row] = queue.SimpleQueue()
         self._orders: list[str] = []
         self._changed = asyncio.Condition()
+        self._calls_done: Counter[int] = Counter()
         self._ranks: dict[int, RankState] = {}
         self._stacks: dict[int, str] = {}
         self._outcome: CleanExit | None = None
@@ -108,6 +110,17 @@ class Recorder:
         written, self._unwritten = self._unwritten, []
         for tracker in self._trackers:
             tracker.rows(written)
+
+    async def in_order(self, rank: int, number: int, method: str, *args: Any) -> None:
+        """Run a rank's call after its earlier ones; Ray starts an async actor's calls in any order."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._calls_done[rank] == number)
+        try:
+            await getattr(self, method)(*args)
+        finally:
+            async with self._changed:
+                self._calls_done[rank] += 1
+                self._changed.notify_all()
 
     async def add_rows(self, rows: list[Row]) -> None:
         """Write rows everywhere, and the console lines that are due."""

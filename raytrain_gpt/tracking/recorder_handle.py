@@ -20,7 +20,7 @@ CALLS_AT_ONCE = 10_000
 
 
 class RecorderHandle(ABC):
-    """Caller of a recorder's methods; one caller's calls run in order."""
+    """Caller of a recorder's methods."""
 
     @abstractmethod
     def send(self, method: str, *args: Any, **kwargs: Any) -> Callable[[], Any]:
@@ -81,9 +81,8 @@ class ConsoleRecorder(RecorderHandle):
         self._log = log
 
     def send(self, method: str, *args: Any, **kwargs: Any) -> Callable[[], Any]:
-        if method == "log":
-            rank, line = args
-            self._log(f"[rank {rank}] {line}")
+        if method == "in_order" and args[2] == "log":
+            self._log("[rank {}] {}".format(*args[3:]))
         return lambda: None
 
     def end(self) -> None:

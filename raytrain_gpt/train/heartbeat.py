@@ -8,6 +8,7 @@ its recorder exits. Local mode, where the rank's process is its own driver, has 
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import sys
@@ -42,6 +43,7 @@ class RecorderClient:
         self._recorder, self._rank = recorder, rank
         self._rows: list[Row] = []
         self._sent_at = 0.0
+        self._call_numbers = itertools.count()
         self._wait_for_last_call: Callable[[], Any] = lambda: None
         self._progress = 0
         self._closed = False
@@ -55,8 +57,11 @@ class RecorderClient:
         self._progress += 1
 
     def call(self, method: str, *args: Any) -> None:
-        """Call a method of the recorder without waiting."""
-        self._wait_for_last_call = self._recorder.send(method, *args)
+        """Call a method of the recorder, after this rank's earlier calls, without waiting."""
+        number = next(self._call_numbers)
+        self._wait_for_last_call = self._recorder.send(
+            "in_order", self._rank, number, method, *args
+        )
 
     def log(self, line: str) -> None:
         """Print a line with this rank."""

@@ -69,6 +69,25 @@ def test_every_row_is_written_and_some_are_said(tmp_path: Path) -> None:
     ]
 
 
+def test_a_ranks_calls_run_in_the_order_in_which_it_made_them(tmp_path: Path) -> None:
+    """Ray starts them in any order; a call that fails does not stop the later ones."""
+    writer, steps = recorder(tmp_path), list(range(1, 21))
+
+    async def arrive_reversed() -> list[Any]:
+        calls = [
+            writer.in_order(0, n, "add_rows", [step_row(step)]) for n, step in enumerate(steps)
+        ]
+        failing = writer.in_order(0, len(calls), "add_event")  # without its arguments
+        last = writer.in_order(0, len(calls) + 1, "left", None, None)
+        other = writer.in_order(1, 0, "log", 1, "hello")
+        return await asyncio.gather(last, failing, other, *calls[::-1], return_exceptions=True)
+
+    results = run(arrive_reversed())
+    assert [type(result) for result in results[:3]] == [type(None), TypeError, type(None)]
+    assert [row["step"] for row in read_rows(tmp_path)] == steps
+    assert run(writer.outcome()) == CleanExit(None, None)
+
+
 def test_files_have_no_value_of_a_secret_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

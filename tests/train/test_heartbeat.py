@@ -29,10 +29,15 @@ class FakeRecorder(RecorderHandle):
         self.orders: queue.Queue[list[str]] = queue.Queue()
         self.beats: list[tuple[Any, ...]] = []
         self.error: Exception | None = None
+        self.num_in_order = 0
 
     def send(self, method: str, *args: Any, **kwargs: Any) -> Callable[[], Any]:
+        if method == "in_order":
+            _, number, method, *args = args  # type: ignore[assignment]
+            assert number == self.num_in_order
+            self.num_in_order += 1
         if method != "beat":
-            self.calls.put((method, args))
+            self.calls.put((method, tuple(args)))
             return lambda: None
         if self.error is not None:
             raise self.error
