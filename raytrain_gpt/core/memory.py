@@ -86,7 +86,7 @@ class MemoryModel:
         """Model the memory of a configuration, with a shape that may differ from its own."""
         evaluates = config.eval.eval_mode == "inline"
         train, optimizer = config.train, config.optim.optimizer
-        num_shards = world_size if train.parallel == "fsdp" else 1
+        num_shards = train.num_shards(world_size)
         return cls(shape, bf16, train.compile, num_shards, evaluates, optimizer, train.exact)
 
     def predict(self, micro_batch_sequences: int, activation_checkpointing: str) -> TrainingMemory:
