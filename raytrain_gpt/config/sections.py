@@ -38,9 +38,11 @@ ARCHITECTURE_FIELDS: dict[str, tuple[str, ...]] = {
     "gpt2": (),
     "qwen3": ("num_kv_heads", "mlp_size", "tied_embeddings", "rope_theta"),
 }
-"""Architecture -> its fields that not all have."""
+"""Architecture -> its fields that some architectures lack."""
 
 SPECIAL_FIELDS = tuple(dict.fromkeys(chain(*ARCHITECTURE_FIELDS.values())))
+"""Fields that some architectures lack."""
+
 SHAPE_FIELDS = ("architecture", "num_layers", "num_heads", "embd_size", *SPECIAL_FIELDS)
 """Fields fixed by a checkpoint's weights."""
 

@@ -91,17 +91,17 @@ class MemoryModel:
 
     def predict(self, micro_batch_sequences: int, activation_checkpointing: str) -> TrainingMemory:
         """Predict the memory of a micro-batch and mode (`none`, `selective` or `full`)."""
-        weights = count_model(self.shape).num_parameters * _FP32_BYTES
+        counts, optimizer = count_model(self.shape), optimizer_class(self.optimizer)
+        weights = counts.num_parameters * _FP32_BYTES
         unsharded = TrainingMemory(
             weights=weights,
             gradients=weights * (3 if self.exact else 1),  # plus int64 sums, twice as long
-            moments=checkpoint_bytes(self.shape, self.optimizer) - weights,
+            moments=optimizer.state_bytes(counts.num_parameters, counts.matrices),
             activations=self._activations(micro_batch_sequences, activation_checkpointing),
             logits=self._logits(micro_batch_sequences * self.shape.seq_len),
         )
         memory = unsharded if self.num_shards == 1 else self._sharded(unsharded)
-        matrices = count_model(self.shape).matrices
-        update = optimizer_class(self.optimizer).update_bytes(matrices, self.num_shards)
+        update = optimizer.update_bytes(counts.matrices, self.num_shards)
         return replace(memory, update=max(0, update - memory.activations - memory.logits))
 
     def _activations(self, sequences: int, mode: str) -> int:

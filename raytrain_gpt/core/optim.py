@@ -141,7 +141,7 @@ def update(
     synchronization.
 
     Args:
-        optimizer: Of all `parameters`.
+        optimizer: Updates all `parameters`.
         grad_clip: Largest global gradient norm.
         loss_scale: Divides the gradients and is adjusted, or None without scaling.
         keeps_gradients: Zero the gradients in place instead of dropping them.

@@ -34,7 +34,7 @@ def mark_interrupted(directory: Location, config: Config) -> None:
 
 
 def tracker_warnings(config: Config) -> list[str]:
-    """List trackers that are off because of other settings."""
+    """List trackers that a different setting turns off."""
     is_off = config.tracking.mlflow_uri == "auto" and mlflow_run.tracking_uri(config) is None
     return [mlflow_run.OFF] if is_off else []
 

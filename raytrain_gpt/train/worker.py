@@ -323,7 +323,7 @@ class Worker:
         stop, writing, ask = self.agreement.exchange(*flags)
         if not writing:
             self.checkpoints.collect()
-        # The flag arrives one step late, when rank 0 has just raised it again; the second is ignored.
+        # The flag arrives a step late, when rank 0 has just raised it again; ignore the second one.
         self._asks_ray = ask and not self._asks_ray
         if self._asks_ray:
             self._preemption_checked_at = now
