@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import itertools
 import os
 import re
 import signal
@@ -26,6 +27,12 @@ _NO_USABLE_PATH = {
     errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM, errno.EROFS
 }  # fmt: skip
 """Errors blamed on a user's path wherever they occur; a missing file (ENOENT) may be our bug."""
+
+
+CODE_DECLARES_FLAGS = ("estimate", "train", "tune", "doctor")
+CODE_OF_CHECKPOINT = ("eval", "sample", "serve", "export")
+"""Commands with `--code`; the latter compare it with the checkpoint before it is executed, except for
+`eval --evaluations`, whose flags it declares."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -65,9 +72,11 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def _run(argv: Sequence[str] | None) -> NoReturn:
     try:
+        arguments = _underscored(sys.argv[1:] if argv is None else argv)
         with _interrupts_end():
+            _use_code(arguments)
             parser = _parser()
-        args = parser.parse_args(_underscored(sys.argv[1:] if argv is None else argv))
+        args = parser.parse_args(arguments)
         args.command(args)
     except RaytrainGptError as error:
         kind = "error: " if error.exit_code != Interrupted.exit_code else ""
@@ -121,6 +130,29 @@ def _underscored(argv: Sequence[str]) -> list[str]:
         for argument in argv[:stop]
     ]
     return [*flags, *argv[stop:]]
+
+
+def _use_code(argv: Sequence[str]) -> None:
+    """Read the file of `--code` before the flags are parsed: it declares more of them.
+
+    Raises:
+        ConfigError: it cannot be read or executed.
+    """
+    from raytrain_gpt.config import kinds
+
+    kinds.use(None)
+    if not argv or argv[0] not in (*CODE_DECLARES_FLAGS, *CODE_OF_CHECKPOINT):
+        return
+    stop = argv.index("--") if "--" in argv else len(argv)
+    files = [one.removeprefix("--code=") for one in argv[:stop] if one.startswith("--code=")]
+    files += [file for flag, file in itertools.pairwise(argv[:stop]) if flag == "--code"]
+    if files:
+        from raytrain_gpt.data.locations import use_code  # here: its import takes a while
+
+        use_code(files[-1], "--accept_changed_code" in argv[:stop])
+        evaluates = any(one.partition("=")[0] == "--evaluations" for one in argv[:stop])
+        if argv[0] in CODE_DECLARES_FLAGS or evaluates:
+            kinds.own_kinds()
 
 
 def _parser() -> argparse.ArgumentParser:

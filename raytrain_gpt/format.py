@@ -103,9 +103,9 @@ def look_at_batch(run_dir: object, batch: int) -> str:
     return shell("raytrain-gpt", "data", "at", run_dir, "--batch", batch)
 
 
-def sample_command(checkpoint: object) -> str:
+def sample_command(checkpoint: object, *flags: str) -> str:
     """The command that samples from a run or checkpoint."""
-    return f'{shell("raytrain-gpt", "sample", checkpoint)} --prompt "Hello"'
+    return f'{shell("raytrain-gpt", "sample", checkpoint, *flags)} --prompt "Hello"'
 
 
 def table(names: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -138,6 +138,15 @@ def step_line(row: dict[str, Any], max_steps: int) -> str:
     return " | ".join(cells)
 
 
+ROW_PREFIXES = ("train", "val", "hellaswag", "optim", "data", "perf", "events", "text", "best")
+"""First part of the keys of rows and trackers that are not of the user's evaluations."""
+
+
+def own_scores(row: dict[str, Any]) -> dict[str, float | None]:
+    """Key -> value of the user's evaluations in a row."""
+    return {k: v for k, v in row.items() if "/" in k and k.partition("/")[0] not in ROW_PREFIXES}
+
+
 def eval_line(row: dict[str, Any], max_steps: int) -> str:
     """The console line of an evaluation."""
     line = (
@@ -150,6 +159,8 @@ def eval_line(row: dict[str, Any], max_steps: int) -> str:
             line += f" | {name.removeprefix('val/loss/')} {number(loss, '.4f')}"
     if "hellaswag/acc_norm" in row:
         line += f" | hellaswag {row['hellaswag/acc_norm']:.4f} (acc {row['hellaswag/acc']:.4f})"
+    for name, score in own_scores(row).items():
+        line += f" | {name} {number(score, '.4f')}"
     return line
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raytrain_gpt.config.load import describe_config, given_fields, resolve
-from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.schema import Config, check_kinds
 from raytrain_gpt.format import Log
 from raytrain_gpt.redact import printable
 
@@ -78,12 +78,20 @@ class TrainedRun:
         return sample_checkpoint(path, prompt, print, num_samples=num_samples, **options)
 
 
-def train(preset: str | None = None, config: str | Path | None = None, **fields: Any) -> TrainedRun:
+def train(
+    preset: str | None = None,
+    config: str | Path | None = None,
+    code: str | Path | None = None,
+    accept_changed_code: bool = False,
+    **fields: Any,
+) -> TrainedRun:
     """Train a model, or resume the run of this name, and return when it is finished.
 
     Args:
         preset: As in `raytrain-gpt train` (default: quickstart).
         config: Path or URL of a YAML file, instead of a preset.
+        code: Python file with your own kinds, as in docs/extending.md.
+        accept_changed_code: Resume although the code has changed.
         fields: Configuration fields by name, such as `max_steps=500`; they override both.
 
     Raises:
@@ -92,14 +100,16 @@ def train(preset: str | None = None, config: str | Path | None = None, **fields:
         StorageError: the storage was unreachable for too long.
         TrainingFailed: the run failed.
     """
-    from raytrain_gpt.data.locations import config_on_disk  # here: its import takes a while
+    from raytrain_gpt.data.locations import file_on_disk, use_code  # here: imports take a while
 
-    with config_on_disk(config) as file:
+    use_code(code, accept_changed_code)
+    with file_on_disk(config) as file:
         if "init_from" in given_fields(file, fields):
             from raytrain_gpt.train.preflight import sizes_of_init_from  # here: seconds of import
 
             fields = {**sizes_of_init_from(preset, file, fields), **fields}
         resolved = resolve(preset, file, fields)
+        check_kinds(resolved)
     # Ray and tqdm warn about missing ipywidgets, which only displays disabled here would use.
     logging.getLogger("ray.widgets").setLevel(logging.WARNING)
     with warnings.catch_warnings():

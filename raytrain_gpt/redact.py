@@ -49,7 +49,9 @@ _IN_URL = re.compile(
 def has_secret(url: str) -> bool:
     """Whether any URL in a text has a password, key or token."""
     for _ in range(3):  # parsers decode once, and libraries below them may decode again
-        if _IN_URL.search(url) or any(map(has_user_info, url.split(","))):
+        # Paths of a mixture are separated by commas, which a password may contain.
+        parts = [*url.split(","), *[url] * (url.count("://") == 1)]
+        if _IN_URL.search(url) or any(map(has_user_info, parts)):
             return True
         url = unquote(url)
     return False

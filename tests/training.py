@@ -65,6 +65,9 @@ class ThreadRanks:
         gathered = self._all_gather(adapter.dump_json(value, by_alias=True))
         return [adapter.validate_json(text) for text in gathered]
 
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        return torch.stack(self._all_gather(tensor)).sum(0)
+
     def all_gather_rows(self, row: Tensor) -> Tensor:
         return torch.stack(self._all_gather(row))
 

@@ -16,12 +16,14 @@ from pydantic import TypeAdapter
 
 from raytrain_gpt.checkpoint.catalog import (
     CHECKPOINTS_DIR,
+    CODE_FILE,
     ROWS_FILE,
     STATE_FILE,
     Catalog,
     Checkpoint,
     read_checkpoint,
 )
+from raytrain_gpt.checkpoint.code_check import check_unchanged, code_hash, replaced_code
 from raytrain_gpt.checkpoint.run_names import near_run
 from raytrain_gpt.config.batch import for_workers
 from raytrain_gpt.config.resolved import FittedConfig
@@ -38,7 +40,7 @@ from raytrain_gpt.storage.location import Location
 BRANCH_FILE = "branch.json"
 _RUN_AT_STEP = re.compile(r"(.+)@(\d{1,15})", re.DOTALL)
 FIXED_ON_BRANCH = (*SHAPE_FIELDS, "seq_len", "global_batch_tokens", "optimizer")
-"""Fields that the weights, the moments or the data position depend on."""
+"""Fields that the weights, the moments or the data position depend on, besides the model's settings."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +94,11 @@ def create_branch(config: FittedConfig, data: Mixture, log: Log) -> Checkpoint |
     state = origin.state
     before = parse_config(state.config, str(origin.path)).field_values()
     now = config.field_values()
-    for name in FIXED_ON_BRANCH:
-        if before[name] != now[name]:
+    for name in (*FIXED_ON_BRANCH, *(config.model.model_extra or ())):
+        if before.get(name) != now[name]:
             raise ConfigError(
-                f"{name}={now[name]}, but {origin.path} has {before[name]} and a branch cannot change it; "
-                f"set {name} to {before[name]}"
+                f"{name}={now[name]}, but {origin.path} has {before.get(name)} and a branch cannot "
+                f"change it; set {name} to {before.get(name)}"
             )
     if state.step >= config.train.max_steps:
         raise ConfigError(
@@ -104,6 +106,7 @@ def create_branch(config: FittedConfig, data: Mixture, log: Log) -> Checkpoint |
             f"set max_steps above {state.step}"
         )
     check_vocabulary(data, state.vocab_hash, str(origin.path))
+    check_unchanged(config, origin, log)
     is_same_data = (state.manifest_hash, before["seed"]) == (data.hash, now["seed"])
     run_dir = run_location(config)
     autos = [name for name in AUTO_MEMORY_FIELDS if now[name] == "auto"]
@@ -118,7 +121,7 @@ def create_branch(config: FittedConfig, data: Mixture, log: Log) -> Checkpoint |
     )
     draft = Catalog(run_dir).draft(state.step, "branch")
     with origin.files() as files:
-        names = origin.file_names - {STATE_FILE, ROWS_FILE}
+        names = origin.file_names - {STATE_FILE, ROWS_FILE, CODE_FILE}
         entries = {name: draft.add(name, partial(shutil.copyfile, files / name)) for name in names}
     (run_dir / BRANCH_FILE).write_text(json.dumps(asdict(branch)) + "\n")
     path = draft.commit(
@@ -129,9 +132,11 @@ def create_branch(config: FittedConfig, data: Mixture, log: Log) -> Checkpoint |
             order_version=ORDER_VERSION,
             val_loss=None,  # only this run's evaluations decide its best checkpoint
             skipped_batches=state.skipped_batches if is_same_data else (),
+            code_sha256=code_hash(config),
+            replaced_code=replaced_code(config, origin),
         ),
         entries,
-        {ROWS_FILE: ""},
+        {ROWS_FILE: "", **({CODE_FILE: config.code.text} if config.code else {})},
     )
     log(branch.line)
     return read_checkpoint(path)

@@ -1,6 +1,7 @@
 """The catalog of a run's checkpoints: complete and hash-verified, or absent.
 
     checkpoints/step=00000250/         model.safetensors, optim-*.safetensors, tokenizer.json,
+                                       code.py if the run has code of the user's,
                                        state.json, rows.jsonl and, last, hashes.json;
                                        evaluation.json follows if evaluated asynchronously
     checkpoints/unfinished-…           being written or removed; never read
@@ -48,6 +49,7 @@ from raytrain_gpt.storage.location import Location, force_to_disk
 CHECKPOINTS_DIR = "checkpoints"
 STATE_FILE = "state.json"
 ROWS_FILE = "rows.jsonl"
+CODE_FILE = "code.py"
 _NAME = re.compile(r"step=(\d{8}|[1-9]\d{8,})")
 _UNFINISHED = re.compile(rf"unfinished-(removed-)?{_NAME.pattern}(-[\w-]+)?")
 _NEEDED = {STATE_FILE, "model.safetensors"}

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field
 from raytrain_gpt.data.order import BatchRanges
 from raytrain_gpt.data.tokenizer import Hash
 
-STATE_VERSION = 5
+STATE_VERSION = 6
 
 _Count = Annotated[int, Field(ge=0, lt=2**53)]
 
@@ -27,6 +27,8 @@ class CheckpointState:
         num_workers: World size that wrote it.
         skipped_batches: Ranges of global batches skipped after loss spikes.
         loss_scale: fp16 loss scale and steps since it changed, or None for other precisions.
+        code_sha256: Hash of the `code.py` beside it, or None for a run with only built-in kinds.
+        replaced_code: Hashes of earlier code of the run, each replaced with `--accept_changed_code`.
         numerics_environment: Environment of exact sums (see `core.device`), or None without `exact`.
     """
 
@@ -46,6 +48,8 @@ class CheckpointState:
     skipped_batches: BatchRanges = ()
     loss_scale: tuple[float, int] | None = None
     numerics_environment: dict[str, str] | None = None
+    code_sha256: Hash | None = None
+    replaced_code: tuple[Hash, ...] = ()
     state_version: int = STATE_VERSION
 
     @property

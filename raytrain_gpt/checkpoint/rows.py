@@ -18,7 +18,7 @@ _COUNTS |= {"data/tokens_seen", "val/tokens", "hellaswag/examples", "hellaswag/c
 _SECONDS = {"time", "lost_s", "perf/checkpoint_write_s"}
 _NUMBERS = {"loss", "loss_zscore", "grad_norm", "grad_norm_zscore"}
 """Numbers, as all other keys with a slash are."""
-_LIMIT = 1e100
+LIMIT = 1e100
 """Sums of numbers below it are finite."""
 _TIME_LIMIT_S = 1e11
 """Unix seconds of the year 5138."""
@@ -50,7 +50,7 @@ def _is_valid(key: str, value: Any) -> bool:
     if key in _SECONDS:
         return is_number and 0 <= value < _TIME_LIMIT_S
     if key in _NUMBERS or "/" in key:  # null stands for a number that is not finite
-        return value is None or (is_number and abs(value) < _LIMIT)
+        return value is None or (is_number and abs(value) < LIMIT)
     return True
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from typing import Annotated
 
 from pydantic import Field
 
-from raytrain_gpt.commands.flags import SECTIONS, ConfigOptions, JsonOptions, command, say
+from raytrain_gpt.commands.flags import ConfigOptions, JsonOptions, command, say, section_fields
+from raytrain_gpt.config import kinds
 from raytrain_gpt.config.call_options import Metavar, Options
 
 
@@ -18,21 +20,32 @@ class DoctorOptions(JsonOptions, ConfigOptions):
     """Tokenizer that `prepare` must find (default: not checked)."""
 
 
-@command("doctor", DoctorOptions, SECTIONS)
+@command("doctor", DoctorOptions, section_fields)
 def doctor(options: DoctorOptions) -> None:
-    """Check a cluster before training on it.
+    """Check a cluster before training on it, or your own code.
 
-    Checks everything that `train` with the same flags needs, on the cluster that it would use. Each check is
-    one line: PASS, FAIL with what to do, or SKIP with the reason. Exit code 1 if one fails.
+    Checks everything that `train` with the same flags needs, on the cluster that it would use. With --code,
+    instead checks the kinds that the file declares, in this process. Each check is one line: PASS, FAIL with
+    what to do, or SKIP with the reason. Exit code 1 if one fails.
     """
     config = options.resolved()
-    from raytrain_gpt.doctor.examine import examine
+    if options.code is None:
+        from raytrain_gpt.doctor.examine import examine
 
-    result = examine(config, options.tokenizer, options.bench, say)
+        result = examine(config, options.tokenizer, options.bench, say)
+        ok, facts = result.ok, result.as_json()
+    else:
+        from raytrain_gpt.doctor.conformance import conformance
+
+        checks = conformance(config, say)
+        chosen = dict(reversed(kinds.own_kinds()))
+        options = options.model_copy(update={"fields": {**chosen, **options.fields}})
+        ok = all(check.status != "FAIL" for check in checks)
+        facts = {"ok": ok, "checks": [asdict(check) for check in checks]}
     fix = "fix the FAIL lines, then run this command again"
-    say(f"next: {options.train_command() if result.ok else fix}")
-    options.say_json(result.as_json())
-    sys.exit(0 if result.ok else 1)
+    say(f"next: {options.train_command() if ok else fix}")
+    options.say_json(facts)
+    sys.exit(0 if ok else 1)
 
 
 class NodeOptions(Options):

@@ -9,11 +9,12 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar, cast
 
 from pydantic import Field, field_validator
 from pydantic.fields import FieldInfo
 
+from raytrain_gpt.config import kinds
 from raytrain_gpt.config.batch import check_shares
 from raytrain_gpt.config.call_options import Metavar, Options
 from raytrain_gpt.config.load import (
@@ -23,21 +24,38 @@ from raytrain_gpt.config.load import (
     preset_names,
     resolve,
 )
-from raytrain_gpt.config.schema import FIELDS, Config
+from raytrain_gpt.config.schema import FIELDS, Config, check_kinds
+from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.redact import printable
 
 OptionsT = TypeVar("OptionsT", bound=Options)
 Groups = dict[str, dict[str, FieldInfo]]
 
-SECTIONS: Groups = {
-    title: {name: field for name, (section, field) in FIELDS.items() if section == title}
-    for title in Config.model_fields
-}
-"""Configuration section -> its fields, each a flag."""
+
+def section_fields() -> Groups:
+    """Configuration section -> its fields, each a flag, with the settings of all kinds."""
+    groups: Groups = {title: {} for title in Config.model_fields}
+    for name, (section, field) in FIELDS.items():
+        groups[section][name] = field
+    return groups
 
 
-class CheckpointOptions(Options):
+def no_fields() -> Groups:
+    return {}
+
+
+class CodeOptions(Options):
+    code: Annotated[str | None, Metavar("FILE")] = None
+    """Python file with your own kinds, as in docs/extending.md (default: only built-in ones)."""
+
+    @property
+    def code_flags(self) -> tuple[str, ...]:
+        """The flag again, for a command to copy."""
+        return () if self.code is None else ("--code", self.code)
+
+
+class CheckpointOptions(CodeOptions):
     checkpoint: Annotated[str, Metavar("CHECKPOINT", positional=True)]
     """Path or s3:// URL of a checkpoint or run, or the name of a run in ./runs; a run means its best
     checkpoint, or its newest if none was evaluated."""
@@ -79,7 +97,7 @@ class ProgressOptions(Options):
         return (lambda line: None) if self.quiet else say
 
 
-class ConfigOptions(Options):
+class ConfigOptions(CodeOptions):
     """A configuration: a preset or file, and flags for single fields."""
 
     preset: Annotated[str | None, Metavar("NAME")] = Field(
@@ -97,9 +115,9 @@ class ConfigOptions(Options):
             ConfigError: an unknown preset, an invalid value, or a batch that does not divide over a
                 fixed num_workers.
         """
-        from raytrain_gpt.data.locations import config_on_disk
+        from raytrain_gpt.data.locations import file_on_disk
 
-        with config_on_disk(self.config) as file:
+        with file_on_disk(self.config) as file:
             fields: dict[str, Any] = dict(self.fields)
             if "init_from" in given_fields(file, fields):
                 # here: seconds of import
@@ -107,13 +125,16 @@ class ConfigOptions(Options):
 
                 fields = {**sizes_of_init_from(self.preset, file, fields), **fields}
             config = resolve(self.preset, file, fields)
+            check_kinds(config)
         if isinstance(config.cluster.num_workers, int):
             check_shares(config, max(1, config.cluster.num_workers))
         return config
 
     def train_command(self) -> str:
         """The `train` command with the same configuration."""
-        flags = self.model_dump(include={"preset", "config"}, exclude_none=True) | self.fields
+        flags = (
+            self.model_dump(include={"preset", "config", "code"}, exclude_none=True) | self.fields
+        )
         return command_line("train", flags)
 
 
@@ -129,27 +150,34 @@ class Command(Generic[OptionsT]):
 
     name: str
     options: type[OptionsT]
-    groups: Groups
-    """More fields by help group; set ones go to `options.fields`, as text."""
+    groups: Callable[[], Groups]
+    """Makes more fields by help group; set ones go to `options.fields`, as text."""
     run: Callable[[OptionsT], None]
     """Its docstring is the help."""
 
     def add_parser(self, commands: Any) -> argparse.ArgumentParser:
         parser = _add_parser(commands, self.name, self.run.__doc__ or "")
-        if self.groups:  # a usage line with all fields would fill a page
-            file = " FILE" * ("file" in self.options.model_fields)
+        groups = self.groups()
+        if groups:  # a usage line with all fields would fill a page
+            of = self.options.model_fields.items()
+            file = "".join(f" {name.upper()}" for name, field in of if _mark(field).positional)
             parser.usage = f"%(prog)s{file} [options] [--FIELD VALUE ...]"
         for name, field in self.options.model_fields.items():
             if not field.exclude:
                 _add(parser, field.alias or name, field)
         parser.set_defaults(command=self)
         preset: Mapping[str, Any] = {}
-        if self.groups and issubclass(self.options, ConfigOptions):
+        if groups and issubclass(self.options, ConfigOptions):
             preset = load_preset(DEFAULT_PRESET).field_values()
-        for title, fields in self.groups.items():
+        for title, fields in groups.items():
             group = parser.add_argument_group(title)
             for name, field in fields.items():
-                _add(group, name, field, preset)
+                try:
+                    _add(group, name, field, preset)
+                except argparse.ArgumentError:
+                    raise ConfigError(
+                        f"setting {name} of --code is already a flag of {self.name}; choose another name"
+                    ) from None
         return parser
 
     def __call__(self, args: argparse.Namespace) -> None:
@@ -160,7 +188,11 @@ class Command(Generic[OptionsT]):
             if value == "null" and not (name in options and options[name].annotation == str | None):
                 values[name] = None
         fields = {name: values.pop(name) for name in [*values] if name not in options}
-        self.run(self.options(**values, **({"fields": fields} if self.groups else {})))
+        self.run(
+            self.options(
+                **values, **({"fields": fields} if "fields" in self.options.model_fields else {})
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -202,10 +234,10 @@ def _add_parser(commands: Any, name: str, doc: str) -> argparse.ArgumentParser:
 
 
 def command(
-    name: str, options: type[OptionsT], groups: Groups | None = None
+    name: str, options: type[OptionsT], groups: Callable[[], Groups] = no_fields
 ) -> Callable[[Callable[[OptionsT], None]], Command[OptionsT]]:
     """Make a function a `Command`."""
-    return lambda run: Command(name, options, groups or {}, run)
+    return lambda run: Command(name, options, groups, run)
 
 
 def _add(
@@ -223,7 +255,8 @@ def _add(
     """
     text = (field.description or "").rstrip(".").replace("%", "%%")
     mark = _mark(field)
-    kind = mark.text or _kind(field.annotation)
+    selects = name in kinds.SECTIONS and preset is not None
+    kind = mark.text or (_names(name) if selects else _kind(field.annotation))
     how: dict[str, Any] = {"metavar": kind}
     if mark.positional:
         if typing.get_origin(field.annotation) is list:
@@ -236,14 +269,27 @@ def _add(
         how["metavar"] = kind.removesuffix("|null")
     elif preset is None and field.is_required():
         how["required"] = True
-    elif preset is None or name in preset:
-        value = field.default if preset is None else preset[name]
+    elif preset is None or not field.is_required():
+        owners = [] if preset is None else kinds.owners(name)
+        if owners:
+            text += f" ({'|'.join(one.name for one in owners)})"
+        value = preset.get(name, field.default) if preset else field.default
         text += f" (default: {json.dumps(value)}".replace('"', "")
+        for one in owners:
+            if (own := one.settings.model_fields[name].default) != field.default:
+                text += f"; {one.name}: {json.dumps(own)}".replace('"', "")
         if value != field.default:
             text += f"; in a file: {json.dumps(field.default)}".replace('"', "")
         text += ")"
     shown = argparse.SUPPRESS if is_hidden else text
     group.add_argument(f"--{name}", help=shown, default=argparse.SUPPRESS, **how)
+
+
+def _names(selector: str) -> str:
+    """Names to choose from, or a list of them."""
+    if selector in ("evaluations", "trackers"):
+        return "NAME,…"
+    return "|".join(kinds.names(cast(kinds.Selector, selector)))
 
 
 def _mark(field: FieldInfo) -> Metavar:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from raytrain_gpt.commands.flags import CheckpointOptions, JsonOptions, command, say
+from raytrain_gpt.commands.flags import CheckpointOptions, Groups, JsonOptions, command, say
+from raytrain_gpt.config import kinds
 from raytrain_gpt.config.call_options import Metavar, Options, SamplingOptions
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.format import count, sample_command, shell
+from raytrain_gpt.format import count, number, own_scores, sample_command, shell
 from raytrain_gpt.serve.serve_options import ServeOptions
 
 if TYPE_CHECKING:
@@ -23,6 +25,9 @@ class EvalOptions(JsonOptions, CheckpointOptions):
     """Maximum number of validation tokens (default: as in training)."""
     hellaswag: Annotated[str | None, Metavar("FILE|download")] = None
     """HellaSwag .jsonl file; download: the public file (default: not scored)."""
+    evaluations: Annotated[str | None, Metavar("NAME,…")] = None
+    """Your evaluations in --code, whose settings become flags (default: the training run's)."""
+    fields: dict[str, str | None] = Field({}, exclude=True)
 
 
 class SampleOptions(SamplingOptions, CheckpointOptions):
@@ -42,37 +47,45 @@ class ServeCheckpointOptions(ServeOptions, CheckpointOptions):
     """Options of `serve`."""
 
 
-@command("eval", EvalOptions)
+def _settings() -> Groups:
+    own = [kind.settings.model_fields for kind in kinds.known() if kind.selector == "evaluations"]
+    return {"eval": dict(ChainMap(*own))} if own else {}
+
+
+@command("eval", EvalOptions, _settings)
 def evaluate(options: EvalOptions) -> None:
-    """Evaluate a checkpoint: validation loss and HellaSwag."""
+    """Evaluate a checkpoint: validation loss, HellaSwag, and your evaluations in --code."""
     from raytrain_gpt.evaluate.inference import evaluate_checkpoint
 
-    how = options.model_dump(exclude={"checkpoint", "as_json"})
-    path, metrics = evaluate_checkpoint(options.checkpoint, say, **how)
-    _say_metrics(path, metrics)
+    how = options.model_dump(exclude={"checkpoint", "code", "as_json"})
+    path, metrics = evaluate_checkpoint(options.checkpoint, say, **how, settings=options.fields)
+    _say_metrics(path, metrics, options.code_flags)
     options.say_json({"checkpoint": str(path), **metrics})
 
 
-def _say_metrics(path: Location, metrics: dict[str, Any]) -> None:
+def _say_metrics(path: Location, metrics: dict[str, Any], flags: tuple[str, ...]) -> None:
     start = f"{path} | step {metrics['step']}"
     if "val/loss" in metrics:
         say(
-            f"{start} | val loss {metrics['val/loss']:.4f} nats/token | "
-            f"perplexity {metrics['val/perplexity']:.2f} | "
-            f"{metrics['val/bits_per_byte']:.4f} bits/byte | {count(metrics['val/tokens'], 'token')}"
+            f"{start} | val loss {number(metrics['val/loss'], '.4f')} nats/token | "
+            f"perplexity {number(metrics['val/perplexity'], '.2f')} | "
+            f"{number(metrics['val/bits_per_byte'], '.4f')} bits/byte | "
+            f"{count(metrics['val/tokens'], 'token')}"
         )
     for name in sorted(metrics):
         if name.startswith("val/loss/"):
             dataset = name.removeprefix("val/loss/")
             tokens = count(metrics[f"val/tokens/{dataset}"], "token")
-            say(f"  {dataset} | val loss {metrics[name]:.4f} nats/token | {tokens}")
+            say(f"  {dataset} | val loss {number(metrics[name], '.4f')} nats/token | {tokens}")
     if "hellaswag/acc" in metrics:
         examples, num_cut = metrics["hellaswag/examples"], metrics["hellaswag/cut"]
         say(
             f"{start} | hellaswag acc_norm {_accuracy(metrics, 'acc_norm')} | "
             f"acc {_accuracy(metrics, 'acc')} | {count(examples, 'example')}, {num_cut} cut"
         )
-    say(f"next: {sample_command(path)}")
+    for name, score in own_scores(metrics).items():
+        say(f"{start} | {name} {number(score, '.4f')}")
+    say(f"next: {sample_command(path, *flags)}")
 
 
 def _accuracy(metrics: dict[str, Any], name: str) -> str:
@@ -99,7 +112,7 @@ def sample(options: SampleOptions) -> None:
         )
     else:
         raise ConfigError("sample needs either --prompt TEXT, or --batch FILE and --out FILE")
-    say(f"next: {shell('raytrain-gpt', 'eval', options.checkpoint)}")
+    say(f"next: {shell('raytrain-gpt', 'eval', options.checkpoint, *options.code_flags)}")
 
 
 @command("serve", ServeCheckpointOptions)
@@ -111,7 +124,7 @@ def serve(options: ServeCheckpointOptions) -> None:
     """
     from raytrain_gpt.serve.server import serve_checkpoint
 
-    how = ServeOptions(**options.model_dump(exclude={"checkpoint"}))
+    how = ServeOptions(**options.model_dump(exclude={"checkpoint", "code"}))
     serve_checkpoint(options.checkpoint, how, say)
 
 

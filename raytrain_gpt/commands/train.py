@@ -9,9 +9,10 @@ from typing import Annotated
 from pydantic import Field
 
 from raytrain_gpt.commands.flags import (
-    SECTIONS,
+    CodeOptions,
     CommandGroup,
     ConfigOptions,
+    Groups,
     JsonOptions,
     ProgressOptions,
     RunOptions,
@@ -19,6 +20,7 @@ from raytrain_gpt.commands.flags import (
     command,
     command_line,
     say,
+    section_fields,
 )
 from raytrain_gpt.config.call_options import Metavar
 from raytrain_gpt.config.load import describe_config
@@ -46,7 +48,7 @@ class EstimateFlags(JsonOptions, ConfigOptions):
     """Price of one spot device per hour (default: no price)."""
 
 
-@command("estimate", EstimateFlags, SECTIONS)
+@command("estimate", EstimateFlags, section_fields)
 def estimate(options: EstimateFlags) -> None:
     """Estimate parameters, memory, time and price of a run.
 
@@ -57,7 +59,7 @@ def estimate(options: EstimateFlags) -> None:
     from raytrain_gpt.estimate.cost_model import Facts
     from raytrain_gpt.estimate.estimate import answer, lines
 
-    facts = options.model_dump(exclude={"as_json", "preset", "config", "device", "probe"})
+    facts = options.model_dump(exclude={"as_json", "preset", "config", "code", "device", "probe"})
     config, result = answer(configuration, Facts(**facts), say, options.device, options.probe)
     for line in lines(config, result):
         say(line)
@@ -73,9 +75,11 @@ def estimate(options: EstimateFlags) -> None:
 class TrainOptions(ProgressOptions, ConfigOptions):
     dry_run: bool = False
     """Print the resolved configuration, run size and whether the data exists, then exit."""
+    accept_changed_code: bool = False
+    """Resume although --code has changed; checkpoints record the hashes of both."""
 
 
-@command("train", TrainOptions, SECTIONS)
+@command("train", TrainOptions, section_fields)
 def train(options: TrainOptions) -> None:
     """Train a model, or resume a run.
 
@@ -103,7 +107,7 @@ def train(options: TrainOptions) -> None:
     run_end(launch.train(config, options.log), say)
 
 
-class TuneOptions(ProgressOptions):
+class TuneOptions(ProgressOptions, CodeOptions):
     file: Annotated[Path, Metavar("FILE", positional=True)]
     """Sweep file, as in tune_configs/."""
     resume: bool = False
@@ -113,16 +117,15 @@ class TuneOptions(ProgressOptions):
     fields: dict[str, str | None] = Field({}, exclude=True)
 
 
-_SWEEP_FIELDS = {
-    "sweep": {name: Sweep.model_fields[name] for name in SWEEP_FLAGS},
-    **{
+def _sweep_fields() -> Groups:
+    sections = {
         section: {name: field for name, field in fields.items() if name not in SET_BY_SWEEP}
-        for section, fields in SECTIONS.items()
-    },
-}
+        for section, fields in section_fields().items()
+    }
+    return {"sweep": {name: Sweep.model_fields[name] for name in SWEEP_FLAGS}, **sections}
 
 
-@command("tune", TuneOptions, _SWEEP_FIELDS)
+@command("tune", TuneOptions, _sweep_fields)
 def tune(options: TuneOptions) -> None:
     """Search learning rate, batch size or any other field over many runs.
 
@@ -149,7 +152,7 @@ def tune(options: TuneOptions) -> None:
     if summary.failure:
         raise TrainingFailed(summary.failure)
     best = summary.directory / "best.yaml"
-    say(next_line(best, shell("raytrain-gpt", "train", "--config", best)))
+    say(next_line(best, shell("raytrain-gpt", "train", "--config", best, *options.code_flags)))
 
 
 class ReportOptions(StorageOptions):

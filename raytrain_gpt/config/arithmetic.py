@@ -20,3 +20,12 @@ def divisors(number: int) -> list[int]:
 def nearest(valid: list[int], value: int) -> str:
     """Format the one or two valid numbers nearest to a value."""
     return ", ".join(map(str, sorted(sorted(valid, key=lambda v: (abs(v - value), v))[:2])))
+
+
+def check_divides(name: str, value: int, multiple_name: str, multiple: int) -> None:
+    """Raise a ValueError with the nearest divisors if a value does not divide another."""
+    if multiple % value:
+        raise ValueError(
+            f"{name}={value} does not divide {multiple_name}={multiple}; "
+            f"nearest: {name} {nearest(divisors(multiple), value)}"
+        )

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from raytrain_gpt.config.sections import EvalSection, Strict
+from raytrain_gpt.config.kinds import Strict
+from raytrain_gpt.config.sections import EvalSection
 from raytrain_gpt.config.wording import refusal, suggestion
 from raytrain_gpt.errors import ConfigError
 

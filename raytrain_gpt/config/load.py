@@ -96,5 +96,6 @@ def describe_config(preset: str | None, file: object, config: Config) -> str:
     source = f"preset {preset}" if file is None else f"configuration {file}"
     base = load_preset(preset) if file is None else Config()
     values = config.field_values()
-    changes = [f"{n} {json.dumps(values[n])}" for n in changed_fields(base.field_values(), values)]
+    changed = [name for name in changed_fields(base.field_values(), values) if name in values]
+    changes = [f"{name} {json.dumps(values[name])}" for name in changed]
     return f"{source}: {', '.join(changes)}" if changes else f"{source} (no overrides)"

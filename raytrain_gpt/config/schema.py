@@ -8,25 +8,30 @@ changes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, Self, TypeVar, cast
 
 import yaml
-from pydantic import ValidationError, model_validator
+from pydantic import PrivateAttr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
+from raytrain_gpt.config import kinds
 from raytrain_gpt.config.arithmetic import nearest_multiples
+from raytrain_gpt.config.built_in import WsdSettings
+from raytrain_gpt.config.code import Code
+from raytrain_gpt.config.kinds import Strict
 from raytrain_gpt.config.sections import (
     SAFE,
     ClusterSection,
     DataSection,
     EvalSection,
     ModelSection,
+    OpenSection,
     OptimSection,
     RunSection,
     SafeSection,
     SpikesSection,
-    Strict,
     TrackingSection,
     TrainSection,
     Url,
@@ -48,6 +53,30 @@ class Config(Strict):
     cluster: ClusterSection = ClusterSection()
     run: RunSection = RunSection()
     tracking: TrackingSection = TrackingSection()
+    _code: Code | None = PrivateAttr(default_factory=kinds.used_code)
+
+    @property
+    def code(self) -> Code | None:
+        """The code that may declare its kinds; no file of a configuration can name it."""
+        return self._code
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        if self._code is not None:
+            kinds.use(self._code)  # a worker executes it when it looks up a kind
+
+    @model_validator(mode="after")
+    def _settings_fit(self) -> Config:
+        for section in self.open_sections():
+            for kind in section.chosen or ():
+                section.settings(kind.settings).check(section)
+        optimizer = kinds.find("optimizer", self.optim.optimizer)
+        if self.train.parallel == "fsdp" and optimizer and not optimizer.works_on_shards:
+            raise ValueError(
+                f"parallel=fsdp splits tensors, but optimizer {optimizer.name} may need whole ones; declare "
+                "it with elementwise=True if it updates each element by itself, or set parallel to ddp"
+            )
+        return self
 
     @model_validator(mode="after")
     def _batch_is_whole(self) -> Config:
@@ -80,8 +109,10 @@ class Config(Strict):
     @model_validator(mode="after")
     def _no_secrets(self) -> Config:
         values = self.field_values()
-        for name, (_, field) in FIELDS.items():
-            value = str(values[name])
+        for name, value in values.items():
+            if name not in _STATIC or not isinstance(value, str):
+                continue
+            field = _STATIC[name][1]
             url = next((mark for mark in field.metadata if isinstance(mark, Url)), None)
             if url and has_secret(value):
                 raise ValueError(
@@ -100,15 +131,34 @@ class Config(Strict):
         """Sequences of a global batch."""
         return self.train.global_batch_tokens // self.data.seq_len
 
-    def field_values(self) -> dict[str, Any]:
-        """Flat view: field name -> value."""
-        return {name: getattr(getattr(self, s), name) for name, (s, _) in FIELDS.items()}
+    def sections(self) -> dict[str, Strict]:
+        """Section by name."""
+        return {name: getattr(self, name) for name in type(self).model_fields}
 
-    def updated(self, values: Mapping[str, Any]) -> Self:
-        """Replace and validate values; raises ConfigError for an unknown field or invalid value."""
+    def open_sections(self) -> list[OpenSection]:
+        """Sections that choose kinds."""
+        return [one for one in self.sections().values() if isinstance(one, OpenSection)]
+
+    def field_values(self) -> dict[str, Any]:
+        """Flat view: field name -> value, with the settings of the chosen kinds."""
+        return dict(chain(*self.sections().values()))
+
+    def updated(self, values: Mapping[str, Any], given: Iterable[str] | None = None) -> Self:
+        """Replace and validate values; other choices drop the settings of kinds no longer chosen.
+
+        Args:
+            given: Names of settings to refuse instead (default: all in `values`).
+
+        Raises:
+            ConfigError: an unknown field, an invalid value, or a setting of a kind that is not chosen.
+        """
         tree = self.model_dump()
+        opened = {t: s for t, s in self.sections().items() if isinstance(s, OpenSection)}
+        tree |= {title: section.set_values() for title, section in opened.items()}
         for name, value in values.items():
             tree[field_section(name)][name] = value
+        for title, section in opened.items():
+            tree[title] = section.applicable(tree[title], values if given is None else given)
         return _parsed(type(self), tree, "command line")
 
     def to_yaml(self) -> str:
@@ -116,12 +166,36 @@ class Config(Strict):
         return yaml.safe_dump(self.model_dump(), sort_keys=False, allow_unicode=True, width=10_000)
 
 
-FIELDS: dict[str, tuple[str, FieldInfo]] = {
+_STATIC: dict[str, tuple[str, FieldInfo]] = {
     name: (section, field)
     for section, of_section in Config.model_fields.items()
     for name, field in cast(type[Strict], of_section.annotation).model_fields.items()
 }
+
+
+class _Fields(Mapping[str, tuple[str, FieldInfo]]):
+    """Fields of the sections, then settings of all kinds that this process knows."""
+
+    def __getitem__(self, name: str) -> tuple[str, FieldInfo]:
+        found = _STATIC.get(name) or kinds.setting(name)
+        if found is None:
+            raise KeyError(name)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        settings = chain.from_iterable(kind.settings.model_fields for kind in kinds.known())
+        return iter(dict.fromkeys(chain(_STATIC, settings)))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+FIELDS: Mapping[str, tuple[str, FieldInfo]] = _Fields()
 """Field name -> (section, pydantic field with default and description)."""
+
+kinds.reserved_names.update(
+    {name: f"a field of {section}" for name, (section, _) in _STATIC.items()}
+)
 
 
 ConfigT = TypeVar("ConfigT", bound=Config)
@@ -130,7 +204,8 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 def field_section(name: str) -> str:
     """Section of a field; raises ConfigError for an unknown name."""
     if name not in FIELDS:
-        raise ConfigError(f"unknown configuration key {name}{suggestion(name, FIELDS)}")
+        hint = suggestion(name, FIELDS) or "; a setting of your own kind needs --code FILE"
+        raise ConfigError(f"unknown configuration key {name}{hint}")
     return FIELDS[name][0]
 
 
@@ -140,10 +215,26 @@ def parse_config(tree: Mapping[str, Any], where: str) -> Config:
     Raises:
         ConfigError: one line for the first error; names the source `where`.
     """
-    return _parsed(Config, tree, where)
+    return _parsed(Config, tree, where, _without_decay_fraction)
 
 
-def _parsed(kind: type[ConfigT], tree: Mapping[str, Any], where: str) -> ConfigT:
+def _without_decay_fraction(tree: dict[str, Any]) -> dict[str, Any]:
+    """Drop the decay_fraction that files of earlier versions have with every schedule, if it is valid."""
+    optim = tree.get("optim")
+    if not isinstance(optim, Mapping) or optim.get("schedule", OptimSection().schedule) == "wsd":
+        return tree
+    others = {name: value for name, value in optim.items() if name != "decay_fraction"}
+    if len(others) < len(optim):
+        WsdSettings.model_validate({"decay_fraction": optim["decay_fraction"]})
+    return {**tree, "optim": others}
+
+
+def _parsed(
+    kind: type[ConfigT],
+    tree: Mapping[str, Any],
+    where: str,
+    prepare: Callable[[dict[str, Any]], dict[str, Any]] = lambda tree: tree,
+) -> ConfigT:
     def unknown(path: str) -> str:
         name = path.rpartition(".")[2]
         hint = suggestion(name, [*FIELDS, *Config.model_fields])
@@ -153,22 +244,43 @@ def _parsed(kind: type[ConfigT], tree: Mapping[str, Any], where: str) -> ConfigT
 
     tree = {section: {} if fields is None else fields for section, fields in tree.items()}
     try:
-        return kind.model_validate(tree)
+        return kind.model_validate(prepare(tree))
     except ValidationError as error:
         fields = {name: field for name, (_, field) in FIELDS.items()}
         raise ConfigError(refusal(error, fields, unknown)) from None
 
 
-SAFE_ON_RESUME = frozenset(
-    name
-    for name, (section, field) in FIELDS.items()
-    if SAFE in field.metadata
-    or issubclass(cast(type, Config.model_fields[section].annotation), SafeSection)
-)
-"""Fields that may change on resume; all others would change the math."""
+def changes_math(name: str, *configs: Config) -> bool:
+    """Whether a field's change would change the math, so that a run with it cannot resume.
+
+    The `configs` tell the section of settings whose code is absent.
+    """
+    if name in _STATIC and SAFE in _STATIC[name][1].metadata:
+        return False
+    titles = [
+        title
+        for config in configs
+        for title, section in config.sections().items()
+        if name in dict(section)
+    ]
+    titles += [FIELDS[name][0]] if name in FIELDS else []
+    annotations = [cast(type, Config.model_fields[title].annotation) for title in titles]
+    return not any(issubclass(one, SafeSection) for one in annotations)
 
 
 def changed_fields(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
     """Field -> `old -> new` for the differences between two flat configurations."""
-    names = [name for name in FIELDS if before.get(name) != after.get(name)]
-    return {name: f"{before.get(name)} -> {after.get(name)}" for name in names}
+    names = [name for name in {**after, **before} if before.get(name) != after.get(name)]
+    return {name: f"{_shown(before, name)} -> {_shown(after, name)}" for name in names}
+
+
+def _shown(values: Mapping[str, Any], name: str) -> str:
+    value = values.get(name, "none")
+    return ",".join(value) or "none" if isinstance(value, tuple) else str(value)
+
+
+def check_kinds(config: Config) -> None:
+    """Raise a ConfigError for a kind that is neither built in nor in the used code."""
+    for section in config.open_sections():
+        for selector, name in section.chosen_names():
+            kinds.kind(selector, name)

@@ -3,48 +3,27 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from raytrain_gpt.config.arithmetic import divisors, nearest
+from raytrain_gpt.config import built_in as built_in  # declares the built-in kinds
+from raytrain_gpt.config import kinds
+from raytrain_gpt.config.arithmetic import check_divides
+from raytrain_gpt.config.kinds import Kind, Selector, Settings, Strict
+from raytrain_gpt.config.wording import MAX_SHOWN
+from raytrain_gpt.format import preview
 
 STEPS_BEFORE_PROFILE = 5
 """Steps before profiling starts; they compile, fill caches and warm up."""
 
-TRACKERS = {
-    "tensorboard": "raytrain_gpt.tracking.tensorboard_events:open_tensorboard",
-    "mlflow_uri": "raytrain_gpt.tracking.mlflow_run:open_mlflow",
-}
-"""Field of TrackingSection that turns a tracker on -> module and function that opens it."""
-
-ARCHITECTURES = {"gpt2": "raytrain_gpt.core.gpt2:GPT2", "qwen3": "raytrain_gpt.core.qwen3:Qwen3"}
-OPTIMIZERS = {"adamw": "raytrain_gpt.core.optim:AdamW", "muon": "raytrain_gpt.core.muon:Muon"}
-"""Name -> module and class; imported on use, as a configuration is read without torch."""
-
-ARCHITECTURE_FIELDS: dict[str, tuple[str, ...]] = {
-    "gpt2": (),
-    "qwen3": ("num_kv_heads", "mlp_size", "tied_embeddings", "rope_theta"),
-}
-"""Architecture -> its fields that some architectures lack."""
-
-SPECIAL_FIELDS = tuple(dict.fromkeys(chain(*ARCHITECTURE_FIELDS.values())))
-"""Fields that some architectures lack."""
-
-SHAPE_FIELDS = ("architecture", "num_layers", "num_heads", "embd_size", *SPECIAL_FIELDS)
-"""Fields fixed by a checkpoint's weights."""
+SHAPE_FIELDS = ("architecture", "num_layers", "num_heads", "embd_size")
+"""Fields fixed by a checkpoint's weights, besides the settings of the architecture."""
 
 AUTO_MEMORY_FIELDS = ("micro_batch_sequences", "activation_checkpointing")
 """Fields whose `auto` the memory fit resolves; a resumed run reuses the result."""
@@ -61,22 +40,6 @@ class Url:
     """Marker of fields that may be a URL, with the environment variables for its credentials."""
 
     credentials: str = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-
-
-class Strict(BaseModel):
-    """Immutable model without unknown fields, infinities and NaNs; docstrings describe fields."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
-    )
-
-    @field_validator("*")
-    @classmethod
-    def _in_64_bits(cls, value: Any, info: ValidationInfo) -> Any:
-        # Seeds are hashed, so they may have any size unless their field limits them.
-        if isinstance(value, int) and abs(value) >= 2**63 and info.field_name != "seed":
-            raise PydanticCustomError("64_bits", "must be less than 2**63")
-        return value
 
 
 def _at_least(least: int, value: Any) -> Any:
@@ -105,33 +68,144 @@ class SafeSection(Strict):
     """Section with only SAFE fields."""
 
 
-def _check_divides(name: str, value: int, multiple_name: str, multiple: int) -> None:
-    if multiple % value:
+S = TypeVar("S", bound=Settings)
+Scalar = bool | int | float | str | None
+
+
+class OpenSection(Strict, extra="allow"):
+    """Section that chooses kinds by name, and holds their settings as plain values after its own fields.
+
+    Where a kind is not known, as its code is absent, the values stay as they are.
+    """
+
+    selectors: ClassVar[tuple[Selector, ...]]
+
+    @property
+    def chosen(self) -> list[Kind] | None:
+        """The chosen kinds, or None if one is not known in this process."""
+        found = [kinds.find(selector, name) for selector, name in self.chosen_names()]
+        return None if None in found else [one for one in found if one is not None]
+
+    def chosen_names(self) -> list[tuple[Selector, str]]:
+        """(Selector, name) of each choice."""
+        chosen = []
+        for selector in self.selectors:
+            value = getattr(self, selector)
+            chosen += [(selector, one) for one in ([value] if isinstance(value, str) else value)]
+        return chosen
+
+    def settings(self, kind: type[S]) -> S:
+        """Settings of one kind, by their class."""
+        extra = self.model_extra or {}
+        return kind(**{name: extra[name] for name in kind.model_fields if name in extra})
+
+    def set_values(self) -> dict[str, Any]:
+        """Own fields, and the settings that differ from the defaults of the chosen kinds."""
+        values = self.model_dump()
+        for kind in self.chosen or ():
+            for name, field in kind.settings.model_fields.items():
+                if values.get(name) == field.default:
+                    del values[name]
+        return values
+
+    @classmethod
+    def applicable(cls, values: Mapping[str, Any], keep: Iterable[str]) -> dict[str, Any]:
+        """Leave out settings of kinds that the values do not choose, unless they are in `keep`."""
+        chosen = [
+            kinds.find(selector, name)
+            for selector in cls.selectors
+            for name in _split(values[selector]) or ()
+        ]
+        found = [one.settings.model_fields for one in chosen if one]
+        if len(found) < len(chosen):
+            return dict(values)  # the settings of a kind that is not known here are not either
+        names = set(chain(cls.model_fields, keep, *found))
+        return {name: value for name, value in values.items() if name in names}
+
+    @model_validator(mode="after")
+    def _settings_are_valid(self) -> OpenSection:
+        extra = self.__pydantic_extra__
+        assert extra is not None, "extra values are allowed"
+        if (chosen := self.chosen) is None:
+            self._check_unknown(extra)
+            return self
+        known: dict[str, Any] = {}
+        for kind in chosen:
+            own = {name: extra[name] for name in kind.settings.model_fields if name in extra}
+            known |= kind.settings.model_validate(own).model_dump()
+        for name, value in extra.items():
+            if name not in known:
+                self._check_left_out(name, value)
+        extra.clear()
+        extra.update(known)
+        return self
+
+    def _check_left_out(self, name: str, value: Any) -> None:
+        """Refuse a setting of a kind that was not chosen, unless it is the default, or an unknown name."""
+        owners = [one for one in kinds.owners(name) if one.selector in self.selectors]
+        if not owners:
+            raise _unknown(name, value)
+        given = getattr(owners[0].settings.model_validate({name: value}), name)
+        if given in [one.settings.model_fields[name].default for one in owners]:
+            return
+        names = " and ".join(
+            f"{selector}={getattr(self, selector)}"
+            for selector in self.selectors
+            if any(kind.selector == selector for kind in owners)
+        )
+        choices = " or ".join(f"{kind.selector} {kind.name}" for kind in owners)
+        shown = preview(given, MAX_SHOWN)
         raise ValueError(
-            f"{name}={value} does not divide {multiple_name}={multiple}; "
-            f"nearest: {name} {nearest(divisors(multiple), value)}"
+            f"{name}={shown} does not apply to {names}; choose {choices}, or remove {name}"
         )
 
+    @staticmethod
+    def _check_unknown(extra: Mapping[str, Any]) -> None:
+        """Refuse what no setting could be: a name of a field, or a value that is not a scalar."""
+        for name, value in extra.items():
+            if (
+                name in kinds.reserved_names
+                or not name.isidentifier()
+                or not isinstance(value, Scalar)
+            ):
+                raise _unknown(name, value)
 
-class ModelSection(Strict):
+
+def _unknown(name: str, value: Any) -> ValidationError:
+    error = InitErrorDetails(type="extra_forbidden", loc=(name,), input=value)
+    return ValidationError.from_exception_data("section", [error])
+
+
+def _split(value: Any) -> Any:
+    """Split names in a text, which may also be a list as YAML and Python write it."""
+    if not isinstance(value, str):
+        return value
+    names = (one.strip(" '\"") for one in value.strip("[]()").split(","))
+    return [name for name in names if name]
+
+
+def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise PydanticCustomError("twice", "has {name} twice", {"name": twice})
+    return names
+
+
+Names = Annotated[tuple[Name, ...], BeforeValidator(_split), AfterValidator(_distinct)]
+"""Names in a list, or in a text with commas between them."""
+
+
+class ModelSection(OpenSection):
     """Architecture and sizes."""
 
-    architecture: Literal["gpt2", "qwen3"] = "gpt2"
-    """Model family; gpt2, or qwen3 (rotary positions, RMSNorm, gated MLP, no biases)."""
+    selectors = ("architecture",)
+    architecture: Name = "gpt2"
+    """Model family; gpt2, qwen3 (rotary positions, RMSNorm, gated MLP, no biases), or one of --code."""
     num_layers: int = Field(4, ge=1, le=10_000)
     """Number of transformer blocks."""
     num_heads: int = Field(4, ge=1)
     """Attention heads per block; must divide embd_size."""
     embd_size: int = Field(128, ge=1, le=2**20)
     """Width of the embedding and of the residual stream."""
-    num_kv_heads: int | None = Field(None, ge=1)
-    """Key-value heads per block; must divide num_heads; null: num_heads (qwen3 only)."""
-    mlp_size: int | None = Field(None, ge=1, le=2**24)
-    """Hidden channels of the MLP; null: 8/3 of embd_size, rounded to a multiple of 64 (qwen3 only)."""
-    tied_embeddings: bool = True
-    """Share one matrix between embedding and output head; false: separate weights (qwen3 only)."""
-    rope_theta: float = Field(10_000.0, ge=1)
-    """Base of the rotary positions' wavelengths (qwen3 only)."""
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
     """Dropout probability during training."""
     init_from: Annotated[str | None, SAFE, Url()] = None
@@ -139,23 +213,7 @@ class ModelSection(Strict):
 
     @model_validator(mode="after")
     def _is_valid(self) -> ModelSection:
-        _check_divides("num_heads", self.num_heads, "embd_size", self.embd_size)
-        applicable = ARCHITECTURE_FIELDS[self.architecture]
-        for name in SPECIAL_FIELDS:
-            default = type(self).model_fields[name].default
-            if (value := getattr(self, name)) != default and name not in applicable:
-                others = " or ".join(a for a, names in ARCHITECTURE_FIELDS.items() if name in names)
-                raise ValueError(
-                    f"{name}={value} does not apply to architecture={self.architecture}; set architecture to "
-                    f"{others}, or {name} to {'null' if default is None else default}"
-                )
-        if "rope_theta" in applicable and self.embd_size // self.num_heads % 2:
-            raise ValueError(
-                f"embd_size={self.embd_size} / num_heads={self.num_heads} gives an odd head size, and rotary "
-                "positions need an even one; choose a different num_heads"
-            )
-        if self.num_kv_heads is not None:
-            _check_divides("num_kv_heads", self.num_kv_heads, "num_heads", self.num_heads)
+        check_divides("num_heads", self.num_heads, "embd_size", self.embd_size)
         return self
 
 
@@ -172,33 +230,28 @@ class DataSection(Strict):
     """Attention within documents only, with positions restarting at 0; false: attend across documents."""
 
 
-class OptimSection(Strict):
+class OptimSection(OpenSection):
     """Optimizer and learning rate."""
 
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """Update rule; adamw, or muon for block matrices with adamw for everything else (both at peak_lr)."""
+    selectors = ("optimizer", "schedule")
+    optimizer: Name = "adamw"
+    """Update rule; adamw, muon for block matrices with adamw for everything else, or one of --code."""
     peak_lr: float = Field(1e-3, gt=0)
     """Learning rate after warm-up."""
     min_lr: float = Field(1e-4, ge=0)
     """Learning rate at the end of the schedule; at most peak_lr."""
     warmup_steps: int = Field(50, ge=0)
     """Steps of linear warm-up to peak_lr."""
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    """Learning rate schedule after warm-up; cosine decay, wsd (warmup-stable-decay) or constant."""
-    decay_fraction: float = Field(0.2, gt=0, le=1)
-    """Fraction of max_steps spent on the final linear decay to min_lr (wsd only)."""
-    weight_decay: float = Field(0.1, ge=0)
-    """Decoupled weight decay; applied to matrices and embeddings, not to biases and norms."""
-    beta1: float = Field(0.9, ge=0, lt=1)
-    """Decay rate of AdamW's first moment."""
-    beta2: float = Field(0.95, ge=0, lt=1)
-    """Decay rate of AdamW's second moment."""
+    schedule: Name = "cosine"
+    """Learning rate schedule after warm-up; cosine decay, wsd (warmup-stable-decay), constant, or one of
+    --code."""
     grad_clip: float = Field(1.0, gt=0)
     """Global gradient norm to clip to."""
 
     @model_validator(mode="after")
     def _rates_ordered(self) -> OptimSection:
-        if self.min_lr > self.peak_lr:
+        schedule = kinds.find("schedule", self.schedule)
+        if self.min_lr > self.peak_lr and schedule is not None and schedule.is_built_in:
             raise ValueError(
                 f"min_lr={self.min_lr:g} is above peak_lr={self.peak_lr:g}; "
                 f"set min_lr to at most {self.peak_lr:g} (usual: {self.peak_lr / 10:g})"
@@ -280,8 +333,10 @@ class SpikesSection(SafeSection):
     """Global batches to skip before the first bad one, in addition to the bad ones."""
 
 
-class EvalSection(SafeSection):
-    """Validation loss, HellaSwag and samples during training."""
+class EvalSection(SafeSection, OpenSection):
+    """Validation loss, HellaSwag, further evaluations and samples during training."""
+
+    selectors = ("evaluations",)
 
     eval_every_steps: int = Field(250, ge=1)
     """Steps between evaluations; the last step is always evaluated."""
@@ -291,6 +346,8 @@ class EvalSection(SafeSection):
     """Evaluation mode; inline: training waits; async: a separate Ray task evaluates the checkpoints."""
     hellaswag_path: Annotated[str | None, Url()] = None
     """HellaSwag .jsonl file to score at each evaluation; download: fetch the public file; null: off."""
+    evaluations: Names = ()
+    """Further evaluations, by their names in --code, with commas between them."""
     sample_prompt: str = "Hello, I am a language model,"
     """Prompt of the samples at each evaluation."""
     num_samples: int = Field(5, ge=0)
@@ -363,8 +420,12 @@ class RunSection(SafeSection):
     """Endpoint URL of an S3-compatible store; null: AWS_ENDPOINT_URL, or Amazon S3."""
 
 
-class TrackingSection(SafeSection):
+class TrackingSection(SafeSection, OpenSection):
     """Trackers."""
+
+    selectors = ("trackers",)
+    trackers: Names = ()
+    """Further trackers: wandb, trackio, and names in --code, with commas between them."""
 
     mlflow_uri: Annotated[
         str | None, Url("MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD")

@@ -72,10 +72,6 @@ class GPT2(GPT):
 
     fused_projections: ClassVar = {"attn.c_attn.weight": 3}
 
-    @staticmethod
-    def default_mlp_size(embd_size: int) -> int:
-        return 4 * embd_size
-
     def make_layers(self, shape: GPTShape) -> None:
         self.wte = nn.Embedding(shape.padded_vocab_size, shape.embd_size)
         self.wpe = nn.Embedding(shape.seq_len, shape.embd_size)
@@ -98,6 +94,6 @@ class GPT2(GPT):
         out: Tensor = self.wte(ids) + self.wpe(positions)  # (B, T, D)
         return out
 
-    def positional_attention(self, positions: Tensor) -> Callable[[AttentionFn], AttentionFn]:
+    def positioned(self, positions: Tensor) -> Callable[[AttentionFn], AttentionFn]:
         """Unchanged attention: the embeddings hold the positions."""
         return lambda attend: attend

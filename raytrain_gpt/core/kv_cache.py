@@ -7,7 +7,8 @@ that attention has few shapes, with masks aligned for its kernels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -27,8 +28,8 @@ class KVCache:
         self._shape = shape
         self._max_rows = max_rows
         self._key_multiple = KEY_MULTIPLES.get(device.type, 1)
-        empty = torch.empty(2, 0, shape.num_kv_heads, 0, shape.head_size, device=device)
-        self._layers = [empty] * shape.num_layers  # (2, rows, K, tokens, D/H)
+        # (Layer, its call of attention, keys or values) -> (rows, K, tokens, D/H)
+        self._stored: dict[tuple[int, int, int], Tensor] = {}
 
     def prefill(self, first_row: int, room_tokens: int) -> list[AttentionFn]:
         """Per layer: causal attention of new sequences, stored from `first_row` on.
@@ -36,14 +37,14 @@ class KVCache:
         Allocates once for `room_tokens`, the length of the longest of them.
         """
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            rows, tokens = slice(first_row, first_row + len(k)), k.shape[2]
-            cache = self._with_room(layer, rows.stop, room_tokens, like=k)
-            cache[0, rows, :, :tokens] = k
-            cache[1, rows, :, :tokens] = v
+        def attend(call: tuple[int, int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            rows = slice(first_row, first_row + len(k))
+            for which, x in enumerate((k, v)):
+                stored = self._with_room((*call, which), rows.stop, room_tokens, like=x)
+                stored[rows, :, : x.shape[2]] = x
             return attention(q, k, v, is_causal=True)
 
-        return [partial(attend, layer) for layer in range(self._shape.num_layers)]
+        return self._per_layer(attend)
 
     def decode(self, lengths: Sequence[int], device: torch.device) -> list[AttentionFn]:
         """Per layer: attention of one more token, which is stored, in rows of these lengths."""
@@ -52,35 +53,49 @@ class KVCache:
         at = torch.tensor(lengths, device=device)
         seen = torch.arange(tokens, device=device) <= at[:, None]  # (rows, tokens)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            cache = self._with_room(layer, num_rows, tokens, like=k)
-            cache[0, rows, :, at] = k[:, :, 0]
-            cache[1, rows, :, at] = v[:, :, 0]
-            keys, values = cache[:, :num_rows, :, :tokens]  # (rows, K, tokens, D/H)
-            return attention(q, keys, values, attn_mask=seen[:, None, None])
+        def attend(call: tuple[int, int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            both = []
+            for which, x in enumerate((k, v)):
+                stored = self._with_room((*call, which), num_rows, tokens, like=x)
+                stored[rows, :, at] = x[:, :, 0]
+                both.append(stored[:num_rows, :, :tokens])  # (rows, K, tokens, D/H)
+            return attention(q, *both, attn_mask=seen[:, None, None])
 
-        return [partial(attend, layer) for layer in range(self._shape.num_layers)]
+        return self._per_layer(attend)
+
+    def _per_layer(self, attend: Callable[..., Tensor]) -> list[AttentionFn]:
+        """Attention of each layer, which may call it several times."""
+        calls: Counter[int] = Counter()
+
+        def counted(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            calls[layer] += 1
+            return attend((layer, calls[layer]), q, k, v)
+
+        return [partial(counted, layer) for layer in range(self._shape.num_layers)]
 
     def move(self, source: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` of a row into a different row."""
-        for cache in self._layers:
-            cache[:, target, :, :tokens] = cache[:, source, :, :tokens]
+        for stored in self._stored.values():
+            stored[target, :, :tokens] = stored[source, :, :tokens]
 
     def _padded(self, tokens: int) -> int:
         return min(-(-tokens // self._key_multiple) * self._key_multiple, self._shape.seq_len)
 
-    def _with_room(self, layer: int, rows: int, tokens: int, like: Tensor) -> Tensor:
-        """The layer's tensor, reallocated if it has fewer rows or tokens than needed."""
-        old, tokens = self._layers[layer], self._padded(tokens)
-        _, old_rows, _, old_tokens, _ = old.shape
+    def _with_room(self, key: tuple[int, int, int], rows: int, tokens: int, like: Tensor) -> Tensor:
+        """Stored keys or values, reallocated if they have fewer rows or tokens than needed."""
+        _, heads, _, size = like.shape
+        old, tokens = self._stored.get(key), self._padded(tokens)
+        if old is None:
+            old = like.new_zeros(0, heads, 0, size)
+        old_rows, _, old_tokens, _ = old.shape
         if rows <= old_rows and tokens <= old_tokens:
             return old
         rows = _grown(old_rows, rows, self._max_rows)
         tokens = _grown(old_tokens, tokens, self._shape.seq_len)
         # Zeros, since masked values are multiplied by 0, and 0 times NaN is NaN.
-        new = like.new_zeros(2, rows, like.shape[1], tokens, like.shape[3])
-        new[:, :old_rows, :, :old_tokens] = old
-        self._layers[layer] = new
+        new = like.new_zeros(rows, heads, tokens, size)
+        new[:old_rows, :, :old_tokens] = old
+        self._stored[key] = new
         return new
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,20 +19,63 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from raytrain_gpt.config import kinds
+from raytrain_gpt.config.kinds import Kind
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.loss import chunk_tokens
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.core.registry import count_model, new_model, optimizer_class
+from raytrain_gpt.core.optim import ForeignOptimizer
+from raytrain_gpt.core.registry import build_optimizer, count_model, new_model, optimizer_class
+from raytrain_gpt.core.state import state_by_owner
 
 _FP32_BYTES = 4
 _BF16_BYTES = 2
 
 
-def checkpoint_bytes(shape: GPTShape, optimizer: str) -> int:
-    """Bytes of a checkpoint's tensors: weights and moments."""
+def checkpoint_bytes(shape: GPTShape, optim: OptimSection) -> int:
+    """Bytes of a checkpoint's tensors: weights and the optimizer's state."""
+    return count_model(shape).num_parameters * _FP32_BYTES + optimizer_state_bytes(shape, optim)
+
+
+def optimizer_state_bytes(shape: GPTShape, optim: OptimSection) -> int:
+    """Bytes of an optimizer's state, without scalars.
+
+    One of the user's takes a step on models of one and two blocks on fake tensors. If it reads numbers from
+    them, which fails, it counts as two moments in fp32.
+
+    Raises:
+        CheckpointError: no checkpoint could hold the state.
+    """
     counts = count_model(shape)
-    state_bytes = optimizer_class(optimizer).state_bytes(counts.num_parameters, counts.matrices)
-    return counts.num_parameters * _FP32_BYTES + state_bytes
+    if (built_in := optimizer_class(optim.optimizer)) is not None:
+        return built_in.state_bytes(counts.num_parameters, counts.matrices)
+    of = kinds.kind("optimizer", optim.optimizer), _architecture(shape)
+    one, two = (_fake_state_bytes(replace(shape, num_layers=n), of, optim) for n in (1, 2))
+    if one is None or two is None:
+        return 2 * counts.num_parameters * _FP32_BYTES
+    return one + (shape.num_layers - 1) * (two - one)
+
+
+def _architecture(shape: GPTShape) -> Kind:
+    return kinds.kind("architecture", shape.architecture)
+
+
+@functools.cache
+def _fake_state_bytes(shape: GPTShape, of: tuple[Kind, ...], optim: OptimSection) -> int | None:
+    """Bytes after a step, or None if it fails; the kinds `of` tell different codes apart."""
+    with FakeTensorMode():
+        model = new_model(shape)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        try:
+            optimizer = build_optimizer(model, optim)
+            assert isinstance(optimizer, ForeignOptimizer)
+            optimizer.inner.step()
+        except Exception:  # any error of the user's code on tensors without values
+            return None
+        states = state_by_owner(dict(model.named_parameters()), optimizer)
+    return sum(one.nbytes for state in states.values() for one in state.values() if one.dim())
 
 
 @dataclass(frozen=True)
@@ -78,30 +121,29 @@ class MemoryModel:
     compiled: bool = False
     num_shards: int = 1
     evaluates: bool = False
-    optimizer: str = "adamw"
+    optim: OptimSection = field(default_factory=OptimSection)
     exact: bool = False
 
     @classmethod
     def of(cls, config: Config, world_size: int, shape: GPTShape, bf16: bool) -> MemoryModel:
         """Model the memory of a configuration, with a shape that may differ from its own."""
         evaluates = config.eval.eval_mode == "inline"
-        train, optimizer = config.train, config.optim.optimizer
-        num_shards = train.num_shards(world_size)
-        return cls(shape, bf16, train.compile, num_shards, evaluates, optimizer, train.exact)
+        train, num_shards = config.train, config.train.num_shards(world_size)
+        return cls(shape, bf16, train.compile, num_shards, evaluates, config.optim, train.exact)
 
     def predict(self, micro_batch_sequences: int, activation_checkpointing: str) -> TrainingMemory:
         """Predict the memory of a micro-batch and mode (`none`, `selective` or `full`)."""
-        counts, optimizer = count_model(self.shape), optimizer_class(self.optimizer)
+        counts, optimizer = count_model(self.shape), optimizer_class(self.optim.optimizer)
         weights = counts.num_parameters * _FP32_BYTES
         unsharded = TrainingMemory(
             weights=weights,
             gradients=weights * (3 if self.exact else 1),  # plus int64 sums, twice as long
-            moments=optimizer.state_bytes(counts.num_parameters, counts.matrices),
+            moments=optimizer_state_bytes(self.shape, self.optim),
             activations=self._activations(micro_batch_sequences, activation_checkpointing),
             logits=self._logits(micro_batch_sequences * self.shape.seq_len),
         )
         memory = unsharded if self.num_shards == 1 else self._sharded(unsharded)
-        update = optimizer.update_bytes(counts.matrices, self.num_shards)
+        update = optimizer.update_bytes(counts.matrices, self.num_shards) if optimizer else 0
         return replace(memory, update=max(0, update - memory.activations - memory.logits))
 
     def _activations(self, sequences: int, mode: str) -> int:
@@ -111,9 +153,11 @@ class MemoryModel:
         Bytes are linear in layers and sequences, so one and two of each determine them.
         """
 
+        of = _architecture(self.shape)
+
         def saved(num_layers: int, mode: str) -> int:
             shape = replace(self.shape, num_layers=num_layers)
-            one, two = (_saved_bytes(shape, num, self.bf16, mode) for num in (1, 2))
+            one, two = (_saved_bytes(shape, of, num, self.bf16, mode) for num in (1, 2))
             return one + (sequences - 1) * (two - one)
 
         return saved(1, "none") + (self.shape.num_layers - 1) * (saved(2, mode) - saved(1, mode))
@@ -154,7 +198,7 @@ class MemoryModel:
 
 
 @functools.cache
-def _saved_bytes(shape: GPTShape, num_sequences: int, bf16: bool, mode: str) -> int:
+def _saved_bytes(shape: GPTShape, of: Kind, num_sequences: int, bf16: bool, mode: str) -> int:
     """Bytes allocated after a forward pass, besides the parameters."""
     allocations = _Allocations()
     with FakeTensorMode():

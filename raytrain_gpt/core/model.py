@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -20,8 +20,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from raytrain_gpt.config import kinds
+from raytrain_gpt.config.kinds import Settings
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.config.sections import ARCHITECTURE_FIELDS, SPECIAL_FIELDS, ModelSection
 from raytrain_gpt.core.attention import (
     SPARSE_BLOCK_TOKENS,
     SPARSE_MIN_HEAD_SIZE,
@@ -33,6 +34,7 @@ from raytrain_gpt.core.attention import (
 )
 from raytrain_gpt.core.device import autocast_dtype
 from raytrain_gpt.core.loss import head_loss
+from raytrain_gpt.errors import ConfigError
 
 INIT_STD = 0.02
 GPT2_VOCAB_SIZE = 50_257
@@ -47,15 +49,15 @@ _ATTENTION_OPERATORS = frozenset(
 )
 
 
+NO_SETTINGS = Settings()
+
+
 @dataclass(frozen=True)
 class GPTShape:
-    """Sizes of a model; an architecture may lack some of the last four.
+    """Sizes of a model.
 
     Attributes:
-        num_kv_heads: Heads of keys and values; 0 for as many as queries.
-        mlp_size: Inner channels of the MLP; 0 for the architecture's default, which a model's shape has.
-        tied_embeddings: Whether head and embedding share one matrix.
-        rope_theta: Base of the rotary wavelengths.
+        settings: The architecture's settings, by default its default ones.
     """
 
     num_layers: int
@@ -65,26 +67,44 @@ class GPTShape:
     vocab_size: int
     dropout: float = 0.0
     architecture: str = "gpt2"
-    num_kv_heads: int = 0
-    mlp_size: int = 0
-    tied_embeddings: bool = True
-    rope_theta: float = ModelSection().rope_theta
+    settings: Settings = NO_SETTINGS
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
+        kind = kinds.kind("architecture", self.architecture)
+        if type(self.settings) is not kind.settings:
+            object.__setattr__(self, "settings", kind.settings())
 
     @classmethod
     def of(cls, config: Config, vocab_size: int) -> GPTShape:
         """Shape of a configuration with a tokenizer's vocabulary."""
-        values = config.field_values()
-        names = [name for name in cls.__dataclass_fields__ if values.get(name) is not None]
-        return cls(vocab_size=vocab_size, **{name: values[name] for name in names})
+        values, kind = config.field_values(), kinds.kind("architecture", config.model.architecture)
+        names = [name for name in cls.__dataclass_fields__ if name in values]
+        settings = config.model.settings(kind.settings)
+        return cls(
+            vocab_size=vocab_size, settings=settings, **{name: values[name] for name in names}
+        )
 
     @property
     def fields(self) -> dict[str, Any]:
         """Configuration fields of this shape, the inverse of `of`."""
-        absent = {"vocab_size", *SPECIAL_FIELDS}.difference(ARCHITECTURE_FIELDS[self.architecture])
-        return {name: value for name, value in asdict(self).items() if name not in absent}
+        names = self.__dataclass_fields__.keys() - {"vocab_size", "settings"}
+        own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name in names}
+        return own | self.settings.model_dump()
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return getattr(self.settings, "num_kv_heads", None) or self.num_heads
+
+    @property
+    def mlp_size(self) -> int:
+        """Inner channels of the MLP; in an architecture without this setting 4 times the width."""
+        return getattr(self.settings, "mlp_size", None) or 4 * self.embd_size
+
+    @property
+    def tied_embeddings(self) -> bool:
+        """Whether head and embedding share one matrix."""
+        return getattr(self.settings, "tied_embeddings", True)
 
     @property
     def head_size(self) -> int:
@@ -101,10 +121,7 @@ Layers = Callable[[Tensor, AttentionFn], Tensor]
 
 
 class Block(nn.Module, ABC):
-    """One transformer block; it owns the norms, while `attn` and `mlp` hold only linear layers."""
-
-    attn: nn.Module
-    mlp: nn.Module
+    """One transformer block; its tokens mix only in calls of `attend`, which sees no later ones."""
 
     def forward(
         self,
@@ -142,19 +159,29 @@ class GPT(nn.Module, ABC):
         document_end: int | None = None,
     ) -> None:
         super().__init__()
-        mlp_size = shape.mlp_size or self.default_mlp_size(shape.embd_size)
-        self.shape = shape = replace(shape, mlp_size=mlp_size)
+        self.shape = shape = self.resolved(shape)
         self.activation_checkpointing = activation_checkpointing
         self.document_end = document_end
         keep = partial(_policy, shape.embd_size)
         # Created here, since a compiled model treats it as a constant.
         self._selective = partial(create_selective_checkpoint_contexts, keep)
         self.make_layers(shape)
+        for name, kind in (("wte", nn.Embedding), ("h", nn.ModuleList), ("ln_f", nn.Module)):
+            if not isinstance(getattr(self, name, None), kind):
+                raise ConfigError(
+                    f"architecture {shape.architecture} has no {name}; set it to an nn.{kind.__name__} in "
+                    "make_layers"
+                )
+        if len(self.h) != shape.num_layers:
+            raise ConfigError(
+                f"architecture {shape.architecture} has {len(self.h)} blocks in h, not "
+                f"num_layers={shape.num_layers}"
+            )
 
-    @staticmethod
-    @abstractmethod
-    def default_mlp_size(embd_size: int) -> int:
-        """Inner channels of the MLP unless set."""
+    @classmethod
+    def resolved(cls, shape: GPTShape) -> GPTShape:
+        """Replace settings of a shape that mean a default."""
+        return shape
 
     @abstractmethod
     def make_layers(self, shape: GPTShape) -> None:
@@ -178,7 +205,7 @@ class GPT(nn.Module, ABC):
         """First block's input: int64 (B, T) and positions (B, T) or (T,) -> (B, T, D)."""
 
     @abstractmethod
-    def positional_attention(self, positions: Tensor) -> Callable[[AttentionFn], AttentionFn]:
+    def positioned(self, positions: Tensor) -> Callable[[AttentionFn], AttentionFn]:
         """Add this architecture's positions, int64 (B, T) or (T,), to the blocks' attention."""
 
     def hidden(self, ids: Tensor) -> Tensor:
@@ -190,7 +217,7 @@ class GPT(nn.Module, ABC):
             starts = document_starts(ids, self.document_end)  # (B, T)
             positions = positions - starts
             attend = self._attend_within(starts, dropout)
-        attend = self.positional_attention(positions)(attend)
+        attend = self.positioned(positions)(attend)
         x = F.dropout(self.embed(ids, positions), self.shape.dropout, self.training)  # (B, T, D)
         for block in self.h:
             x = block(x, attend, self._recomputing)
@@ -238,9 +265,9 @@ class GPT(nn.Module, ABC):
 
         `ids` are int64 (B, T), `positions` int64 (B, T) or (T,), below seq_len.
         """
-        x, positional_attention = self.embed(ids, positions), self.positional_attention(positions)
+        x, positioned = self.embed(ids, positions), self.positioned(positions)
         for block, attend in zip(self.h, attend_by_layer, strict=True):
-            x = block(x, positional_attention(attend), self._recomputing)
+            x = block(x, positioned(attend), self._recomputing)
         out: Tensor = self.ln_f(x)
         return out
 

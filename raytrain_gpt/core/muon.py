@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from raytrain_gpt.config.built_in import AdamWSettings
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.optim import AdamW, MatrixCounts
@@ -50,9 +51,10 @@ class Muon(AdamW):
         matmul_dtype: torch.dtype | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        matrices = {name: p for name, p in model.h.named_parameters() if p.dim() == 2}
+        trained = [(name, p) for name, p in model.h.named_parameters() if p.requires_grad]
+        matrices = {name: p for name, p in trained if p.dim() == 2}
         super().__init__(model, config, others={*matrices.values()})
-        self._weight_decay = config.weight_decay
+        self._weight_decay = config.settings(AdamWSettings).weight_decay
         self._dtype = torch.bfloat16 if matmul_dtype == torch.bfloat16 else torch.float32
         self._group = group
         self._stacks: dict[tuple[torch.Size, int], list[nn.Parameter]] = {}
@@ -196,5 +198,4 @@ def newton_schulz(stack: Tensor) -> Tensor:
 
 
 def _gradient(matrix: nn.Parameter) -> Tensor:
-    assert matrix.grad is not None, "every matrix of a block needs a gradient in every step"
-    return matrix.grad
+    return torch.zeros_like(matrix) if matrix.grad is None else matrix.grad

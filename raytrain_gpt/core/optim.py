@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Mapping
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from raytrain_gpt.config import kinds
+from raytrain_gpt.config.built_in import AdamWSettings, WsdSettings
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.loss_scale import LossScale
 from raytrain_gpt.core.model import GPT
-from raytrain_gpt.core.parallel import full_tensor
+from raytrain_gpt.core.parallel import full_tensor, local_tensor
+from raytrain_gpt.errors import ConfigError
 
 MatrixCounts = Mapping[tuple[int, int], int]
 """(rows, columns) -> number of such matrices in a model's blocks."""
@@ -32,9 +37,13 @@ class Optimizer(Protocol):
 
     grad_scale: Tensor
     found_inf: Tensor
-    state: defaultdict[Tensor, Any]
-    param_groups: list[dict[str, Any]]
     group_numbers: list[dict[str, float]]
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]: ...
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
 
     def step(self) -> object: ...
 
@@ -74,15 +83,16 @@ class AdamW(torch.optim.AdamW):
         *,
         others: Container[nn.Parameter] = (),
     ) -> None:
+        settings = config.settings(AdamWSettings)
         parameters = [p for p in model.parameters() if p.requires_grad and p not in others]
         groups: list[dict[str, Any]] = [
             {
                 "params": [p for p in parameters if p.dim() >= 2],
-                "weight_decay": config.weight_decay,
+                "weight_decay": settings.weight_decay,
             },
             {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
         ]
-        super().__init__(groups, config.peak_lr, (config.beta1, config.beta2), fused=True)
+        super().__init__(groups, config.peak_lr, (settings.beta1, settings.beta2), fused=True)
         for p in parameters:
             moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
             self.state[p] = {"step": torch.zeros((), device=p.device), **moments}
@@ -104,27 +114,168 @@ class AdamW(torch.optim.AdamW):
         return 0
 
 
+class ForeignOptimizer:
+    """An optimizer of the user's code behind the protocol `Optimizer`.
+
+    Each step waits for the device, to know whether the gradients are finite, as torch's optimizers cannot
+    skip a step there. Learning rates of its parameter groups keep their ratios to peak_lr.
+
+    Args:
+        parameters: All that it has to update.
+
+    Raises:
+        ConfigError: it is no torch optimizer, needs a closure, has other parameters, has a group without a
+            learning rate, or holds a second optimizer with a state of its own.
+    """
+
+    grad_scale: Tensor
+    found_inf: Tensor
+
+    def __init__(
+        self, name: str, inner: object, parameters: list[nn.Parameter], peak_lr: float
+    ) -> None:
+        if not isinstance(inner, torch.optim.Optimizer):
+            raise ConfigError(
+                f"optimizer {name} returned a {type(inner).__name__}; return a torch.optim.Optimizer"
+            )
+        arguments = inspect.signature(inner.step).parameters.values()
+        if any(a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD for a in arguments):
+            raise ConfigError(
+                f"optimizer {name} needs a closure, which would compute a step several times; use one whose "
+                "step() needs none"
+            )
+        groups = inner.param_groups
+        updated = Counter(p for group in groups for p in group["params"])
+        if updated != Counter(parameters):
+            num = len(updated.keys() & {*parameters})
+            raise ConfigError(
+                f"optimizer {name} updates {num} of {len(parameters)} parameters; give it each one once"
+            )
+        if not all(isinstance(group.get("lr"), int | float | Tensor) for group in groups):
+            raise ConfigError(
+                f"optimizer {name} has a parameter group without a learning rate, so the schedule could not "
+                "set it; give every group an lr, usually peak_lr"
+            )
+        seconds = [
+            one for one in tree_leaves(vars(inner)) if isinstance(one, torch.optim.Optimizer)
+        ]
+        if any(second.state is not inner.state for second in seconds):
+            raise ConfigError(
+                f"optimizer {name} holds a second optimizer, whose state no checkpoint would have; keep all "
+                "state in self.state, or let both have the same"
+            )
+        self.inner, self._name = inner, name
+        self.group_numbers = numbers_of_groups(groups)
+        self._rates = [(float(group["lr"]) / peak_lr, group["lr"]) for group in groups]
+        self._not_saved = _not_saved(inner)
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        return self.inner.state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.inner.param_groups
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Divide the gradients by `grad_scale` and update, unless `found_inf` is set.
+
+        Raises:
+            ConfigError: the optimizer changed a value that no checkpoint has.
+        """
+        if bool(self.found_inf):
+            return
+        parameters = (p for group in self.param_groups for p in group["params"])
+        gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
+        torch._foreach_div_(gradients, self.grad_scale)
+        for group, (factor, rate) in zip(self.param_groups, self._rates, strict=True):
+            lr = group["lr"] * factor
+            group["lr"] = rate.fill_(lr) if isinstance(rate, Tensor) else lr
+        self.inner.step()
+        before, self._not_saved = self._not_saved, _not_saved(self.inner)
+        for where, value in self._not_saved.items():
+            if before.get(where, value) != value:
+                raise ConfigError(
+                    f"optimizer {self._name} changed {where}, which no checkpoint would have; keep it in "
+                    "self.state[p], or as a number in param_groups"
+                )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+def _not_saved(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """Values that checkpoints do not have: numbers and tensors in attributes, tensors in groups."""
+    values = {
+        f"self.{name}": value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, int | float | Tensor) and not isinstance(value, bool | nn.Parameter)
+    }
+    for i, group in enumerate(optimizer.param_groups):
+        tensors = {
+            key: one for key, one in group.items() if isinstance(one, Tensor) and key != "lr"
+        }
+        values |= {f"param_groups[{i}][{key!r}]": one for key, one in tensors.items()}
+    # A tensor is seen to change without a look at its values, for which the host would wait.
+    return {k: (id(v), v._version) if isinstance(v, Tensor) else v for k, v in values.items()}
+
+
 def learning_rate(step: int, config: OptimSection, max_steps: int) -> float:
     """Learning rate of the update after `step` updates.
 
-    Warm-up is linear, `peak_lr·(step+1)/warmup_steps`. Then `cosine` is
-    `min_lr + ½(1+cos(π·(step−warmup)/(max−warmup)))·(peak_lr−min_lr)`, and `min_lr` from max_steps on
-    (Loshchilov, Hutter, "SGDR", 2017). `wsd` decays linearly to `min_lr` over the last `decay_fraction` of
-    max_steps (Hu et al., "MiniCPM", 2024), and the lower value counts during an overlapping warm-up.
-    `constant` stays at `peak_lr`.
+    Warm-up is linear, `peak_lr·(step+1)/warmup_steps`, then the schedule decides. A schedule of the user's is
+    a factor of peak_lr.
+
+    Raises:
+        ConfigError: its factor is not a finite number, or below 0.
     """
-    rising = config.peak_lr * min(1.0, (step + 1) / max(1, config.warmup_steps))
-    drop = config.peak_lr - config.min_lr
-    if config.schedule == "wsd":
-        decay_steps = max(1, round(config.decay_fraction * max_steps))
-        falling = config.min_lr + drop * min(1.0, max(0, max_steps - step) / decay_steps)
-        return min(rising, falling)
-    if step < config.warmup_steps or config.schedule == "constant":
-        return rising
+    kind = kinds.kind("schedule", config.schedule)
+    if kind.is_built_in:
+        return float(kind.resolve()(step, max_steps, config))
+    if step < config.warmup_steps:
+        return _rising(step, config)
+    factor = kind.call(step, max_steps, config.settings(kind.settings))
+    if not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+        raise ConfigError(
+            f"schedule {kind.name} returned {factor!r} at step {step} of {max_steps}; return a finite factor "
+            "of 0 or more"
+        )
+    return config.peak_lr * factor
+
+
+def _rising(step: int, config: OptimSection) -> float:
+    return config.peak_lr * min(1.0, (step + 1) / max(1, config.warmup_steps))
+
+
+def constant(step: int, max_steps: int, config: OptimSection) -> float:
+    """`peak_lr`."""
+    return _rising(step, config)
+
+
+def cosine(step: int, max_steps: int, config: OptimSection) -> float:
+    """`min_lr + ½(1+cos(π·(step−warmup)/(max−warmup)))·(peak_lr−min_lr)`, and `min_lr` from max_steps on.
+
+    Source: Loshchilov, Hutter, "SGDR" (2017).
+    """
+    if step < config.warmup_steps:
+        return _rising(step, config)
     if step >= max_steps:
         return config.min_lr
     progress = (step - config.warmup_steps) / (max_steps - config.warmup_steps)
+    drop = config.peak_lr - config.min_lr
     return config.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * drop
+
+
+def wsd(step: int, max_steps: int, config: OptimSection) -> float:
+    """Linear decay to `min_lr` over the last `decay_fraction` of max_steps.
+
+    The lower value counts during an overlapping warm-up. Source: Hu et al., "MiniCPM" (2024).
+    """
+    decay_steps = max(1, round(config.settings(WsdSettings).decay_fraction * max_steps))
+    drop = config.peak_lr - config.min_lr
+    falling = config.min_lr + drop * min(1.0, max(0, max_steps - step) / decay_steps)
+    return min(_rising(step, config), falling)
 
 
 def update(

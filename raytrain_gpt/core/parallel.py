@@ -52,8 +52,8 @@ def shard(model: GPT, mesh: DeviceMesh, matmul_dtype: torch.dtype | None = None)
         reduce_dtype=None if matmul_dtype is None else torch.float32,
         cast_forward_inputs=False,
     )
-    layers = [layer for block in model.h for layer in (block.attn, block.mlp)]
-    linear = {p for layer in layers for p in layer.parameters()}  # type: ignore[union-attr]
+    layers = [layer for layer in model.h.modules() if isinstance(layer, nn.Linear)]
+    linear = {p for layer in layers for p in layer.parameters()}
     # The outer model first: after its blocks it would not get their norms.
     fully_shard(model, mesh=mesh, ignored_params=linear)
     for block in model.h:
@@ -116,8 +116,12 @@ def gathered_weights(model: GPT, twin: GPT) -> Iterator[None]:
 
     All ranks enter together. Each needs fp32 memory for the unsharded model.
     """
-    weights = {name: full_tensor(p.detach()) for name, p in model.named_parameters()}
-    twin.load_state_dict(weights, assign=True)
+    full: dict[nn.Parameter | None, nn.Parameter]
+    full = {p: nn.Parameter(full_tensor(p.detach())) for p in model.parameters()}
+    for ours, theirs in zip(twin.modules(), model.modules(), strict=True):
+        # Not by names, since parameters may be shared, and buffers missing in the state.
+        ours._parameters.update({k: full.get(p) for k, p in theirs._parameters.items()})
+        ours._buffers.update(theirs._buffers)
     try:
         yield
     finally:

@@ -7,11 +7,13 @@ Su et al., "RoFormer" (2021). Shapes: B sequences, T tokens, D channels, H query
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raytrain_gpt.config.built_in import Qwen3Settings
 from raytrain_gpt.core.attention import AttentionFn
 from raytrain_gpt.core.model import GPT, INIT_STD, Block, GPTShape
 
@@ -90,10 +92,13 @@ class Qwen3Block(Block):
 class Qwen3(GPT):
     """The language model; for the arguments see `GPT`."""
 
-    @staticmethod
-    def default_mlp_size(embd_size: int) -> int:
-        """8/3 of the width, for three matrices instead of two, as a multiple of 64."""
-        return max(1, round(8 * embd_size / 3 / 64)) * 64
+    @classmethod
+    def resolved(cls, shape: GPTShape) -> GPTShape:
+        """Set key-value heads, and 8/3 of the width for the three matrices of the MLP, if open."""
+        settings = _settings(shape)
+        size = settings.mlp_size or max(1, round(8 * shape.embd_size / 3 / 64)) * 64
+        given = {"num_kv_heads": shape.num_kv_heads, "mlp_size": size}
+        return replace(shape, settings=settings.model_copy(update=given))
 
     def make_layers(self, shape: GPTShape) -> None:
         self.wte = nn.Embedding(shape.padded_vocab_size, shape.embd_size)
@@ -121,11 +126,11 @@ class Qwen3(GPT):
         out: Tensor = self.wte(ids)  # (B, T, D)
         return out
 
-    def positional_attention(self, positions: Tensor) -> Callable[[AttentionFn], AttentionFn]:
+    def positioned(self, positions: Tensor) -> Callable[[AttentionFn], AttentionFn]:
         """Rotate queries and keys by their positions."""
         half = self.shape.head_size // 2
         exponents = torch.arange(half, device=positions.device) / half
-        frequencies = 1 / self.shape.rope_theta**exponents  # radians per position
+        frequencies = 1 / rope_theta(self.shape) ** exponents  # radians per position
         angles = positions[..., None] * frequencies  # (B, T, D/2H) or (T, D/2H)
         if positions.dim() == 2:
             angles = angles[:, None]  # equal for all heads
@@ -139,6 +144,18 @@ class Qwen3(GPT):
             return attend_rotated
 
         return rotated
+
+
+def _settings(shape: GPTShape) -> Qwen3Settings:
+    assert isinstance(shape.settings, Qwen3Settings), (
+        "the shape makes the settings of its architecture"
+    )
+    return shape.settings
+
+
+def rope_theta(shape: GPTShape) -> float:
+    """Base of the rotary positions' wavelengths."""
+    return _settings(shape).rope_theta
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

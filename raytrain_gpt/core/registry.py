@@ -1,7 +1,7 @@
 """Built-in architectures and optimizers by name, and the sizes that they count themselves.
 
-Counts come from the model with one and with two blocks on the meta device, in milliseconds at any size. All
-blocks are alike, so every amount is linear in their number.
+Counts come from the model on the meta device. Blocks of a built-in architecture are alike, so one is enough,
+in milliseconds at any size; those of the user's may differ, so all are built.
 """
 
 from __future__ import annotations
@@ -9,30 +9,56 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from dataclasses import dataclass, replace
-from pkgutil import resolve_name
+from math import prod
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from raytrain_gpt.config import kinds
+from raytrain_gpt.config.kinds import Kind
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.config.sections import ARCHITECTURES, OPTIMIZERS, OptimSection
+from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.model import GPT, GPTShape
-from raytrain_gpt.core.optim import AdamW
+from raytrain_gpt.core.optim import AdamW, ForeignOptimizer, Optimizer
+from raytrain_gpt.errors import ConfigError
 
 
-def optimizer_class(name: str) -> type[AdamW]:
-    """Class of an optimizer."""
-    return cast(type[AdamW], resolve_name(OPTIMIZERS[name]))
+def optimizer_class(name: str) -> type[AdamW] | None:
+    """Class of a built-in optimizer, which counts its own costs, or None."""
+    kind = kinds.kind("optimizer", name)
+    return cast(type[AdamW], kind.resolve()) if kind.is_built_in else None
 
 
 def new_model(
     shape: GPTShape, activation_checkpointing: str = "none", document_end: int | None = None
 ) -> GPT:
-    """Create a model without initializing its weights; for the arguments see `GPT`."""
-    kind = cast(type[GPT], resolve_name(ARCHITECTURES[shape.architecture]))
-    return kind(shape, activation_checkpointing, document_end)
+    """Create a model without initializing its weights; for the arguments see `GPT`.
+
+    Raises:
+        ConfigError: the user's code cannot make it, or it is not a `GPT`.
+    """
+    kind = kinds.kind("architecture", shape.architecture)
+    model = kind.call(shape, activation_checkpointing, document_end)
+    if not isinstance(model, GPT):
+        raise ConfigError(f"architecture {kind.name} is not a GPT; make it a subclass")
+    return model
+
+
+def init_weights(model: GPT, seed: int) -> None:
+    """Initialize a model's weights, and try one of the user's code on a few tokens.
+
+    Raises:
+        ConfigError: the user's code raises an error.
+    """
+    kind = kinds.kind("architecture", model.shape.architecture)
+    with kind.errors_as_line(), torch.no_grad():
+        model.init_weights(seed)
+        if not kind.is_built_in:
+            model.eval().logits(torch.zeros(2, min(8, model.shape.seq_len), dtype=torch.int64))
+            model.train()
 
 
 def configured_model(
@@ -48,9 +74,18 @@ def build_optimizer(
     config: OptimSection,
     matmul_dtype: torch.dtype | None = None,
     group: dist.ProcessGroup | None = None,
-) -> AdamW:
-    """Build a configuration's optimizer; for the arguments see `AdamW`."""
-    return optimizer_class(config.optimizer)(model, config, matmul_dtype, group)
+) -> Optimizer:
+    """Build a configuration's optimizer; for the arguments see `AdamW`.
+
+    Raises:
+        ConfigError: one of the user's code cannot be built or used.
+    """
+    if (built_in := optimizer_class(config.optimizer)) is not None:
+        return built_in(model, config, matmul_dtype, group)
+    kind = kinds.kind("optimizer", config.optimizer)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    inner = kind.call(parameters, config.settings(kind.settings), config.peak_lr)
+    return ForeignOptimizer(kind.name, inner, parameters, config.peak_lr)
 
 
 @dataclass(frozen=True)
@@ -63,56 +98,59 @@ class ModelCounts:
         flops_per_token: FLOPs of forward and backward for one token, `6·N + 12·layers·embd_size·seq_len`,
             where N excludes embeddings that are only looked up. Causal attention counts in full;
             recomputed activations do not count. Source: Chowdhery et al., "PaLM" (2022), appendix B.
-        block_matrices: (rows, columns) of each matrix in a block.
+        block_matrices: (rows, columns) of each matrix in the largest block.
+        matrices: (rows, columns) -> number of such matrices in all blocks.
     """
 
     num_parameters: int
     embedding_parameters: int
     flops_per_token: int
     block_matrices: tuple[tuple[int, int], ...]
-    num_layers: int
+    matrices: Counter[tuple[int, int]]
 
     @property
     def block_matrix_parameters(self) -> int:
         return sum(rows * columns for rows, columns in self.block_matrices)
 
-    @property
-    def matrices(self) -> Counter[tuple[int, int]]:
-        """(rows, columns) -> number of such matrices in all blocks."""
-        return Counter({s: n * self.num_layers for s, n in Counter(self.block_matrices).items()})
+
+def count_model(shape: GPTShape) -> ModelCounts:
+    """Count a model; raises a RuntimeError for sizes beyond 64 bits."""
+    return _count(shape, kinds.kind("architecture", shape.architecture))
 
 
 @functools.cache
-def count_model(shape: GPTShape) -> ModelCounts:
-    """Count a model; raises a RuntimeError for sizes beyond 64 bits."""
-    one, two = _shallow_models(replace(shape, num_layers=1))
-    first, both = (sum(p.numel() for p in model.parameters()) for model in (one, two))
-    num_parameters = first + (shape.num_layers - 1) * (both - first)
-    block = [*one.h.parameters()]
-    outside = {*one.parameters()} - {*block}
+def _count(shape: GPTShape, kind: Kind) -> ModelCounts:
+    """Count a model; `kind` tells architectures of different codes apart."""
+    model, times = _on_meta(shape)
+    inside = [*model.h.parameters()]
+    outside = {*model.parameters()} - {*inside}
+    num_parameters = sum(p.numel() for p in outside) + times * sum(p.numel() for p in inside)
     embedding_parameters = sum(p.numel() for p in outside if p.dim() == 2)
-    matmul_parameters = num_parameters - embedding_parameters + one.head_weight.numel()
+    matmul_parameters = num_parameters - embedding_parameters + model.head_weight.numel()
     attention_flops = 12 * shape.num_layers * shape.embd_size * shape.seq_len
     return ModelCounts(
         num_parameters=num_parameters,
         embedding_parameters=embedding_parameters,
         flops_per_token=6 * matmul_parameters + attention_flops,
-        block_matrices=tuple((p.shape[0], p.shape[1]) for p in block if p.dim() == 2),
-        num_layers=shape.num_layers,
+        block_matrices=max(map(_matrices, model.h), key=lambda sizes: sum(map(prod, sizes))),
+        matrices=Counter({size: times * n for size, n in Counter(_matrices(model.h)).items()}),
     )
+
+
+def _matrices(module: nn.Module) -> tuple[tuple[int, int], ...]:
+    return tuple((p.shape[0], p.shape[1]) for p in module.parameters() if p.dim() == 2)
 
 
 def resolved_shape(shape: GPTShape) -> GPTShape:
     """Shape that a model has, with its architecture's defaults."""
-    one, _ = _shallow_models(replace(shape, num_layers=1))
-    return replace(one.shape, num_layers=shape.num_layers)
+    return replace(_on_meta(shape)[0].shape, num_layers=shape.num_layers)
 
 
-@functools.cache
-def _shallow_models(shape: GPTShape) -> tuple[GPT, GPT]:
-    """The model with one and with two blocks, on the meta device."""
+def _on_meta(shape: GPTShape) -> tuple[GPT, int]:
+    """A model without memory, and the number of times that the complete one has its blocks."""
+    times = shape.num_layers if kinds.is_built_in("architecture", shape.architecture) else 1
     with torch.device("meta"), _WithoutInit():
-        return new_model(shape), new_model(replace(shape, num_layers=2))
+        return new_model(replace(shape, num_layers=shape.num_layers // times)), times
 
 
 class _WithoutInit(TorchFunctionMode):

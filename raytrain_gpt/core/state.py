@@ -1,8 +1,9 @@
 """Training state in files of named full tensors: safetensors only, so reading runs no code.
 
 The files do not depend on sharding; every rank reads its shards from them. An optimizer's state keeps its
-types: `NAME/KEY` is a tensor, `NAME/KEY:int` (`:float`, `:bool`) a number, `NAME/KEY:none` is None, and
-`NAME/KEY:list` is the length of a list of `NAME/KEY/0` and so on. NAME is a parameter or `param_groups.0`.
+types: `NAME/KEY` is a tensor, `NAME/KEY:cpu` one on the host for a parameter on a GPU, `NAME/KEY:int`
+(`:float`, `:bool`) a number, `NAME/KEY:none` is None, and `NAME/KEY:list` is the length of a list of
+`NAME/KEY/0` and so on. NAME is a parameter or `param_groups.0`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from raytrain_gpt.errors import CheckpointError
 MODEL_FILE = "model.safetensors"
 _POSITIONS = "wpe.weight"
 _GROUP = "param_groups.{}"
+_ON_HOST = ":cpu"
 
 
 class HostSnapshot:
@@ -49,7 +51,7 @@ class HostSnapshot:
             self._files[MODEL_FILE] = {k: _host_like(p) for k, p in self._parameters.items()}
         self._optim_file = f"optim-{part:05d}.safetensors"
         self._layout: dict[str, Any] = {}
-        self._lay_out(_state_by_owner(self._parameters, optimizer))
+        self._lay_out(state_by_owner(self._parameters, optimizer))
 
     def _lay_out(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Allocate this share of the optimizer's state, which may appear in the first step only."""
@@ -78,7 +80,7 @@ class HostSnapshot:
         Raises:
             CheckpointError: the optimizer's state has a value of another type than tensors and numbers.
         """
-        states = _state_by_owner(self._parameters, self._optimizer)
+        states = state_by_owner(self._parameters, self._optimizer)
         self._lay_out(states)
         copies = {k: copy for file in self._files.values() for k, copy in file.items()}
         devices = set()
@@ -105,10 +107,14 @@ def _host_like(tensor: Tensor) -> Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
 
 
-def _state_by_owner(
+def state_by_owner(
     parameters: Mapping[str, nn.Parameter], optimizer: Optimizer
 ) -> dict[str, dict[str, Tensor]]:
-    """Parameter or group -> name in the files -> tensor, in the same order on all ranks."""
+    """Parameter or group -> name in the files -> tensor, in the same order on all ranks.
+
+    Raises:
+        CheckpointError: a file cannot hold a value of the state.
+    """
     if not optimizer.state.keys() <= {*parameters.values()}:
         raise CheckpointError(
             "the optimizer has state that belongs to no parameter, which a checkpoint cannot hold; keep it "
@@ -118,7 +124,7 @@ def _state_by_owner(
     states = {name: optimizer.state.get(p, {}) for name, p in parameters.items()}
     groups = zip(numbers_of_groups(optimizer.param_groups), optimizer.group_numbers, strict=True)
     for i, (now, built) in enumerate(groups):
-        states[_GROUP.format(i)] = {k: v for k, v in now.items() if k in built and v != built[k]}
+        states[_GROUP.format(i)] = {k: v for k, v in now.items() if v != built.get(k)}
     flat: dict[str, dict[str, Tensor]] = {}
     for owner, state in states.items():
         if bad := [key for key in state if not (isinstance(key, str) and key.isidentifier())]:
@@ -126,15 +132,17 @@ def _state_by_owner(
                 f"the optimizer's state of {owner} has the key {bad[0]!r}; name it like a variable"
             )
         # Sorted, since ranks gather together, and the order of keys may differ between them.
-        values = (_as_tensors(f"{owner}/{key}", state[key]) for key in sorted(state))
+        is_on_host = owner not in parameters or parameters[owner].is_cpu
+        values = (_as_tensors(f"{owner}/{key}", state[key], is_on_host) for key in sorted(state))
         flat[owner] = dict(chain.from_iterable(values))
     return flat
 
 
-def _as_tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
+def _as_tensors(name: str, value: object, is_on_host: bool) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of a value whose parameter is on the host or not."""
     match value:
         case Tensor():
-            yield name, value
+            yield name + _ON_HOST * (value.is_cpu and not is_on_host), value
         case bool():
             yield f"{name}:bool", torch.tensor(value)
         case int():
@@ -146,7 +154,7 @@ def _as_tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
         case list():
             yield f"{name}:list", torch.tensor(len(value))
             for i, item in enumerate(value):
-                yield from _as_tensors(f"{name}/{i}", item)
+                yield from _as_tensors(f"{name}/{i}", item, is_on_host)
         case _:
             raise CheckpointError(
                 f"the optimizer's state {name} is a {type(value).__name__}, which a checkpoint cannot hold; "
@@ -161,6 +169,8 @@ def _from_tensors(tensors: Mapping[str, Tensor], name: str) -> Any:
             return convert(number.item())
     if f"{name}:none" in tensors:
         return None
+    if (tensor := tensors.get(name + _ON_HOST)) is not None:
+        return tensor
     if (length := tensors.get(f"{name}:list")) is not None:
         return [_from_tensors(tensors, f"{name}/{i}") for i in range(int(length.item()))]
     return tensors[name]
@@ -176,8 +186,8 @@ def load_model(directory: Path, model: nn.Module, crop_context: bool = False) ->
     Raises:
         CheckpointError: the file is missing or damaged, or the shapes differ.
     """
-    tensors = dict(_tensors(directory / MODEL_FILE))
-    ours = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    tensors, parameters = dict(_tensors(directory / MODEL_FILE)), dict(model.named_parameters())
+    ours = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     if crop_context and _POSITIONS in tensors:
         tensors[_POSITIONS] = tensors[_POSITIONS][: ours[_POSITIONS][0]]
     theirs = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -187,7 +197,9 @@ def load_model(directory: Path, model: nn.Module, crop_context: bool = False) ->
                 f"{directory} has {name} {theirs.get(name, 'missing')}, but the model has "
                 f"{ours.get(name, 'none')}; use the configuration it was trained with"
             )
-    model.load_state_dict(tensors)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
 
 
 def check_model_size(directory: Path, shape: GPTShape) -> None:
@@ -238,7 +250,7 @@ def load_optimizer(
     for path in [path for path in paths if listed is None or path.name in listed]:
         for full_name, tensor in _tensors(path):
             name, _, key = full_name.partition("/")
-            wanted = tuple(built.get(full_name, tensor).shape)
+            wanted = tuple(built.get(full_name.removesuffix(_ON_HOST), tensor).shape)
             if tuple(tensor.shape) != wanted:
                 raise CheckpointError(
                     f"{directory} has optimizer state {full_name} {tuple(tensor.shape)}, but the model has "
@@ -250,7 +262,7 @@ def load_optimizer(
             states[name][key] = tensor
     for full_name in built:
         name, _, key = full_name.partition("/")
-        if key not in states[name]:
+        if key not in states[name] and key + _ON_HOST not in states[name]:
             raise CheckpointError(f"{directory} has no optimizer state '{full_name}'")
     try:
         values = {
@@ -266,7 +278,8 @@ def load_optimizer(
         zip(optimizer.param_groups, optimizer.group_numbers, strict=True)
     ):
         read = values.get(_GROUP.format(i), {})
-        group.update({key: value for key, value in read.items() if key in numbers})
+        # Others than numbers are not from a checkpoint of this optimizer, like its parameters.
+        group.update({k: v for k, v in read.items() if k in numbers or k not in group})
 
 
 def _keys(tensors: Mapping[str, Tensor]) -> list[str]:

@@ -7,6 +7,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from raytrain_gpt.config import kinds
+from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.mixture import BatchOrder, Mixture, parse_data_path, read_mixture
 from raytrain_gpt.data.shards import MANIFEST_FILE
@@ -21,8 +23,8 @@ def location(config: Config, path: str) -> Location:
 
 
 @contextlib.contextmanager
-def config_on_disk(file: str | Path | None) -> Iterator[Path | None]:
-    """Yield a configuration file's local path, downloading a URL; may raise ConfigError, StorageError."""
+def file_on_disk(file: str | Path | None, what: str = "configuration") -> Iterator[Path | None]:
+    """Yield a file's local path, downloading a URL; may raise ConfigError, StorageError."""
     if file is None or not is_url(str(file)):
         yield None if file is None else Path(file)
         return
@@ -32,10 +34,18 @@ def config_on_disk(file: str | Path | None) -> Iterator[Path | None]:
         try:
             source.download(copy)
         except FileNotFoundError:
-            raise ConfigError(
-                f"cannot read configuration {source}: no such file; check the URL"
-            ) from None
+            raise ConfigError(f"cannot read {what} {source}: no such file; check the URL") from None
         yield copy
+
+
+def use_code(file: str | Path | None, may_differ: bool = False) -> None:
+    """Use the code in a file or at a URL, or none; it is read but not executed.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    with file_on_disk(file, "code") as path:
+        kinds.use(None if path is None else Code.read(path, may_differ))
 
 
 def data_is_there(config: Config) -> bool:

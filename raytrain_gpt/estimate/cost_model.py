@@ -165,7 +165,7 @@ def estimate(config: Config, facts: Facts) -> Estimate:
         micro_batches_per_step=config.batch_sequences // facts.num_workers // fit.sequences,
         micro_batch_sequences=fit.sequences,
         activation_checkpointing=fit.activation_checkpointing,
-        checkpoint_bytes=checkpoint_bytes(shape, config.optim.optimizer),
+        checkpoint_bytes=checkpoint_bytes(shape, config.optim),
         memory=memory.predict(fit.sequences, fit.activation_checkpointing),
         device=device,
         fits=None if device is None else fitting is not None,
@@ -194,7 +194,8 @@ def _speed(config: Config, counts: ModelCounts, facts: Facts) -> EstimatedSpeed 
         tokens_per_s, source = config.train.global_batch_tokens / facts.step_time_s, "given"
     elif peak_tokens_per_s is not None:
         model_flops = counts.flops_per_token * config.train.global_batch_tokens
-        update_flops = optimizer_class(config.optim.optimizer).update_flops(counts.matrices)
+        optimizer = optimizer_class(config.optim.optimizer)
+        update_flops = optimizer.update_flops(counts.matrices) if optimizer else 0
         model_share = model_flops / (model_flops + update_flops)
         tokens_per_s = peak_tokens_per_s * model_share * (facts.mfu or ASSUMED_MFU)
         source = "table"

@@ -38,7 +38,6 @@ from raytrain_gpt.evaluate.inference import (
 )
 from raytrain_gpt.format import Log, duration
 from raytrain_gpt.tracking.recorder_handle import RecorderHandle
-from raytrain_gpt.tracking.run_files import finite
 
 MAX_RETRIES = 3
 """Retries of an evaluation whose task died, before this command skips it."""
@@ -210,7 +209,7 @@ def _evaluate(
     check_trained_on(checkpoint, data)
     feed = validation_feed(checkpoint, config, device, data)
     evaluation = lone_evaluation(config, model, tokenizer, feed, choices)
-    metrics = {name: finite(value) for name, value in evaluation.metrics().items()}
+    metrics = evaluation.metrics()
     seconds = {"perf/async_eval_s": time.perf_counter() - started}
     row = {"step": checkpoint.state.step, **metrics, **seconds}
     samples = evaluation.samples() if config.eval.num_samples else ""

@@ -1,4 +1,4 @@
-"""Evaluation over all ranks: validation loss, HellaSwag, and samples.
+"""Evaluation over all ranks: validation loss, HellaSwag, the user's evaluations, and samples.
 
 The same code runs in training workers, in async evaluation tasks and in `eval`.
 """
@@ -11,23 +11,31 @@ from typing import TYPE_CHECKING
 
 import tiktoken
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from raytrain_gpt.checkpoint.collectives import Collectives
+from raytrain_gpt.config import kinds
 from raytrain_gpt.config.call_options import SamplingOptions
+from raytrain_gpt.config.kinds import Kind
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.sections import Name
+from raytrain_gpt.core.device import seed_everything
 from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.core.loop import Autocast, MicroBatch
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.data.tokenizer import bytes_per_id, decode_tokens
+from raytrain_gpt.errors import ConfigError, UserError, reason
 from raytrain_gpt.evaluate.hellaswag import NUM_ENDINGS, Choices, choice_metrics, ending_losses
 from raytrain_gpt.evaluate.validation_loss import evaluation_sums, loss_metrics, mixed_sums
 from raytrain_gpt.format import Log, count
+from raytrain_gpt.tracking.run_files import Row, finite
 
 if TYPE_CHECKING:
     from raytrain_gpt.ingest.feed import EvalFeed
 
 SHOW_EVERY_S = 10.0
+_SUMS = TypeAdapter(dict[Name, tuple[float, float]])
 
 
 def watched(
@@ -60,14 +68,16 @@ class Evaluation:
         self._config, self._model, self._tokenizer = config, model, tokenizer
         self._feed, self._collectives, self._autocast = feed, collectives, autocast
         self._choices = choices
+        self._own = [kinds.kind("evaluations", name) for name in config.eval.evaluations]
         self._token_bytes = torch.from_numpy(bytes_per_id(tokenizer, model.shape.padded_vocab_size))
 
-    def metrics(
-        self, progress: Callable[[], None] = lambda: None, log: Log | None = None
-    ) -> dict[str, float | int]:
-        """Return the keys of an evaluation's row, over all ranks.
+    def metrics(self, progress: Callable[[], None] = lambda: None, log: Log | None = None) -> Row:
+        """Return the keys of an evaluation's row, over all ranks, with None for numbers that are not finite.
 
         `progress` is called before every micro-batch; `log` receives HellaSwag's progress every SHOW_EVERY_S.
+
+        Raises:
+            ConfigError: on all ranks, as an evaluation of the user's failed on one of them.
         """
         metrics: dict[str, float | int] = {}
         if self._feed is not None:
@@ -76,7 +86,44 @@ class Evaluation:
             score = self._scored(self._choices, progress, log)
             metrics |= {f"hellaswag/{name}": value for name, value in score.items()}
             metrics["hellaswag/cut"] = self._choices.num_cut
-        return metrics
+        for kind in self._own:
+            progress()
+            metrics |= self._measured(kind)
+            progress()
+        return {name: finite(value) for name, value in metrics.items()}
+
+    def _measured(self, kind: Kind) -> dict[str, float]:
+        """Run an evaluation of the user's; NaN where the counts of all ranks are 0."""
+        own, error = self.sums(kind)
+        keys = sorted(own)
+        # All ranks exchange their errors: a rank that raised its own would leave the others waiting.
+        answers = self._collectives.all_gather_json((error, keys), tuple[str | None, list[str]])
+        for rank, (failed, others) in enumerate(answers):
+            if failed is None and others != answers[0][1]:
+                failed = f"returned the keys {others}, but {answers[0][1]} on rank 0"
+            if failed is not None:
+                raise ConfigError(f"evaluation {kind.name}, rank {rank}: {failed}")
+        pairs = torch.tensor([own[key] for key in keys], dtype=torch.float64).view(-1, 2)
+        totals, counts = self._collectives.all_reduce_sum(pairs).T
+        means = (totals / counts).tolist()
+        return {f"{kind.name}/{key}": mean for key, mean in zip(keys, means, strict=True)}
+
+    def sums(self, kind: Kind) -> tuple[dict[str, tuple[float, float]], str | None]:
+        """Return this rank's sums and counts, or none and an error."""
+        self._model.eval()
+        seed_everything(self._config.train.seed, 0)  # equal on all ranks and in every evaluation
+        settings, ranks = self._config.eval.settings(kind.settings), self._collectives
+        try:
+            with torch.no_grad(), self._autocast():
+                sums = kind.call(
+                    self._model, self._tokenizer, ranks.rank, ranks.world_size, settings
+                )
+            return _SUMS.validate_python(sums), None
+        except ValidationError as error:
+            return {}, f"must return a dict of key -> (sum, count): {reason(error)}"
+        except UserError as error:
+            told = str(error).removeprefix(f"evaluations {kind.name}, ")
+            return {}, told.encode(errors="replace").decode()
 
     def _validated(self, feed: EvalFeed, progress: Callable[[], None]) -> dict[str, float | int]:
         lengths = self._token_bytes.to(self._model.device)

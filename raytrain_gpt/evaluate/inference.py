@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tiktoken
 import torch
 
-from raytrain_gpt.checkpoint.catalog import Checkpoint, resolve_checkpoint
+from raytrain_gpt.checkpoint.catalog import CODE_FILE, Checkpoint, resolve_checkpoint
+from raytrain_gpt.checkpoint.code_check import check_executable
 from raytrain_gpt.checkpoint.collectives import Collectives
+from raytrain_gpt.config import kinds
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.core.device import (
@@ -37,7 +39,7 @@ from raytrain_gpt.data.tokenizer import (
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
 from raytrain_gpt.evaluate.evaluation import Evaluation
 from raytrain_gpt.evaluate.hellaswag import Choices, read_choices
-from raytrain_gpt.format import Log
+from raytrain_gpt.format import Log, shell
 from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location, LocationLike
 
 if TYPE_CHECKING:
@@ -61,9 +63,10 @@ def open_checkpoint(
         on_skip: As in `resolve_checkpoint`.
 
     Raises:
-        CheckpointError: it is missing or damaged.
+        CheckpointError: it is missing or damaged, or needs code that was not given.
     """
     checkpoint = resolve_checkpoint(Location.of(path, retry_for_s=COMMAND_RETRY_S), on_skip)
+    check_executable(checkpoint)
     config = recorded(parse_config(checkpoint.state.config, str(checkpoint.path)))
     device = best_device() if device is None else device
     model, tokenizer = load_checkpoint(checkpoint, config, device)
@@ -93,19 +96,24 @@ def evaluate_checkpoint(
     data: str | Path | None = None,
     eval_tokens: int | None = None,
     hellaswag: str | None = None,
+    evaluations: str | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> tuple[Location, dict[str, Any]]:
     """Return the path of a checkpoint, and its metrics with `step`.
 
     Args:
         path: A checkpoint or a run.
         data: Dataset, or several with weights as in `data_path`. By default the checkpoint's training data,
-            which may be missing if HellaSwag is scored.
+            which may be missing if something else is evaluated.
         eval_tokens: Maximum of validation tokens, as in training if None.
         hellaswag: The file, or `download`.
+        evaluations: Names of the user's evaluations, with commas; by default the training run's, without
+            those whose code was not given.
+        settings: Changed settings of `evaluations`.
 
     Raises:
         CheckpointError: it is missing or damaged.
-        ConfigError: eval_tokens is below 1.
+        ConfigError: eval_tokens is below 1, or an evaluation of the user's is unknown or fails.
         DataError: the dataset is missing, too small to validate on, or has a different tokenizer, or
             HellaSwag cannot be read.
     """
@@ -113,17 +121,29 @@ def evaluate_checkpoint(
     if config.train.precision == "bf16" and not has_bf16(device):
         log("evaluated in fp32: this device does not support bf16")
         config = config.updated({"precision": "fp32"})
+    own = _known_evaluations(checkpoint, config, log) if evaluations is None else evaluations
+    config = config.updated({"evaluations": own, **(settings or {})})
     choices = None if hellaswag is None else read_choices(config, hellaswag, tokenizer)
     feed = None
     try:
         mixture = _trained_data(checkpoint, config) if data is None else data_of(config, str(data))
         feed = validation_feed(checkpoint, config, device, mixture, eval_tokens)
     except DataError as error:
-        if choices is None or data is not None:
+        if data is not None or not (choices or config.eval.evaluations):
             raise
-        log(f"only HellaSwag is evaluated: {error}")
+        log(f"no validation loss: {error}")
     evaluation = lone_evaluation(config, model, tokenizer, feed, choices)
     return checkpoint.path, {"step": checkpoint.state.step, **evaluation.metrics(log=log)}
+
+
+def _known_evaluations(checkpoint: Checkpoint, config: Config, log: Log) -> list[str]:
+    """Names of the run's own evaluations; logs those whose code was not given."""
+    names = config.eval.evaluations
+    known = [name for name in names if kinds.find("evaluations", name)]
+    if skipped := ", ".join(name for name in names if name not in known):
+        code = shell(checkpoint.path / CODE_FILE)
+        log(f"skipping {skipped}: no code was given; if you trust it, pass --code {code}")
+    return known
 
 
 def lone_evaluation(

@@ -27,11 +27,14 @@ from ray.data import ActorPoolStrategy, ExecutionOptions
 from ray.exceptions import RayActorError
 
 from raytrain_gpt.checkpoint.catalog import resolve_checkpoint
+from raytrain_gpt.checkpoint.code_check import check_executable
 from raytrain_gpt.cluster.capacity import Resources
 from raytrain_gpt.cluster.connection import connected
 from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.cluster.signals import StopSignals
+from raytrain_gpt.config import kinds
 from raytrain_gpt.config.call_options import SamplingOptions
+from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.schema import parse_config
 from raytrain_gpt.core.device import inference_autocast
 from raytrain_gpt.core.generate import sample_tokens
@@ -79,10 +82,13 @@ def sample_batch(
     if not lines:
         raise DataError(f'{source} has no prompts; write lines {{"prompt": TEXT}}')
     resolved = resolve_checkpoint(Location.of(checkpoint, retry_for_s=COMMAND_RETRY_S), log)
+    check_executable(resolved)
     sampling = sampling_options(parse_config(resolved.state.config, str(resolved.path)), options)
     stopped = StopSignals(f"interrupted; {out} was not written")
     with stopped, connected(0, log) as resources:
-        results = _results(lines, resources, log, (resolved.path, num_samples, sampling))
+        results = _results(
+            lines, resources, log, (resolved.path, num_samples, sampling, kinds.used_code())
+        )
         _write(out, results, len(lines), log)
 
 
@@ -181,7 +187,10 @@ def _mapped(
 class Generator:
     """Actor that loads a checkpoint once and continues the prompts of tasks."""
 
-    def __init__(self, checkpoint: Location, num_samples: int, options: SamplingOptions) -> None:
+    def __init__(
+        self, checkpoint: Location, num_samples: int, options: SamplingOptions, code: Code | None
+    ) -> None:
+        kinds.use(code)
         _, _, self._model, self._tokenizer, device = open_checkpoint(checkpoint)
         if device.type == "cpu":
             torch.set_num_threads(1)

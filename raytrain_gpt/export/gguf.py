@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import tiktoken
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, TokenType
-from gguf.constants import MODEL_ARCH
+from gguf.constants import MODEL_ARCH_NAMES
 from gguf.tensor_mapping import get_tensor_name_map
 
+from raytrain_gpt.config import kinds
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.data.tokenizer import EOT
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
 from raytrain_gpt.evaluate.inference import open_checkpoint
-from raytrain_gpt.export.hf_config import ARCHITECTURES
+from raytrain_gpt.export.hf_config import mapping_of
 from raytrain_gpt.export.hf_tokenizer import GPT2_PATTERN, merges_of, printable
+from raytrain_gpt.export.hf_weights import unpadded
 from raytrain_gpt.export.huggingface import DType, shape_line, staging_dir
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location, force_to_disk, is_url
@@ -52,11 +55,18 @@ def export_gguf(path: str | Path, out: str | Path, dtype: DType, log: Log) -> Pa
     if is_directory:
         place /= f"{config.run.run_name}{SUFFIX}"
         _check_new(place)
-    writer = GGUFWriter(None, model.shape.architecture)
+    mapping = mapping_of(model.shape.architecture, "to_hf", "add_gguf_sizes")
+    name = getattr(mapping, "GGUF_NAME", model.shape.architecture)
+    if name not in MODEL_ARCH_NAMES.values():
+        raise ConfigError(
+            f"llama.cpp has no architecture {name}; set GGUF_NAME, or use --format hf"
+        )
+    writer = GGUFWriter(None, name)
     writer.add_name(config.run.run_name)
-    _add_sizes(writer, model.shape)
     _add_tokenizer(writer, encoding)
-    _add_tensors(writer, model, dtype)
+    with kinds.kind("architecture", model.shape.architecture).errors_as_line():
+        _add_sizes(writer, model.shape, mapping)
+        _add_tensors(writer, model, mapping, dtype)
     with staging_dir(place) as directory:
         file = directory / place.name
         writer.write_header_to_file(file)
@@ -77,13 +87,12 @@ def _check_new(file: Location) -> None:
         raise CheckpointError(f"{file} exists; set --out to a new file")
 
 
-def _add_sizes(writer: GGUFWriter, shape: GPTShape) -> None:
+def _add_sizes(writer: GGUFWriter, shape: GPTShape, mapping: Any) -> None:
     writer.add_context_length(shape.seq_len)
     writer.add_embedding_length(shape.embd_size)
     writer.add_block_count(shape.num_layers)
-    writer.add_feed_forward_length(shape.mlp_size)
     writer.add_head_count(shape.num_heads)
-    ARCHITECTURES[shape.architecture].add_gguf_sizes(writer, shape)
+    mapping.add_gguf_sizes(writer, shape)
 
 
 def _add_tokenizer(writer: GGUFWriter, encoding: tiktoken.Encoding) -> None:
@@ -117,18 +126,20 @@ def _add_tokenizer(writer: GGUFWriter, encoding: tiktoken.Encoding) -> None:
     writer.add_add_bos_token(False)
 
 
-def _add_tensors(writer: GGUFWriter, model: GPT, dtype: DType) -> None:
+def _add_tensors(writer: GGUFWriter, model: GPT, mapping: Any, dtype: DType) -> None:
     is_bf16 = dtype == "bf16"
     writer.add_file_type(LlamaFileType.MOSTLY_BF16 if is_bf16 else LlamaFileType.ALL_F32)
-    architecture = model.shape.architecture
-    names = get_tensor_name_map(MODEL_ARCH[architecture.upper()], model.shape.num_layers)
-    for name, tensor in model.state_dict().items():
-        module, _, kind = ARCHITECTURES[architecture].to_hf(name, tensor)[0].rpartition(".")
-        theirs = f"{names[module]}.{kind}"
-        if name in ("wte.weight", "lm_head.weight"):
-            tensor = tensor[: model.shape.vocab_size]
+    shape, architectures = model.shape, {name: one for one, name in MODEL_ARCH_NAMES.items()}
+    names = get_tensor_name_map(architectures[writer.arch], shape.num_layers)
+    to_gguf = getattr(mapping, "to_gguf", lambda name, tensor, shape: tensor)
+    for name, tensor in unpadded(model):
+        in_hf = mapping.to_hf(name, tensor)[0]
+        in_gguf = names.get_name(in_hf, try_suffixes=(".weight", ".bias"))
+        if in_gguf is None:
+            raise ConfigError(f"llama.cpp's {writer.arch} has no {in_hf}; use --format hf")
+        tensor = to_gguf(name, tensor, shape)
         if is_bf16 and tensor.dim() == 2 and name != "wpe.weight":
             values = tensor.to(torch.bfloat16).view(torch.uint8).numpy()
-            writer.add_tensor(theirs, values, raw_dtype=GGMLQuantizationType.BF16)
+            writer.add_tensor(in_gguf, values, raw_dtype=GGMLQuantizationType.BF16)
         else:
-            writer.add_tensor(theirs, tensor.float().numpy())
+            writer.add_tensor(in_gguf, tensor.float().numpy())

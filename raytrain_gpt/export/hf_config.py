@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+from raytrain_gpt.config import kinds
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.errors import CheckpointError, damage_as
+from raytrain_gpt.errors import CheckpointError, ConfigError, damage_as
 from raytrain_gpt.export import hf_gpt2, hf_qwen3
 from raytrain_gpt.parsing import parse_json
 
@@ -15,10 +17,25 @@ ARCHITECTURES = {"gpt2": hf_gpt2, "qwen3": hf_qwen3}
 """Architecture, the same as Hugging Face's `model_type` -> module that converts its files."""
 
 
+def mapping_of(architecture: str, *needed: str) -> Any:
+    """Module that converts an architecture's files, or the class of the user's, see `extend.architecture`.
+
+    Raises:
+        ConfigError: it lacks one of the `needed` names.
+    """
+    mapping = ARCHITECTURES.get(architecture) or kinds.kind("architecture", architecture).resolve()
+    if missing := [name for name in needed if not hasattr(mapping, name)]:
+        raise ConfigError(
+            f"architecture {architecture} has no export mapping; add {', '.join(missing)} to its class, see "
+            "docs/extending.md"
+        )
+    return mapping
+
+
 def hf_config_files(shape: GPTShape, eot_token: int, dtype: str) -> dict[str, str]:
     """Return name -> content of the files besides tensors; `dtype` is torch's name, such as `bfloat16`."""
     ends = {"bos_token_id": eot_token, "eos_token_id": eot_token}
-    of_shape = ARCHITECTURES[shape.architecture].config_of(shape)
+    of_shape = mapping_of(shape.architecture, "config_of", "to_hf").config_of(shape)
     config = {**of_shape, "use_cache": True, "torch_dtype": dtype, **ends}
     # Without a padding id, transformers uses eos and warns at every call.
     generation = {**ends, "pad_token_id": eot_token, "do_sample": True}

@@ -51,6 +51,7 @@ def config_of(shape: GPTShape) -> dict[str, Any]:
 
 def add_gguf_sizes(writer: GGUFWriter, shape: GPTShape) -> None:
     """Add this architecture's sizes to a GGUF file."""
+    writer.add_feed_forward_length(shape.mlp_size)
     writer.add_layer_norm_eps(1e-5)
 
 

@@ -7,8 +7,9 @@ from typing import Any
 from gguf import GGUFWriter
 from torch import Tensor
 
+from raytrain_gpt.config.built_in import Qwen3Settings
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.core.qwen3 import RMS_NORM_EPS
+from raytrain_gpt.core.qwen3 import RMS_NORM_EPS, rope_theta
 
 NAME = "Qwen3"
 DESCRIPTION = "A Qwen3 (rotary positions, RMSNorm, norms of queries and keys, gated MLP)"
@@ -43,19 +44,20 @@ def config_of(shape: GPTShape) -> dict[str, Any]:
         "attention_dropout": shape.dropout,
         "use_sliding_window": False,
         "sliding_window": None,
-        "rope_theta": shape.rope_theta,
+        "rope_theta": rope_theta(shape),
         "rope_scaling": None,
-        "rope_parameters": {"rope_theta": shape.rope_theta, "rope_type": "default"},
+        "rope_parameters": {"rope_theta": rope_theta(shape), "rope_type": "default"},
         "tie_word_embeddings": shape.tied_embeddings,
     }
 
 
 def add_gguf_sizes(writer: GGUFWriter, shape: GPTShape) -> None:
     """Add this architecture's sizes to a GGUF file."""
+    writer.add_feed_forward_length(shape.mlp_size)
     writer.add_head_count_kv(shape.num_kv_heads)
     writer.add_key_length(shape.head_size)
     writer.add_value_length(shape.head_size)
-    writer.add_rope_freq_base(shape.rope_theta)
+    writer.add_rope_freq_base(rope_theta(shape))
     writer.add_layer_norm_rms_eps(RMS_NORM_EPS)
 
 
@@ -87,10 +89,12 @@ def shape_of(content: dict[str, Any]) -> GPTShape:
         vocab_size=int(content["vocab_size"]),
         dropout=float(content.get("attention_dropout", 0.0)),
         architecture="qwen3",
-        num_kv_heads=int(content["num_key_value_heads"] or 0),
-        mlp_size=int(content["intermediate_size"]),
-        tied_embeddings=bool(content.get("tie_word_embeddings", False)),
-        rope_theta=_rope_theta(content),
+        settings=Qwen3Settings.model_construct(  # checked with the other fields, by `Config`
+            num_kv_heads=int(content["num_key_value_heads"] or 0) or None,
+            mlp_size=int(content["intermediate_size"]),
+            tied_embeddings=bool(content.get("tie_word_embeddings", False)),
+            rope_theta=_rope_theta(content),
+        ),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.registry import new_model
-from raytrain_gpt.errors import CheckpointError, damage_as
-from raytrain_gpt.export.hf_config import ARCHITECTURES
+from raytrain_gpt.errors import CheckpointError, ConfigError, damage_as
+from raytrain_gpt.export.hf_config import ARCHITECTURES, mapping_of
 from raytrain_gpt.format import cut
 from raytrain_gpt.parsing import parse_json
 
@@ -28,12 +28,18 @@ _LAYER = re.compile(r"h\.(\d+)\.")
 
 def hf_tensors(model: GPT, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return a model's tensors for transformers; a tied head is only the embedding."""
-    tensors = {}
-    for ours, parameter in model.state_dict().items():
-        tensor = parameter[: model.shape.vocab_size] if ours in (_EMBEDDING, _HEAD) else parameter
-        name, tensor = ARCHITECTURES[model.shape.architecture].to_hf(ours, tensor)
-        tensors[name] = tensor.to("cpu", dtype).contiguous()
-    return tensors
+    mapping = mapping_of(model.shape.architecture)
+    pairs = [mapping.to_hf(*item) for item in unpadded(model)]
+    if len(named := dict(pairs)) < len(pairs):
+        raise ConfigError(f"to_hf of {model.shape.architecture} gives two tensors the same name")
+    return {name: tensor.to("cpu", dtype).contiguous() for name, tensor in named.items()}
+
+
+def unpadded(model: GPT) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and tensor of each parameter, without padded rows of embedding and head."""
+    for name, parameter in model.named_parameters():
+        is_padded = parameter is model.wte.weight or parameter is model.head_weight
+        yield name, parameter.detach()[: model.shape.vocab_size if is_padded else None]
 
 
 def find_hf_weights(path: Path) -> list[Path]:

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from raytrain_gpt.checkpoint.catalog import ROWS_FILE, Draft
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.checkpoint.hashes import HASHES_FILE
+from raytrain_gpt.config import kinds
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.model import GPT, GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.registry import count_model, new_model
@@ -70,12 +71,17 @@ def export_checkpoint(path: str | Path, out: str | Path, dtype: DType, log: Log)
     place = Location.of(out)
     _check_free(place)
     checkpoint, config, model, encoding, _ = open_checkpoint(path, torch.device("cpu"), log)
-    tensors = hf_tensors(model, DTYPES[dtype])
     torch_name = str(DTYPES[dtype]).removeprefix("torch.")
+    with kinds.kind("architecture", model.shape.architecture).errors_as_line():
+        config_files = hf_config_files(model.shape, encoding.eot_token, torch_name)
+        tensors = hf_tensors(model, DTYPES[dtype])
+    num_parameters = sum(tensor.numel() for tensor in tensors.values())
     texts = {
-        **hf_config_files(model.shape, encoding.eot_token, torch_name),
+        **config_files,
         **hf_tokenizer_files(encoding, model.shape.seq_len),
-        CARD_FILE: model_card(checkpoint, config, encoding.name, model.shape, dtype),
+        CARD_FILE: model_card(
+            checkpoint, config, encoding.name, model.shape, num_parameters, dtype
+        ),
     }
     with staging_dir(place) as staging:
         directory = staging / place.name

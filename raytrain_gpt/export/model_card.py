@@ -12,13 +12,11 @@ import yaml
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.config.sections import ARCHITECTURE_FIELDS
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.data.mixture import dataset_names, parse_data_path
 from raytrain_gpt.data.tokenizer import MAX_NAME_LENGTH
-from raytrain_gpt.export.hf_config import ARCHITECTURES
-from raytrain_gpt.format import number
+from raytrain_gpt.export.hf_config import mapping_of
+from raytrain_gpt.format import number, own_scores
 from raytrain_gpt.version import VERSION
 
 CARD_FILE = "README.md"
@@ -32,13 +30,16 @@ Rows = list[tuple[str, str]]
 
 
 def model_card(
-    checkpoint: Checkpoint, config: Config, tokenizer: str, shape: GPTShape, dtype: str
+    checkpoint: Checkpoint,
+    config: Config,
+    tokenizer: str,
+    shape: GPTShape,
+    num_parameters: int,
+    dtype: str,
 ) -> str:
     """Render the card as Markdown with YAML front matter; `tokenizer` and `dtype` are names."""
-    num_rows = (shape.padded_vocab_size - shape.vocab_size) * (1 if shape.tied_embeddings else 2)
-    padding = shape.embd_size * num_rows
     model = [
-        ("parameters", f"{count_model(shape).num_parameters - padding:,}"),
+        ("parameters", f"{num_parameters:,}"),
         ("layers, heads, channels", f"{shape.num_layers}, {shape.num_heads}, {shape.embd_size}"),
         *_special_rows(shape),
         ("context", f"{shape.seq_len} tokens"),
@@ -57,7 +58,7 @@ def model_card(
     return environment.from_string(template.read_text("utf-8")).render(
         name=config.run.run_name,
         architecture=shape.architecture,
-        description=ARCHITECTURES[shape.architecture].DESCRIPTION,
+        description=getattr(mapping_of(shape.architecture), "DESCRIPTION", "A language model"),
         version=VERSION,
         torch_version=torch.__version__,
         model=model,
@@ -74,13 +75,21 @@ def _code(text: str) -> str:
 
 
 def _special_rows(shape: GPTShape) -> Rows:
-    rows = {
-        "num_kv_heads": ("heads of keys and values", f"{shape.num_kv_heads}"),
-        "mlp_size": ("channels in the MLP", f"{shape.mlp_size}"),
-        "tied_embeddings": ("embedding and head", "tied" if shape.tied_embeddings else "separate"),
-        "rope_theta": ("base of the rotary positions", f"{shape.rope_theta:g}"),
+    names = {
+        "num_kv_heads": "heads of keys and values",
+        "mlp_size": "channels in the MLP",
+        "tied_embeddings": "embedding and head",
+        "rope_theta": "base of the rotary positions",
     }
-    return [rows[name] for name in ARCHITECTURE_FIELDS[shape.architecture]]
+    rows = []
+    for name, value in shape.settings.model_dump().items():
+        shown = f"{value:g}" if type(value) is float else _code(str(value))
+        if type(value) is int:
+            shown = str(value)
+        elif name == "tied_embeddings":
+            shown = "tied" if value else "separate"
+        rows.append((names.get(name, _code(name)), shown))
+    return rows
 
 
 def _training(checkpoint: Checkpoint, config: Config) -> Rows:
@@ -112,6 +121,7 @@ def _scores(checkpoint: Checkpoint) -> Rows:
     for row in checkpoint.rows():
         if row["step"] == checkpoint.state.step:
             scores |= {key: value for key, value in row.items() if key.startswith(_SCORES)}
+            scores |= own_scores(row)
     return [
         (_code(key), f"{value:,}" if isinstance(value, int) else number(value, ".4f"))
         for key, value in scores.items()

@@ -14,7 +14,7 @@ from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 
 from raytrain_gpt.config.call_options import SamplingOptions
-from raytrain_gpt.config.sections import Strict
+from raytrain_gpt.config.kinds import Strict
 from raytrain_gpt.config.wording import suggestion
 from raytrain_gpt.core.sampling import MAX_LOGPROBS
 from raytrain_gpt.errors import problem

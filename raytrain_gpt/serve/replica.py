@@ -10,6 +10,8 @@ from ray.serve._private import replica as serve_replica
 from starlette.applications import Starlette
 
 from raytrain_gpt.cluster.failures import root_cause, user_error_in
+from raytrain_gpt.config import kinds
+from raytrain_gpt.config.code import Code
 from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.format import Log
 from raytrain_gpt.serve.app import build_app
@@ -23,8 +25,11 @@ logger = logging.getLogger(__name__)
 class Replica:
     """Server of one loaded checkpoint, or of a run's best undamaged one, also after a restart."""
 
-    def __init__(self, path: str, options: ServeOptions, needs_key: bool) -> None:
+    def __init__(
+        self, path: str, options: ServeOptions, needs_key: bool, code: Code | None
+    ) -> None:
         _listen_on_loopback_only()
+        kinds.use(code)
         weights = load_weights(path, logger.warning)
         loop = asyncio.get_running_loop()
         self._engine = Engine(weights, loop, options.max_batch, options.max_queue)

@@ -23,6 +23,7 @@ from raytrain_gpt.checkpoint.catalog import Checkpoint, resolve_checkpoint
 from raytrain_gpt.cluster.connection import connect
 from raytrain_gpt.cluster.own_cluster import end_own_cluster
 from raytrain_gpt.cluster.signals import StopSignals
+from raytrain_gpt.config import kinds
 from raytrain_gpt.errors import ClusterError, ConfigError, Interrupted, reason
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.serve.follow import Follower, describe_checkpoint
@@ -143,7 +144,7 @@ def _deploy(path: str, options: ServeOptions, gpus: int) -> Any:
         ray_actor_options={"num_cpus": cores, "num_gpus": 1 if gpus else 0},
         logging_config=_QUIET,
     )
-    bound = deployment.bind(path, options, options.needs_key)
+    bound = deployment.bind(path, options, options.needs_key, kinds.used_code())
     return serve.run(bound, name=APP, route_prefix="/")
 
 

@@ -15,6 +15,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from raytrain_gpt.config.schema import FIELDS
 from raytrain_gpt.format import amount
+from raytrain_gpt.sweep.rules import OBJECTIVES
 from raytrain_gpt.sweep.space import is_number
 from raytrain_gpt.sweep.trials import value_text
 
@@ -22,13 +23,6 @@ INK, SOFT, PALE = "#1b1f24", "#5b6672", "#b4bcc4"
 COLORS = ("#0b67b2", "#c44601", "#0a7f5e", "#9b4a97", "#806000")
 DASHES: tuple[Any, ...] = ("-", (0, (7, 3)), (0, (2, 2)), (0, (8, 2, 2, 2)))
 MARKERS = "osD^vPp*<>"
-OBJECTIVES = {
-    "val/loss": ("validation loss", "nats per token"),
-    "val/bits_per_byte": ("validation loss", "bits per byte"),
-    "val/perplexity": ("validation perplexity", "per token"),
-}
-"""Metric -> name and unit."""
-
 LineStyle = dict[str, Any]
 """Properties for matplotlib's `Line2D`."""
 
@@ -118,9 +112,14 @@ def tokens_label(tokens: float) -> str:
     return re.sub(r"\.0(?=\D|$)", "", amount(tokens))
 
 
+def objective_words(objective: str) -> tuple[str, str]:
+    """Return the metric's name and unit."""
+    return OBJECTIVES.get(objective, (objective, "mean"))
+
+
 def objective_label(objective: str, at_tokens: int | None = None) -> str:
     """Return the metric's axis label: name, tokens of the measurement, and unit."""
-    name, unit = OBJECTIVES[objective]
+    name, unit = objective_words(objective)
     at = "" if at_tokens is None else f" at {tokens_label(at_tokens)} tokens"
     return f"{name}{at} ({unit})"
 

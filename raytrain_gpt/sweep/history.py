@@ -28,9 +28,13 @@ class History:
     """Events of a sweep, stored in a file in its directory.
 
     `started` has a trial's values; `report` an evaluation and its run; `ended` the last state and any error.
+
+    Args:
+        maximize: Whether a higher objective is better.
     """
 
-    def __init__(self, directory: Location) -> None:
+    def __init__(self, directory: Location, maximize: bool = False) -> None:
+        self._maximize = maximize
         self._file = directory / HISTORY_FILE
         content = self._file.read_bytes() if self._file.is_file() else b""
         lines = enumerate(content.splitlines(), 1)
@@ -56,7 +60,7 @@ class History:
         trials: dict[str, Trial] = {}
         for event in self.events:
             name = event["trial"]
-            trials[name] = _after(trials.get(name) or Trial(name), event)
+            trials[name] = _after(trials.get(name) or Trial(name, maximize=self._maximize), event)
         return sorted(trials.values(), key=lambda trial: trial.name)
 
     def last_report(self, trial: str) -> Event | None:

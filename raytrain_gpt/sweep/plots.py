@@ -20,7 +20,7 @@ from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
 from raytrain_gpt.sweep import drawing
-from raytrain_gpt.sweep.drawing import INK, MARKERS, OBJECTIVES, PALE, SOFT, LineStyle, value_label
+from raytrain_gpt.sweep.drawing import INK, MARKERS, PALE, SOFT, LineStyle, value_label
 from raytrain_gpt.sweep.space import is_number
 from raytrain_gpt.sweep.trials import Trial, best_trial, compared_tokens, ranking
 
@@ -70,7 +70,7 @@ def loss_figure(
     """Plot the objective over the learning rate, with a curve per batch size.
 
     If the rate was not searched, over the first searched number; if the batch was not, with a curve per value
-    of the first other field with few values. A curve joins the lowest values of the trials that used their
+    of the first other field with few values. A curve joins the best values of the trials that used their
     full budget, and the y axis is scaled to these.
     """
     figure, axes = drawing.new_figure(_WIDTH, _HEIGHT)
@@ -80,7 +80,8 @@ def loss_figure(
     entries = [(f"{line_field} {value_label(v)}", look) for v, look in looks.items() if line_field]
     best = best_trial(trials, budget_tokens)
     limit = _loss_limit(trials, budget_tokens)
-    lowest: dict[Any, dict[float, float]] = {value: {} for value in looks}
+    better = max if trials[0].maximize else min
+    best_at: dict[Any, dict[float, float]] = {value: {} for value in looks}
     above: list[Trial] = []
     marks: list[tuple[float, str, LineStyle]] = []
     for trial in trials:
@@ -90,14 +91,14 @@ def loss_figure(
         if score is not None and score <= limit:
             axes.plot(x, score, zorder=3, gid="point", **point)
             if is_full:
-                lowest[value][x] = min(score, lowest[value].get(x, math.inf))
+                best_at[value][x] = better(score, best_at[value].get(x, score))
         elif score is not None or trial.diverged or trial.state == "failed":
             above.append(trial)
             marks.append((x, trial.name, point))
     # If a further field varies freely, neighbors on the axis are not neighbors in the space.
     further = [name for name in searched if name not in (x_field, line_field)]
     if not further or x_field in discrete_fields(trials, [x_field]):
-        for value, points in lowest.items():
+        for value, points in best_at.items():
             line = looks[value] | {"marker": ""}
             axes.plot([*sorted(points)], [points[x] for x in sorted(points)], gid="series", **line)
     if best is not None and best.score is not None:
@@ -114,7 +115,7 @@ def loss_figure(
     axes.set_ylim(low - pad, high + pad)
     axes.set_xlabel(drawing.field_label(x_field))
     axes.set_ylabel(drawing.objective_label(objective, budget_tokens))
-    axes.set_title(f"Final {OBJECTIVES[objective][0]} by {x_field}")
+    axes.set_title(f"Final {drawing.objective_words(objective)[0]} by {x_field}")
     drawing.mark_edge(axes, marks)
     drawing.legend(figure, entries)
     return figure
@@ -201,7 +202,9 @@ def heat_map_figure(
         score = _full_score(cells[column, row][0], budget_tokens)
         scores[row, column] = np.nan if score is None else score
     full = scores[np.isfinite(scores)]
-    highest = min(full.max(), upper_limit(full)) if len(full) else 1.0
+    highest = full.max() if len(full) else 1.0
+    if len(full) and not trials[0].maximize:
+        highest = min(highest, upper_limit(full))
     lowest = full.min() if len(full) else 0.0
     norm = colors.Normalize(lowest, max(highest, lowest + _MIN_SPAN * abs(lowest)))
     shades = colors.LinearSegmentedColormap.from_list("objective", [_LOW_COLOR, _HIGH_COLOR])
@@ -224,7 +227,7 @@ def heat_map_figure(
     axes.set_yticks(np.arange(len(rows)) + 0.5, [value_label(value) for value in rows])
     axes.set_xlabel(drawing.field_label(x_field))
     axes.set_ylabel(drawing.field_label(y_field))
-    axes.set_title(f"Final {OBJECTIVES[objective][0]}; hatched: fewer tokens")
+    axes.set_title(f"Final {drawing.objective_words(objective)[0]}; hatched: fewer tokens")
     if len(full):
         label = drawing.objective_label(objective, budget_tokens).replace(" (", "\n(")
         figure.colorbar(mesh, ax=axes, label=label, extend="max" if full.max() > highest else None)
@@ -281,7 +284,12 @@ def upper_limit(values: Sequence[float] | NDArray[np.float64]) -> float:
 
 
 def _loss_limit(trials: Sequence[Trial], budget_tokens: int) -> float:
-    """Return the upper end of the y axis, for the finished trials if there are enough, else for all."""
+    """Return the upper end of the y axis, for the finished trials if there are enough, else for all.
+
+    Infinity if higher values are better: none of them is an outlier.
+    """
+    if trials[0].maximize:
+        return math.inf
     full = [s for trial in trials if (s := _full_score(trial, budget_tokens)) is not None]
     if len(full) < MIN_TO_CUT:
         return max(trial.score for trial in trials if trial.score is not None)

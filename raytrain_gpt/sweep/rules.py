@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from raytrain_gpt.config import kinds
 from raytrain_gpt.config.arithmetic import nearest_multiples
 from raytrain_gpt.config.schema import field_section
+from raytrain_gpt.config.wording import MAX_SHOWN
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.format import count
+from raytrain_gpt.format import count, own_scores, preview
 from raytrain_gpt.sweep.space import (
     Choice,
     Domain,
     Expression,
     Grid,
     SampledDomain,
+    Searched,
     expression_order,
 )
 
@@ -24,10 +28,31 @@ SAME_IN_ALL_TRIALS = ("eval", "cluster", "run", "tracking")
 OTHER_LOSSES = ("data_path", "init_from", "document_mask")
 """Fields of other sections that make losses incomparable."""
 
+OBJECTIVES = {
+    "val/loss": ("validation loss", "nats per token"),
+    "val/bits_per_byte": ("validation loss", "bits per byte"),
+    "val/perplexity": ("validation perplexity", "per token"),
+}
+"""Built-in objective, of which a lower one is better -> name and unit."""
+
 MAX_TRIALS = 1000
 """Most trials of a sweep, whose names have three digits."""
 MUTABLE = ("peak_lr", "min_lr", "weight_decay", "beta1", "beta2", "grad_clip", "dropout")
 """Fields that may change during a trial: not shapes, batches or the schedule's form."""
+
+
+def check_objective(objective: str, mode: str | None) -> None:
+    """Refuse what no evaluation measures, and a missing or wrong direction."""
+    if objective in OBJECTIVES:
+        if mode == "max":
+            raise ConfigError(f"{objective} is minimized; remove objective_mode: max")
+    elif not re.fullmatch(r"\w+/[\w.=-]+", objective) or not own_scores({objective: None}):
+        raise ConfigError(
+            f"objective={preview(objective, MAX_SHOWN)}: must be {', '.join(OBJECTIVES)}, or "
+            "EVALUATION/KEY of your --code"
+        )
+    elif mode is None:
+        raise ConfigError(f"set objective_mode to min or max, the better end of {objective}")
 
 
 def check_space(space: Mapping[str, Domain], overrides: Mapping[str, Any]) -> None:
@@ -45,9 +70,25 @@ def check_space(space: Mapping[str, Domain], overrides: Mapping[str, Any]) -> No
                 f"{name} has the domain {domain.kind}, whose values cannot all be checked before the "
                 "first trial; use grid or choice"
             )
+    _check_settings(space, overrides)
     if all(isinstance(domain, Expression) for domain in space.values()):
         raise ConfigError("the space has nothing to search; add a grid, choice or range")
     expression_order(space)
+
+
+def _check_settings(space: Mapping[str, Domain], overrides: Mapping[str, Any]) -> None:
+    """Refuse settings that only some of the searched kinds have."""
+    for name in (*overrides, *space):
+        owners = kinds.owners(name)
+        choices = space.get(owners[0].selector) if owners else None
+        if not isinstance(choices, Searched):
+            continue
+        for kind in choices.extremes:
+            if kind not in [owner.name for owner in owners]:
+                raise ConfigError(
+                    f"{name} does not apply to {owners[0].selector}={kind}, which the space also has; remove "
+                    f"{name}, or sweep each {owners[0].selector} by itself"
+                )
 
 
 def check_num_trials(space: Mapping[str, Domain], searcher: str, num_trials: int | None) -> None:

@@ -29,11 +29,11 @@ def _named(trial: TuneTrial | str) -> Any:
 class TokenHalving(AsyncHyperBandScheduler):  # type: ignore[misc]
     """Asynchronous successive halving (Li et al., 2020) with rungs in tokens."""
 
-    def __init__(self, scheduler: Asha, budget_tokens: int) -> None:
+    def __init__(self, scheduler: Asha, budget_tokens: int, mode: str = "min") -> None:
         super().__init__(
             time_attr=TOKENS_SEEN,
             metric=OBJECTIVE,
-            mode="min",
+            mode=mode,
             max_t=budget_tokens,
             grace_period=scheduler.grace_tokens,
             reduction_factor=scheduler.reduction_factor,
@@ -81,7 +81,7 @@ class Population(PopulationBasedTraining):  # type: ignore[misc]
         super().__init__(
             time_attr=TOKENS_SEEN,
             metric=OBJECTIVE,
-            mode="min",
+            mode=sweep.mode,
             perturbation_interval=self._every_tokens,
             hyperparam_mutations={"values": mutations},
             quantile_fraction=scheduler.quantile_fraction,
@@ -167,7 +167,7 @@ def optuna_search(sweep: Sweep, history: History) -> Any:
     search = OptunaSearch(
         OptunaSearch.convert_search_space({"values": domains}),
         metric=OBJECTIVE,
-        mode="min",
+        mode=sweep.mode,
         points_to_evaluate=[points[t.name] for t in trials if t.state not in ENDED] or None,
         # The same seed after a restart would repeat the draws.
         seed=sweep.sweep_seed + len(trials),

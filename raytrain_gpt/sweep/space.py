@@ -185,9 +185,9 @@ def field_value(name: str, raw: Any) -> Any:
     try:
         return _type_of(name).validate_python(raw)
     except ValidationError as error:
-        shown = preview(raw, MAX_SHOWN)
+        shown, description = preview(raw, MAX_SHOWN), FIELDS[name][1].description or ""
         raise ConfigError(
-            f"{name}={shown}: {problem(error.errors())} ({FIELDS[name][1].description})"
+            f"{name}={shown}: {problem(error.errors())} ({' '.join(description.split())})"
         ) from None
 
 

@@ -20,13 +20,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from raytrain_gpt.config.kinds import Strict
 from raytrain_gpt.config.load import load_config_file, load_preset, read_mapping
 from raytrain_gpt.config.schema import FIELDS, Config
-from raytrain_gpt.config.sections import Name, Strict
+from raytrain_gpt.config.sections import Name
 from raytrain_gpt.config.wording import MAX_SHOWN, refusal, suggestion
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import preview
-from raytrain_gpt.sweep.rules import check_mutations, check_num_trials, check_period, check_space
+from raytrain_gpt.sweep import rules
 from raytrain_gpt.sweep.space import Domain, Searched, field_value, parse_domain
 
 SWEEP_FLAGS = (
@@ -108,8 +109,10 @@ class Sweep(Strict):
     """Field -> its value in all trials."""
     space: dict[str, Domain] = Field({})
     """Field -> domain of its values."""
-    objective: Literal["val/loss", "val/perplexity", "val/bits_per_byte"] = "val/loss"
-    """Metric to minimize."""
+    objective: str = "val/loss"
+    """Metric: val/loss, val/perplexity, val/bits_per_byte, or EVALUATION/KEY of your --code."""
+    objective_mode: Literal["min", "max"] | None = None
+    """Whether lower (min) or higher values are better (max); required for a key of your --code."""
     budget_tokens: int = Field(ge=1)
     """Tokens per trial that is not stopped."""
     report_every_tokens: int = Field(ge=1)
@@ -138,24 +141,30 @@ class Sweep(Strict):
         for name in (*self.overrides, *self.space):
             if name in SET_BY_SWEEP:
                 raise ConfigError(f"{name} is set by the sweep; {SET_BY_SWEEP[name]}")
-        check_space(self.space, self.overrides)
-        check_num_trials(self.space, self.searcher, self.num_trials)
+        rules.check_objective(self.objective, self.objective_mode)
+        rules.check_space(self.space, self.overrides)
+        rules.check_num_trials(self.space, self.searcher, self.num_trials)
         report, budget = self.report_every_tokens, self.budget_tokens
         if report > budget:
             raise ConfigError(
                 f"report_every_tokens={report} is above budget_tokens={budget}; set it to {budget} or less"
             )
         if isinstance(self.scheduler, Asha):
-            check_period("grace_tokens", self.scheduler.grace_tokens, report, budget)
+            rules.check_period("grace_tokens", self.scheduler.grace_tokens, report, budget)
         if isinstance(self.scheduler, Pbt):
             every = self.scheduler.perturb_every_tokens
-            check_period("perturb_every_tokens", every, report, budget)
-            check_mutations(self.scheduler.mutate, self.space)
+            rules.check_period("perturb_every_tokens", every, report, budget)
+            rules.check_mutations(self.scheduler.mutate, self.space)
             if self.searcher != "random":
                 raise ConfigError("scheduler pbt chooses values itself; set searcher to random")
             if (self.num_trials or 1) < 2:
                 raise ConfigError("scheduler pbt copies trials; set num_trials to 2 or more")
         return self
+
+    @property
+    def mode(self) -> Literal["min", "max"]:
+        """Whether a lower or a higher objective is better."""
+        return self.objective_mode or "min"
 
     @property
     def title(self) -> str:

@@ -95,7 +95,7 @@ class SweepRun:
         self, sweep: Sweep, base: Config, fitted: FittedConfig, directory: Location, log: Log
     ) -> None:
         self._sweep, self._base, self._directory, self._log = sweep, base, directory, log
-        self._history = History(directory)
+        self._history = History(directory, sweep.mode == "max")
         for line in tracker_warnings(base):
             log(line)
         trials_path = str(directory / TRIALS_DIR)
@@ -130,7 +130,7 @@ class SweepRun:
         context = SweepContext(
             sweep=self._sweep,
             base=self._fitted,
-            tracker_tags=parent.child_tags,
+            tracker_tags={**parent.child_tags, "sweep": self._sweep.sweep_name},
             barrier=barrier,
             begun=remaining.begun,
             train_loop=train_loop,
@@ -164,7 +164,7 @@ class SweepRun:
         complete = [t.name for t in history.trials() if t.tokens_seen >= sweep.budget_tokens]
         self._end_if_open(complete, "finished")
         if isinstance(sweep.scheduler, Asha):
-            scheduler = TokenHalving(sweep.scheduler, sweep.budget_tokens)
+            scheduler = TokenHalving(sweep.scheduler, sweep.budget_tokens, sweep.mode)
             self._end_if_open(scheduler.replay(history), "stopped")
         # With PBT, the other trials are past the comparisons that a failed trial would need.
         over = (*ENDED, "failed") if pbt else ENDED

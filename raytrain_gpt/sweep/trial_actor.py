@@ -33,6 +33,7 @@ from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import data_of, location, run_location
 from raytrain_gpt.errors import Diverged, Interrupted, TrainingFailed
+from raytrain_gpt.format import own_scores
 from raytrain_gpt.sweep.spec import Sweep
 from raytrain_gpt.sweep.trial_plan import tied_values, trial_config
 from raytrain_gpt.tracking.run_files import Row, merge_rows, read_rows
@@ -187,6 +188,9 @@ class TrialRun:
                 self._error = Diverged(
                     f"{self._objective} is not finite at step {row['step']}, after {tokens} tokens"
                 )
+                if self._objective not in row:
+                    keys = ", ".join(own_scores(row)) or "this row"
+                    self._error = TrainingFailed(f"no key {self._objective} in {keys}")
                 self._killed.set()  # trackers shall not count such a trial as finished
                 self._signals.stop.set()
                 return

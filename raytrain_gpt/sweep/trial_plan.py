@@ -17,8 +17,9 @@ from typing import Any
 
 from raytrain_gpt.config.arithmetic import nearest_multiples
 from raytrain_gpt.config.batch import check_shares
-from raytrain_gpt.config.schema import FIELDS, Config
+from raytrain_gpt.config.schema import FIELDS, Config, check_kinds
 from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.sweep.rules import OBJECTIVES
 from raytrain_gpt.sweep.space import Grid, SampledDomain, Searched, with_expressions
 from raytrain_gpt.sweep.spec import Pbt, Sweep
 from raytrain_gpt.sweep.trials import value_text
@@ -60,6 +61,11 @@ def base_config(sweep: Sweep) -> Config:
             "eval_mode=async is useless in a sweep, whose trials pause at every evaluation; set "
             "eval_mode to inline in overrides"
         )
+    evaluation = sweep.objective.partition("/")[0]
+    if sweep.objective not in OBJECTIVES and evaluation not in fields["evaluations"]:
+        raise ConfigError(
+            f"objective {sweep.objective} is not measured; add {evaluation} to evaluations in overrides"
+        )
     batch = sweep.space.get("global_batch_tokens")
     batches = batch.extremes if isinstance(batch, Searched) else (fields["global_batch_tokens"],)
     unit = math.lcm(*batches)
@@ -76,7 +82,8 @@ def base_config(sweep: Sweep) -> Config:
 def trial_config(sweep: Sweep, base: Config, values: Mapping[str, Any]) -> Config:
     """Return a trial's configuration, without a name, or raise a ConfigError for incompatible values."""
     assert set(values) == set(sweep.searched), f"values of {list(values)}, not {sweep.searched}"
-    return _settled(sweep, base.field_values(), values)
+    # `base` lacks the file's settings of kinds that only other trials choose.
+    return _settled(sweep, sweep.base.load().field_values() | base.field_values(), values)
 
 
 def tied_values(sweep: Sweep, values: Mapping[str, Any], config: Config) -> dict[str, Any]:
@@ -116,7 +123,10 @@ def _settled(sweep: Sweep, fields: Mapping[str, Any], values: Mapping[str, Any])
     fields |= {"max_steps": steps, "eval_every_steps": every, "checkpoint_every_steps": every}
     with _naming(values):
         fields = with_expressions(sweep.space, fields | {"budget_tokens": sweep.budget_tokens})
-        return Config().updated({name: fields[name] for name in FIELDS})
+        given = {*sweep.overrides, *sweep.space}
+        config = Config().updated({n: value for n, value in fields.items() if n in FIELDS}, given)
+        check_kinds(config)
+        return config
 
 
 @contextlib.contextmanager

@@ -34,6 +34,8 @@ class Trial:
     error: str | None = None
     curve: tuple[tuple[int, float | None], ...] = ()
     """(tokens_seen, objective) of every evaluation, None or NaN if not finite."""
+    maximize: bool = False
+    """Whether a higher objective is better."""
 
     @property
     def judged_tokens(self) -> int:
@@ -62,14 +64,14 @@ def ranking(trials: Iterable[Trial], budget_tokens: int) -> list[Trial]:
 
     def key(trial: Trial) -> tuple[bool, bool, int, float, str]:
         tokens = compared_tokens(trial, budget_tokens)
-        score = math.inf if trial.score is None else trial.score
+        score = math.inf if trial.score is None else trial.score * (-1 if trial.maximize else 1)
         return trial.state == "failed", trial.score is None, -tokens, score, trial.name
 
     return sorted(trials, key=key)
 
 
 def best_trial(trials: Iterable[Trial], budget_tokens: int) -> Trial | None:
-    """Return the trial with the lowest objective among those with the most tokens, or None."""
+    """Return the trial with the best objective among those with the most tokens, or None."""
     first = next(iter(ranking(trials, budget_tokens)), None)
     return None if first is None or first.score is None else first
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import yaml
 
+from raytrain_gpt.checkpoint.catalog import CODE_FILE
 from raytrain_gpt.cluster.capacity import fit_to_cluster
 from raytrain_gpt.cluster.connection import connected
 from raytrain_gpt.cluster.signals import StopSignals
-from raytrain_gpt.config.schema import SAFE_ON_RESUME, Config, changed_fields, parse_config
+from raytrain_gpt.config.schema import Config, changed_fields, changes_math, parse_config
 from raytrain_gpt.data.locations import data_of, location
 from raytrain_gpt.errors import ConfigError, reason
 from raytrain_gpt.format import Log
@@ -34,8 +35,8 @@ SWEEP_FILE = "sweep.yaml"
 BASE_FILE = "base.yaml"
 MAY_CHANGE = frozenset({"max_concurrent_trials", "base", "overrides"})
 """Fields that may differ on `--resume`; for base and overrides, their configuration is compared."""
-HARMLESS = SAFE_ON_RESUME - {"eval_tokens", "data_path", "init_from", "branch_from"}
-"""Fields that do not change the loss of any trial."""
+CHANGES_LOSS = frozenset({"eval_tokens", "evaluations", "data_path", "init_from", "branch_from"})
+"""Fields that may change on resume, but change the objective of trials; besides settings of evaluations."""
 
 
 def run_sweep(
@@ -65,6 +66,8 @@ def run_sweep(
             check_sweep(sweep, fitted.cluster.num_workers)
             with hold_lease(directory / LEASE_FILE, sweep.title, log) as lease:
                 (directory / BASE_FILE).write_text(base.to_yaml())
+                if base.code:
+                    (directory / CODE_FILE).write_text(base.code.text)
                 (directory / SWEEP_FILE).write_text(to_yaml(sweep))
                 sweep_run = SweepRun(sweep, base, fitted, directory, log)
                 return sweep_run.run(at_once, signals, lease, train_loop)
@@ -91,9 +94,17 @@ def check_known(sweep: Sweep, base: Config, directory: Location, resume: bool) -
         for key in now
         if before.get(key) != now.get(key) and key not in MAY_CHANGE
     ]
-    fields = parse_config(_kept(directory / BASE_FILE), BASE_FILE).field_values()
-    differs = changed_fields(fields, base.field_values())
-    changed += [f"{name} {values}" for name, values in differs.items() if name not in HARMLESS]
+    started = parse_config(_kept(directory / BASE_FILE), BASE_FILE)
+    measured = {name for kind in base.eval.chosen or () for name in kind.settings.model_fields}
+    differs = changed_fields(started.field_values(), base.field_values())
+    changed += [
+        f"{name} {values}"
+        for name, values in differs.items()
+        if name in CHANGES_LOSS | measured or changes_math(name, started, base)
+    ]
+    code = directory / CODE_FILE
+    if (code.read_text() if code.is_file() else None) != (base.code.text if base.code else None):
+        changed.append(f"code (it started with {code})")
     if changed:
         raise ConfigError(
             f"{sweep.title} cannot continue with changed {', '.join(changed)}; restore it, or "

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import tempfile
 import time
@@ -24,6 +23,7 @@ from raytrain_gpt.errors import ConfigError, reason
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, is_url
+from raytrain_gpt.tracking.delivered import Delivered
 from raytrain_gpt.tracking.run_files import PROFILE_DIR, Row, RunFiles
 from raytrain_gpt.tracking.trackers import End, TrackedRun, TrackerQueue, plottable_values
 
@@ -137,15 +137,15 @@ class MLflow(MLflowRun):
         place, values, is_new = Location.of(run.directory), run.config.field_values(), run.step == 0
         super().__init__(place, run.config, values, run.tags, starts_over=is_new)
         self._run = run
+        self._delivered = Delivered(
+            step=max(self._steps("train/loss"), default=0),
+            evaluated=frozenset(self._steps("val/loss")),
+            event_s=float(self.tags.get(EVENTS_TAG, 0.0)),
+        )
         # A rollback repeats steps with different batches; the later point counts.
-        redone_from = float(self.tags.get(REDONE_TAG) or math.inf)
-        self._last_step = min(max(self._steps("train/loss"), default=0), redone_from)
-        # One by one, since an async evaluation may arrive after a later step's.
-        self._evaluated = {step for step in self._steps("val/loss") if step <= redone_from}
-        if redone_from < math.inf:
+        if redone_from := self.tags.get(REDONE_TAG):
+            self._delivered = self._delivered.until(int(redone_from))
             self.client.set_tag(self.run_id, REDONE_TAG, "")
-        # Events of the same step are distinguished by time.
-        self._last_event_s = float(self.tags.get(EVENTS_TAG, 0.0))
 
     def _steps(self, key: str) -> list[int]:
         return [metric.step for metric in self.client.get_metric_history(self.run_id, key)]
@@ -154,24 +154,20 @@ class MLflow(MLflowRun):
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
-        events = [row for row in rows if row.get("time", 0.0) > self._last_event_s]
-        for row in events:
-            if row["event"] == "rollback":
+        new, after = self._delivered.take(rows, self._run.step)
+        for row in new:
+            if row.get("event") == "rollback":
                 self.client.set_tag(self.run_id, REDONE_TAG, str(row["to_step"]))
-        steps = [row for row in rows if "train/loss" in row and row["step"] > self._last_step]
-        evaluations = [r for r in rows if "val/loss" in r and r["step"] not in self._evaluated]
         metrics = [
             Metric(key, value, now_ms, row["step"])
-            for row in (*events, *steps, *evaluations)
+            for row in new
             for key, value in plottable_values(row)
         ]
         for start in range(0, len(metrics), _BATCH_POINTS):
             self.client.log_batch(self.run_id, metrics=metrics[start : start + _BATCH_POINTS])
-        if events:
-            self._last_event_s = max(row["time"] for row in events)
-            self.client.set_tag(self.run_id, EVENTS_TAG, repr(self._last_event_s))
-        self._last_step = max([self._last_step, *(row["step"] for row in steps)])
-        self._evaluated |= {row["step"] for row in evaluations}
+        if after.event_s > self._delivered.event_s:
+            self.client.set_tag(self.run_id, EVENTS_TAG, repr(after.event_s))
+        self._delivered = after
 
     def text(self, step: int, name: str, text: str) -> None:
         self.client.log_text(self.run_id, text, f"{name}/step={step:08d}.txt")

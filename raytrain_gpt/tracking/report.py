@@ -30,6 +30,7 @@ from raytrain_gpt.format import (
     is_loss_spike,
     look_at_batch,
     number,
+    own_scores,
     short_duration,
     size,
 )
@@ -94,6 +95,7 @@ class RunHistory:
         self.finished = 0 < self.max_steps <= self.last["step"]
         finite = [row for row in self.evals if row["val/loss"] is not None]
         self.best_eval = min(finite, key=lambda row: float(row["val/loss"]), default=None)
+        self.own_keys = sorted({key for row in self.evals for key in own_scores(row)})
         self.order_hashes = {r["step"]: h for r in self.rows if (h := r.get("data/order_hash"))}
         step_times = self.column("perf/step_time_s")
         step_times = step_times[np.isfinite(step_times)]
@@ -138,6 +140,10 @@ class RunHistory:
             *([loss.after(self.last["step"] // 2)] if self.window > 1 else []),
             *self._by_dataset(marks),
             *self._hellaswag(marks),
+            *(
+                Chart(key, "mean", self.evaluations(key, key, 2, marker="D"), marks)
+                for key in self.own_keys
+            ),
             Chart("Learning rate", "learning rate", rates, marks, from_zero=True),
             Chart("Gradient norm before clipping", "norm", norms, marks, from_zero=True),
             Chart("Throughput", "tokens per second", speeds, marks, from_zero=True),
@@ -234,6 +240,7 @@ def write_comparison(syncs: list[RunSync], out: Path, tell: Log | None = None) -
 
 def _compared(runs: list[RunHistory], window: int, by_tokens: bool = False) -> list[Chart]:
     train, val, hellaswag = [], [], []
+    own: dict[str, list[Curve]] = {key: [] for run in runs for key in run.own_keys}
     for i, run in enumerate(runs):
         color, dash, marker = _style(i)
         scale = run.fields.get("global_batch_tokens") if by_tokens else 1
@@ -244,12 +251,15 @@ def _compared(runs: list[RunHistory], window: int, by_tokens: bool = False) -> l
             train.append(Curve(run.name, run.column("step") * scale, loss, color, dash))
         val += run.evaluations("val/loss", run.name, color, dash, marker, scale)
         hellaswag += run.evaluations(HELLASWAG_KEY, run.name, color, dash, marker, scale)
+        for key, curves in own.items():
+            curves += run.evaluations(key, run.name, color, dash, marker, scale)
     mean = f", mean of {window} steps" if window > 1 else ""
     x, by = ("tokens", ", by tokens") if by_tokens else ("step", "")
     charts = [
         Chart(f"Train loss{by}{mean}", "nats per token", train, x=x),
         Chart(f"Validation loss{by}", "nats per token", val, x=x),
         Chart(f"HellaSwag{by}", "fraction right", hellaswag, x=x),
+        *(Chart(f"{key}{by}", "mean", curves, x=x) for key, curves in own.items()),
     ]
     # Cut at half of the second-longest run, so that the later chart compares two.
     ends = sorted(int(curve.steps[-1]) for curve in train)[-2:] or [0]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import math
 import os
 import re
 from collections.abc import Sequence
@@ -18,8 +17,8 @@ from math import fsum
 from pathlib import Path
 from typing import Any
 
-from raytrain_gpt.checkpoint.rows import parse_rows
-from raytrain_gpt.format import Log, count, number
+from raytrain_gpt.checkpoint.rows import LIMIT, parse_rows
+from raytrain_gpt.format import Log, count, number, own_scores
 from raytrain_gpt.storage.location import Location
 
 Row = dict[str, Any]
@@ -28,7 +27,10 @@ METRICS_FILE = "metrics.jsonl"
 LOG_FILE = "log.txt"
 SAMPLES_FILE = "samples.txt"
 CONFIG_FILE = "config.yaml"
+RUN_ID_FILE = "run_id.txt"
 PROFILE_DIR = "profile"
+TRACKERS_DIR = "trackers"
+"""Files of `trackers`, which a run in an object store fetches when it resumes."""
 _TELLING = ("train/loss", "optim/lr", "optim/grad_norm", "data/order_hash")
 """Values of a training step that differ between runs."""
 _SAMPLES_HEADER = re.compile(r"^=== step (\d{1,15}) ===$", re.MULTILINE)
@@ -106,6 +108,7 @@ def log_text(row: Row) -> str:
         lines.append(f"{step} val {row['val/loss']:.4f}")
     if row.get("hellaswag/acc_norm") is not None:
         lines.append(f"{step} hellaswag {row['hellaswag/acc_norm']:.4f}")
+    lines += [f"{step} {name} {number(score, '.4f')}" for name, score in own_scores(row).items()]
     if "event" in row:
         lines.append(f"{step} {event_text(row)}")
     return "".join(f"{line}\n" for line in lines)
@@ -202,5 +205,5 @@ def _samples_text(step: int, text: str) -> str:
 
 
 def finite(value: float) -> float | None:
-    """Replace non-finite values by None, since JSON has no NaN."""
-    return value if math.isfinite(value) else None
+    """Replace values that are not finite by None, since JSON has no NaN, and those no row may have."""
+    return value if abs(value) < LIMIT else None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_gpt.checkpoint.catalog import Catalog, best_by_loss
+from raytrain_gpt.checkpoint.code_check import code_flags
 from raytrain_gpt.checkpoint.hashes import HASHES_FILE
 from raytrain_gpt.checkpoint.run_names import near_run
 from raytrain_gpt.errors import CheckpointError, RaytrainGptError, reason
@@ -104,7 +105,7 @@ def _checkpoints(runs: list[RunSync], say: Log) -> dict[str, Any]:
         for row in rows
     ]
     _say_table(shown, ("step", "tokens_seen", "val_loss", "size", "age", "best", "path"), say)
-    say(f"next: {sample_command(run_dir)}")
+    say(f"next: {sample_command(run_dir, *code_flags(checkpoints[-1] if checkpoints else None))}")
     return {"run": run_dir.name, "checkpoints": rows}
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint
+from raytrain_gpt.checkpoint.code_check import code_flags
 from raytrain_gpt.format import Log, amount, duration, sample_command, shell
 from raytrain_gpt.storage.lease import LEASE_FILE, live_holder
 from raytrain_gpt.storage.location import Location
@@ -53,7 +54,7 @@ def run_end(summary: RunSummary, say: Log) -> None:
         say(shell("tensorboard", "--logdir", run_dir / "tensorboard"))
     for line in tracking_lines(Location.of(work_dir)):
         say(line)
-    say(next_line(run_dir, sample_command(run_dir)))
+    say(next_line(run_dir, sample_command(run_dir, *code_flags(summary.checkpoint))))
 
 
 def next_line(place: Location, command: str) -> str:

@@ -15,9 +15,9 @@ from pathlib import Path
 from raytrain_gpt.checkpoint.branch import BRANCH_FILE
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.mlflow_run import TRACKING_FILE
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE, SAMPLES_FILE
+from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE, RUN_ID_FILE, SAMPLES_FILE
 
-_PULLED = (METRICS_FILE, SAMPLES_FILE, CONFIG_FILE, TRACKING_FILE, BRANCH_FILE)
+_PULLED = (METRICS_FILE, SAMPLES_FILE, CONFIG_FILE, TRACKING_FILE, RUN_ID_FILE, BRANCH_FILE)
 """Files that a resumed run reads; all others are derived from these or only appended to."""
 
 
@@ -34,13 +34,15 @@ class RunSync:
             self.work_dir = Path(parent) / run_dir.name
         self._pushed: dict[str, tuple[int, int]] = {}
 
-    def pull(self) -> RunSync:
-        """Fetch the files that resuming or showing the run needs; return self."""
+    def pull(self, *directories: str) -> RunSync:
+        """Fetch the files that resuming or showing the run needs, and those in `directories`; return self."""
         self.work_dir.mkdir(parents=True, exist_ok=True)
         if self.run_dir.is_local:
             return self
-        for name in _PULLED:
+        others = [f"{one}/{name}" for one in directories for name in (self.run_dir / one).names()]
+        for name in (*_PULLED, *others):
             if (self.run_dir / name).is_file():
+                (self.work_dir / name).parent.mkdir(exist_ok=True)
                 (self.run_dir / name).download(self.work_dir / name)
         return self
 

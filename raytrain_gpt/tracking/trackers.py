@@ -6,33 +6,81 @@ logging drops a failed batch.)
 
 from __future__ import annotations
 
+import functools
 import math
+import re
+import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import UserError
 from raytrain_gpt.format import Log
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, PROFILE_DIR, SAMPLES_FILE, Row
+from raytrain_gpt.tracking.run_files import CONFIG_FILE, PROFILE_DIR, RUN_ID_FILE, SAMPLES_FILE, Row
 
 End = Literal["finished", "failed", "interrupted"]
 _RETRY_S = 10.0
 _FINISH_S = 60.0
 
 
+def _print(line: str) -> None:
+    print(line)  # not `print` itself, which Ray replaces, so that it could no longer be pickled
+
+
 @dataclass
 class TrackedRun:
-    """One attempt of a run; `newest_checkpoint`, a path or URL, is set before a tracker finishes."""
+    """One attempt of a run.
+
+    Attributes:
+        directory: Directory of the run's files; for a run in an object store, a local copy.
+        step: Step to resume at, 0 for a new run.
+        tags: Tags for trackers; `sweep` is the sweep of a trial.
+        newest_checkpoint: Path or URL, set before a tracker finishes.
+        log: Prints a line on the console.
+    """
 
     directory: Path
     config: Config
     step: int
-    """Step to resume at."""
     tags: dict[str, str]
     newest_checkpoint: str | None = None
+    log: Log = _print
+
+    @property
+    def name(self) -> str:
+        return self.config.run.run_name
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """Field -> value."""
+        return self.config.field_values()
+
+    @property
+    def first_step(self) -> int:
+        """First step that this attempt trains, from 1."""
+        return self.step + 1
+
+    @property
+    def resumed(self) -> bool:
+        return self.step > 0
+
+    @property
+    def group(self) -> str | None:
+        """Name of the sweep of a trial."""
+        return self.tags.get("sweep")
+
+    @functools.cached_property
+    def id(self) -> str:
+        """Random hex digits, the same in all attempts until the run starts over at step 0."""
+        file = self.directory / RUN_ID_FILE
+        known = file.read_text("utf-8", "replace") if self.resumed and file.exists() else ""
+        if not re.fullmatch("[0-9a-f]{16}", known):
+            known = secrets.token_hex(8)
+            file.write_text(known)
+        return known
 
     def files(self) -> list[Path]:
         """List the existing files to show with the run."""
@@ -41,7 +89,10 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Tracker in one attempt; after an error, the call's rows or text come again with the next ones."""
+    """Tracker in one attempt; any call may be slow or raise.
+
+    After an error, the call's rows or text come again with the next ones.
+    """
 
     def rows(self, rows: list[Row]) -> None: ...
 
@@ -59,7 +110,7 @@ class TrackerQueue:
     Args:
         make: Connects; retried until the tracker responds.
         log: Receives a warning with the tracker's `name` when it first fails.
-        final: Error that turns the tracker off, with the warning `off`.
+        final: Errors that turn the tracker off, with the warning `off`.
     """
 
     def __init__(
@@ -69,7 +120,7 @@ class TrackerQueue:
         log: Log,
         name: str,
         off: str,
-        final: type[Exception] = UserError,
+        final: type[Exception] | tuple[()] = UserError,
     ) -> None:
         self._make, self._run, self._log = make, run, log
         self._name, self._off, self._final = name, off, final

@@ -11,8 +11,9 @@ from pathlib import Path
 import ray.train
 from ray.train import CheckpointUploadMode
 
-from raytrain_gpt.checkpoint.catalog import ROWS_FILE, Catalog
+from raytrain_gpt.checkpoint.catalog import CODE_FILE, ROWS_FILE, Catalog
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
+from raytrain_gpt.checkpoint.code_check import code_hash, replaced_code
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.checkpoint.writer import CheckpointWriter
 from raytrain_gpt.core.device import numerics_environment
@@ -75,6 +76,8 @@ class Checkpointing:
         lines = "".join(json.dumps(row) + "\n" for row in self._rows)
         self._rows = []
         texts = {TOKENIZER_FILE: tokenizer_json(self._setup.tokenizer), ROWS_FILE: lines}
+        if code := self._spec.plan.config.code:
+            texts[CODE_FILE] = code.text
         # In a bad stretch, keep the checkpoint before it: the run may roll back to it.
         self._writer.begin(self._state(step, val_loss), texts, prune=not self._log.in_bad_stretch)
         self._blocked_since(started)
@@ -139,6 +142,8 @@ class Checkpointing:
             numerics_environment=numerics_environment(self._setup.device, self._setup.precision)
             if config.train.exact
             else None,
+            code_sha256=code_hash(config),
+            replaced_code=replaced_code(config, self._spec.resumed),
         )
 
     def _report_to_ray(self, path: Location, state: CheckpointState) -> None:

@@ -151,7 +151,7 @@ def cpu_limit_bytes(
         if node.cpus >= cpus
     ]
     # Every worker copies its checkpoint in memory before writing it.
-    copy_bytes = checkpoint_bytes(GPTShape.of(config, vocab_size), config.optim.optimizer)
+    copy_bytes = checkpoint_bytes(GPTShape.of(config, vocab_size), config.optim)
     return min(shares, default=math.inf) * USABLE_FRACTION - PROCESS_BYTES - copy_bytes
 
 

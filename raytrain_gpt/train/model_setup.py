@@ -28,7 +28,7 @@ from raytrain_gpt.core.loss_scale import LossScale, loss_scale_for
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.optim import Optimizer
 from raytrain_gpt.core.parallel import gathered_weights, mesh_of, shard, unsharded_twin
-from raytrain_gpt.core.registry import build_optimizer, configured_model
+from raytrain_gpt.core.registry import build_optimizer, configured_model, init_weights
 from raytrain_gpt.core.state import load_model, load_optimizer
 from raytrain_gpt.data.locations import location
 from raytrain_gpt.data.mixture import Mixture
@@ -95,7 +95,8 @@ class Exact(Strategy):
         return model.to(self.device)
 
     def accumulation(self, model: nn.Module, micro_batches_per_step: int) -> Accumulation:
-        return ExactSum([*model.parameters()], micro_batches_per_step, self.ranks)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return ExactSum(trained, micro_batches_per_step, self.ranks)
 
 
 class Sharded(Strategy):
@@ -182,7 +183,7 @@ def set_up_training(
     with nullcontext() if source is None else files_on_machine(source, ranks) as directory:
         # Weights load before sharding, moments after it: the optimizer is built on shards.
         if directory is None:
-            model.init_weights(config.train.seed)
+            init_weights(model, config.train.seed)
         else:
             load_model(directory, model, crop_context=resumed is None)
         eval_model = strategy.eval_model(model)

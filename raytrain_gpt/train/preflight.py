@@ -28,7 +28,7 @@ from raytrain_gpt.evaluate.hellaswag import DOWNLOAD
 from raytrain_gpt.format import Log, count, size
 from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.storage.location import Location, cache_directory, is_url
-from raytrain_gpt.tracking.configured import absolute_stores, tracker_warnings
+from raytrain_gpt.tracking.configured import absolute_stores, check_packages, tracker_warnings
 
 DEFAULT_TOKENIZER = "bytes"
 VERIFY_CONTENT_BYTES = 2**30
@@ -103,7 +103,7 @@ def sizes_of_init_from(
     named = ("init_from", "run_name", "storage_path", "s3_endpoint", "retry_for_s")
     config = resolve(preset, file, {name: fields[name] for name in named if name in fields})
     given = given_fields(file, fields)
-    open_fields = [name for name in SHAPE_FIELDS if name not in given]
+    open_fields = {*SHAPE_FIELDS, *(config.model.model_extra or ())} - given
     if config.model.init_from is None or not open_fields:
         return {}
     start = location(config, _start_path(config, config.model.init_from))
@@ -113,8 +113,9 @@ def sizes_of_init_from(
         if not (checkpoints := Catalog(run_location(config)).complete()):
             raise
         checkpoint = checkpoints[-1]
-    theirs = parse_config(checkpoint.state.config, str(checkpoint.path)).field_values()
-    return {name: theirs[name] for name in open_fields}
+    stored = parse_config(checkpoint.state.config, str(checkpoint.path))
+    theirs, theirs_settings = stored.field_values(), stored.model.model_extra or {}
+    return {name: theirs[name] for name in (*SHAPE_FIELDS, *theirs_settings) if name not in given}
 
 
 def _start_path(config: Config, init_from: str) -> str:
@@ -143,8 +144,11 @@ def check_init_from(config: FittedConfig, data: Mixture) -> FittedConfig:
             f"to at most {theirs.data.seq_len}"
         )
     shape, has = (resolved_shape(GPTShape.of(of, data.vocab_size)) for of in (config, theirs))
-    for name in SHAPE_FIELDS:
-        if (ours := getattr(shape, name)) != (value := getattr(has, name)):
+    has_fields = has.fields
+    for name, ours in shape.fields.items():
+        if name in ("seq_len", "dropout"):
+            continue
+        if ours != (value := has_fields.get(name)):
             value = str(value).lower() if isinstance(value, bool) else value
             raise ConfigError(
                 f"{name}={ours}, but {checkpoint.path} has {value}; set {name} to {value}"
@@ -160,7 +164,7 @@ def check_disk(config: Config, run_dir: Location, vocab_size: int, existing: int
     Raises:
         ClusterError: too little is free.
     """
-    each = checkpoint_bytes(GPTShape.of(config, vocab_size), config.optim.optimizer)
+    each = checkpoint_bytes(GPTShape.of(config, vocab_size), config.optim)
     train = config.train
     in_all = -(-train.max_steps // train.checkpoint_every_steps)
     if config.eval.eval_mode == "async":  # every evaluation adds a checkpoint
@@ -181,8 +185,9 @@ def absolute_paths(config: ConfigT) -> ConfigT:
 
     Raises:
         ConfigError: a path is relative in a submitted job, whose working directory is deleted afterwards, or
-            a tracker's store is invalid.
+            a tracker's store is invalid, or its package is not installed.
     """
+    check_packages(config)
     values = config.field_values()
 
     def absolute(name: str, path: str) -> str:

@@ -7,16 +7,15 @@ resumes from an older checkpoint, whose state lacks them, also skips them.
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from pydantic import TypeAdapter
 
 from raytrain_gpt.checkpoint.branch import branches_from, create_branch
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, resume_step
-from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
+from raytrain_gpt.checkpoint.code_check import check_unchanged
 from raytrain_gpt.config.batch import for_workers
 from raytrain_gpt.config.resolved import FittedConfig
-from raytrain_gpt.config.schema import FIELDS, SAFE_ON_RESUME, Config, ConfigT, changed_fields
+from raytrain_gpt.config.schema import Config, ConfigT, changed_fields, changes_math, parse_config
 from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS
 from raytrain_gpt.core.optim import learning_rate
 from raytrain_gpt.core.spikes import BadStreak
@@ -42,7 +41,7 @@ def keep_start(config: ConfigT, resumed: Checkpoint) -> ConfigT:
     Raises:
         CheckpointError: the configuration names a different start.
     """
-    started = _values(resumed.state)
+    started = _trained(resumed).field_values()
     for name in START_FIELDS:
         given, original = config.field_values()[name], started[name]
         if given in (None, original) or _same_start(config, name, given, resumed, original):
@@ -71,12 +70,9 @@ def _run_dir(checkpoint: Checkpoint) -> Location:
     return checkpoint.path.parent.parent
 
 
-def _values(state: CheckpointState) -> dict[str, Any]:
-    """Field -> value of a checkpoint's configuration; newer fields had the effect of their defaults."""
-    return {
-        name: state.config.get(section, {}).get(name, field.default)
-        for name, (section, field) in FIELDS.items()
-    }
+def _trained(checkpoint: Checkpoint) -> Config:
+    """Configuration of a checkpoint; newer fields had the effect of their defaults."""
+    return parse_config(checkpoint.state.config, str(checkpoint.path))
 
 
 def check_changes(config: Config, data: Mixture, resumed: Checkpoint, log: Log) -> None:
@@ -86,10 +82,15 @@ def check_changes(config: Config, data: Mixture, resumed: Checkpoint, log: Log) 
         CheckpointError: lists the keys that differ.
     """
     state = resumed.state
-    before = _values(state)
+    trained = _trained(resumed)
+    before = trained.field_values()
     changed = changed_fields(before, config.field_values())
-    safe = SAFE_ON_RESUME - (DECIDES_EXACT_SUMS if config.train.exact else set())
-    refused = {name: change for name, change in changed.items() if name not in safe}
+    exact_sums = DECIDES_EXACT_SUMS if config.train.exact else set()
+    refused = {
+        name: change
+        for name, change in changed.items()
+        if name in exact_sums or changes_math(name, trained, config)
+    }
     for name, old, new in (
         ("data (manifest hash)", state.manifest_hash, data.hash),
         ("tokenizer (vocabulary hash)", state.vocab_hash, data.vocab_hash),
@@ -103,6 +104,7 @@ def check_changes(config: Config, data: Mixture, resumed: Checkpoint, log: Log) 
             f"run {_run_dir(resumed).name} cannot resume from step {state.step} with changed "
             f"{listed}; change it back, or use another run_name"
         )
+    check_unchanged(config, resumed, log)
     if state.step < config.train.max_steps:
         log(f"resuming from step {state.step} ({resumed.path})")
     then = for_workers(config, state.num_workers).field_values()

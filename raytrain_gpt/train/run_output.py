@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raytrain_gpt.checkpoint.catalog import Checkpoint
+from raytrain_gpt.checkpoint.catalog import CODE_FILE, Checkpoint
 from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.errors import CheckpointError, ConfigError
@@ -50,8 +50,10 @@ class RunOutput:
             ) from None
 
     def write_config(self, config: FittedConfig) -> None:
-        """Write the resolved configuration, so that `--config` can repeat the run."""
+        """Write the resolved configuration and the code, so that `--config` and `--code` repeat the run."""
         Location.of(self.sync.work_dir / CONFIG_FILE).write_text(config.to_yaml())
+        if config.code:
+            Location.of(self.sync.work_dir / CODE_FILE).write_text(config.code.text)
         self.sync.push()
 
     def recorder_spec(

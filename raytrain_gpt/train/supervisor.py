@@ -44,7 +44,7 @@ from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.lease import LEASE_FILE, Lease, hold_lease
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.configured import mark_interrupted
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, Row
+from raytrain_gpt.tracking.run_files import CONFIG_FILE, TRACKERS_DIR, Row
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import policy, preflight
 from raytrain_gpt.train.attempt import Attempt, Place
@@ -118,7 +118,9 @@ class Run:
             saved = self.catalog.complete()
             preflight.check_disk(self.config, self.run_dir, self.data.vocab_size, len(saved))
             existing = self.resume.find(self.config)
-            self.output.sync.pull()  # under the lease, no other process writes these files
+            self.output.sync.pull(
+                TRACKERS_DIR
+            )  # under the lease, no other process writes these files
             if existing is None:
                 self.output.check_is_ours()
                 self.config = preflight.check_init_from(self.config, self.data)

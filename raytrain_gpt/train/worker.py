@@ -15,6 +15,7 @@ import torch
 
 from raytrain_gpt.checkpoint.catalog import resume_step
 from raytrain_gpt.checkpoint.checkpoint_state import is_evaluated
+from raytrain_gpt.checkpoint.code_check import check_same_code
 from raytrain_gpt.checkpoint.collectives import Collectives, DelayedFlags
 from raytrain_gpt.cluster.compilers import check_compiler
 from raytrain_gpt.config.schema import Config
@@ -28,11 +29,12 @@ from raytrain_gpt.core.device import (
 from raytrain_gpt.core.loop import StepResult, train_steps, warm_up_ddp_buckets
 from raytrain_gpt.core.optim import learning_rate
 from raytrain_gpt.core.registry import count_model
+from raytrain_gpt.errors import UserError
 from raytrain_gpt.evaluate.evaluation import Evaluation, watched
 from raytrain_gpt.format import count
 from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed
 from raytrain_gpt.ingest.ray_dataset import chunks_in_process, rank_chunks, ray_chunks
-from raytrain_gpt.tracking.run_files import Row, finite
+from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.train.checkpointing import WRITE_TIMEOUT_S, Checkpointing
 from raytrain_gpt.train.heartbeat import RecorderClient
 from raytrain_gpt.train.model_setup import set_up_training
@@ -138,6 +140,7 @@ class Worker:
         )
         self.agreement = DelayedFlags(self.collectives)
         rank = self.collectives.rank
+        check_same_code(self.config, self.collectives)
         assert spec.recorder is not None, "the attempt starts the recorder"
         self.recorder = RecorderClient(spec.recorder, rank, spec.stop)
         self.step = resume_step(spec.resumed)
@@ -289,9 +292,14 @@ class Worker:
         """Report metrics over all ranks, and samples; excluded from training time."""
         started, setup = time.perf_counter(), self.setup
         with setup.strategy.full_weights(setup.raw_model, setup.eval_model):
-            metrics = self.evaluation.metrics(self.recorder.progress)
-            numbers = {name: finite(value) for name, value in metrics.items()}
-            row = {"step": self.step, **numbers, "perf/eval_s": time.perf_counter() - started}
+            try:
+                metrics = self.evaluation.metrics(self.recorder.progress)
+            except UserError:  # raised on all ranks; a trial would never repeat the evaluation
+                if not self.spec.is_trial:
+                    self.save_checkpoint()
+                    self.checkpoints.collect()
+                raise
+            row = {"step": self.step, **metrics, "perf/eval_s": time.perf_counter() - started}
             self._evaluated = row
             self.checkpoints.add_rows([row])
             self.recorder.rows([row], force=True)

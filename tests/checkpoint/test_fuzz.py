@@ -103,4 +103,4 @@ def test_a_damaged_checkpoint_is_used_or_refused(
 def card(directory: Path) -> str:
     """Return the model card of an export."""
     checkpoint, config, model, tokenizer, _ = open_checkpoint(directory, torch.device("cpu"))
-    return model_card(checkpoint, config, tokenizer.name, model.shape, "fp32")
+    return model_card(checkpoint, config, tokenizer.name, model.shape, 1, "fp32")

@@ -43,6 +43,7 @@ CPUS = {"head": 1, "worker-1": 2, "worker-2": 2}
 """Each worker host fits one worker of two CPUs, and data tasks fit only on the head."""
 MAX_STEPS = 120
 CUT_AFTER_STEP = 40
+OWN_CODE = "/tmp/lion.py"
 RUN: dict[str, Any] = {
     **SMALL,
     "data_path": f"{SHARED}/data",
@@ -207,8 +208,11 @@ def test_jobs_are_refused_when_the_hosts_do_not_share_a_directory(
 def test_a_job_over_the_network_goes_on_when_a_host_is_cut_off(
     client: Client, submit: Submit, shared: Path
 ) -> None:
+    """Its optimizer is in a file that only the head has."""
     run_dir = shared / "runs" / "cut"
-    job = submit(CHECKOUT, run_name="cut")
+    text = (ROOT / "examples" / "lion.py").read_text()
+    client.network.hosts[0].path(OWN_CODE).write_text(text)
+    job = submit((*CHECKOUT, f"--code={OWN_CODE}", "--optimizer=lion"), run_name="cut")
 
     def trained() -> bool:
         assert job.poll() is None, client.output("cut")
@@ -220,6 +224,8 @@ def test_a_job_over_the_network_goes_on_when_a_host_is_cut_off(
     assert job.wait(WITHIN_S) == 0, client.output("cut")
 
     printed = client.output("cut")
+    assert (run_dir / "code.py").read_text() == text
+    assert not any(host.path(OWN_CODE).exists() for host in client.network.hosts[1:])
     for host in ("worker-1", "worker-2"):
         assert f"cpu on {host}, 2 threads" in printed
     assert f"finished at step {MAX_STEPS} of {MAX_STEPS}" in printed

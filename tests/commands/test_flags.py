@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
-from raytrain_gpt.commands.flags import SECTIONS, Command, ConfigOptions, StorageOptions
+from raytrain_gpt.commands.flags import (
+    Command,
+    ConfigOptions,
+    StorageOptions,
+    no_fields,
+    section_fields,
+)
 from raytrain_gpt.commands.inference import SampleOptions
 from raytrain_gpt.commands.train import ReportOptions, tune
 from raytrain_gpt.config.call_options import Options, SamplingOptions
@@ -28,7 +34,9 @@ def parsed(kind: type[Options], *argv: str, config: bool = False) -> Any:
         found.append(options)
 
     parser = argparse.ArgumentParser(exit_on_error=False)
-    Command("it", kind, SECTIONS if config else {}, run).add_parser(parser.add_subparsers())
+    Command("it", kind, section_fields if config else no_fields, run).add_parser(
+        parser.add_subparsers()
+    )
     args = parser.parse_args(["it", *argv])
     args.command(args)
     return found[0]
@@ -103,7 +111,7 @@ def test_a_dry_run_prints_the_warnings_of_a_start(run_cli: RunCli, tmp_path: Pat
 @pytest.mark.parametrize("command", ["train", "tune", "doctor", "estimate"])
 def test_the_help_has_every_field_but_not_in_the_usage_line(command: str, run_cli: RunCli) -> None:
     shown = run_cli.succeeds(command, "--help")
-    names = [name for fields in tune.groups.values() for name in fields]
+    names = [name for fields in tune.groups().values() for name in fields]
     for name in names if command == "tune" else FIELDS:
         assert shown.count(f"  --{name} ") == 1, name
     assert len(shown.split("\n\n")[0]) < 200

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import raytrain_gpt
-from raytrain_gpt.commands.flags import _kind
+from raytrain_gpt.commands.flags import _kind, _names
+from raytrain_gpt.config import kinds
 from raytrain_gpt.config.load import load_preset, preset_names
-from raytrain_gpt.config.schema import FIELDS, SAFE_ON_RESUME, Config
+from raytrain_gpt.config.schema import FIELDS, Config, changes_math
 from raytrain_gpt.config.sections import SHAPE_FIELDS
 from raytrain_gpt.estimate.cost_model import Facts
 from raytrain_gpt.estimate.estimate import answer
@@ -53,12 +54,15 @@ def keys_table() -> str:
     for section, field in Config.model_fields.items():
         lines = [f"### {section}", "", "| key | values | default | meaning |", "|---|---|---|---|"]
         names = [name for name, (of_section, _) in FIELDS.items() if of_section == section]
-        is_safe = {*names} <= SAFE_ON_RESUME
+        is_safe = not any(changes_math(name, Config()) for name in names)
         for name in names:
             info = FIELDS[name][1]
-            mark = " \\*" if name in SAFE_ON_RESUME and not is_safe else ""
-            values = ", ".join(f"`{kind}`" for kind in _kind(info.annotation).split("|"))
+            mark = "" if is_safe or changes_math(name, Config()) else " \\*"
             meaning = " ".join((info.description or "").split())
+            if owners := kinds.owners(name):
+                meaning += f" For {owners[0].selector} {' and '.join(one.name for one in owners)}."
+            kind = _names(name) if name in kinds.SECTIONS else _kind(info.annotation)
+            values = ", ".join(f"`{one}`" for one in kind.split("|"))
             lines.append(
                 f"| `{name}`{mark} | {values} | `{plain(info.default)}` | {cell(meaning)} |"
             )
@@ -77,21 +81,27 @@ def presets_table() -> str:
         config = load_preset(name)
         facts = Facts(vocab_size=IDS.get(config.data.data_path, 257), train_tokens=1)
         num_parameters = answer(config, facts, print)[1].num_parameters
-        m, train = config.model, config.train
+        m, train, values = config.model, config.train, config.field_values()
         size = f"{m.architecture}, {count(m.num_layers, 'layer')}, {count(m.num_heads, 'head')}, "
-        size += f"{m.embd_size} channels" + ("" if m.tied_embeddings else ", separate head")
+        size += f"{m.embd_size} channels" + (
+            "" if values.get("tied_embeddings", True) else ", separate head"
+        )
         tokens = train.max_steps * train.global_batch_tokens
         work = f"{train.max_steps:,} × {train.global_batch_tokens:,} = {amount(tokens)}"
-        values = config.field_values()
         others = [
             f"`{key}: {plain(value)}`"
             for key, value in values.items()
-            if value != defaults[key] and key not in ELSEWHERE
+            if value != defaults.get(key, default_of(key)) and key not in ELSEWHERE
         ]
         lines.append(
             f"| `{name}` | {amount(num_parameters)}: {size} | {work} | {cell(', '.join(others))} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def default_of(name: str) -> Any:
+    """Default of a field or setting."""
+    return FIELDS[name][1].default
 
 
 def plain(value: Any) -> str:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from raytrain_gpt.config.built_in import Qwen3Settings
 from raytrain_gpt.core import registry
 from raytrain_gpt.core.loop import MicroBatch
 from raytrain_gpt.core.model import GPT, GPTShape
@@ -18,10 +19,7 @@ QWEN3 = replace(
     TINY,
     num_heads=4,
     architecture="qwen3",
-    num_kv_heads=2,
-    mlp_size=48,
-    tied_embeddings=False,
-    rope_theta=500.0,
+    settings=Qwen3Settings(num_kv_heads=2, mlp_size=48, tied_embeddings=False, rope_theta=500.0),
 )
 SHAPES = {"gpt2": TINY, "qwen3": QWEN3}
 BOTH = pytest.mark.parametrize("architecture", SHAPES, indirect=True)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from raytrain_gpt.config.built_in import Qwen3Settings
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.accumulation import FloatSum
 from raytrain_gpt.core.device import make_autocast, matmul_dtype
@@ -26,9 +27,14 @@ from tests.training import steps
 
 SHAPE = GPTShape(num_layers=2, num_heads=2, embd_size=32, seq_len=16, vocab_size=100)
 QWEN3 = replace(
-    SHAPE, num_heads=4, architecture="qwen3", num_kv_heads=2, mlp_size=48, tied_embeddings=False
+    SHAPE,
+    num_heads=4,
+    architecture="qwen3",
+    settings=Qwen3Settings(num_kv_heads=2, mlp_size=48, tied_embeddings=False),
 )
-ODD = replace(SHAPE, num_layers=3, architecture="qwen3", num_kv_heads=1, mlp_size=67)
+ODD = replace(
+    SHAPE, num_layers=3, architecture="qwen3", settings=Qwen3Settings(num_kv_heads=1, mlp_size=67)
+)
 """Shape in which neither the matrices of one shape nor their rows divide evenly over the ranks."""
 ADAMW, MUON = OptimSection(), OptimSection(optimizer="muon")
 STEPS = 6
@@ -156,7 +162,7 @@ class Trained:
             kept
             for state in self.optimizer.state.values()
             for key, kept in state.items()
-            if key != "step"
+            if key != "step" and isinstance(kept, Tensor)
         ]
         return sum(map(mine, self.raw_model.parameters())), sum(map(mine, moments))
 

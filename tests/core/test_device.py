@@ -11,12 +11,15 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from raytrain_gpt.config.built_in import Qwen3Settings
 from raytrain_gpt.core import device
 from raytrain_gpt.core.device import inference_autocast, peak_flops, resolve_precision
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.registry import count_model, new_model
 
-QWEN3 = {"architecture": "qwen3", "num_kv_heads": 1, "mlp_size": 40}
+OF_QWEN3 = {"num_kv_heads": 1, "mlp_size": 40}
+QWEN3 = {"architecture": "qwen3", "settings": Qwen3Settings(**OF_QWEN3)}
+UNTIED = QWEN3 | {"settings": Qwen3Settings(**OF_QWEN3, tied_embeddings=False)}
 
 
 @pytest.mark.parametrize("sizes", [(12, 12, 768), (24, 16, 1024), (48, 25, 1600)])
@@ -50,7 +53,11 @@ def counted_flops(shape: GPTShape, num_sequences: int) -> int:
 
 
 @pytest.mark.parametrize("num_sequences", [1, 3])
-@pytest.mark.parametrize("more", [{}, QWEN3, {**QWEN3, "tied_embeddings": False}], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [{}, QWEN3, {**QWEN3, "settings": Qwen3Settings(**OF_QWEN3, tied_embeddings=False)}],
+    ids=str,
+)
 @pytest.mark.parametrize(
     "sizes",
     [(1, 1, 32, 16, 100), (2, 4, 64, 48, 257), (3, 2, 48, 7, 64), (12, 12, 768, 1024, 50_257)],

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from raytrain_gpt.config.built_in import Qwen3Settings
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.core import generate, kv_cache
 from raytrain_gpt.core.attention import attention, without_cudnn_sdpa
@@ -468,7 +469,19 @@ def test_no_prompts_have_no_continuations(model: GPT) -> None:
         (GPTShape(12, 12, 768, 1024, 50_257), 10**9, 28),
         (GPTShape(12, 12, 768, 1024, 50_257), 256, 64),
         (GPTShape(48, 25, 1600, 1024, 50_257), 256, 13),
-        (GPTShape(48, 25, 1600, 1024, 50_257, architecture="qwen3", num_kv_heads=5), 256, 64),
+        (
+            GPTShape(
+                48,
+                25,
+                1600,
+                1024,
+                50_257,
+                architecture="qwen3",
+                settings=Qwen3Settings(num_kv_heads=5),
+            ),
+            256,
+            64,
+        ),
         (GPTShape(1000, 1, 4096, 8192, 50_257), 8192, 1),
     ],
     ids=str,

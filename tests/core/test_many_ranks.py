@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from raytrain_gpt.config.built_in import Qwen3Settings
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import update
@@ -27,7 +28,10 @@ GPT2 = GPTShape(num_layers=2, num_heads=2, embd_size=32, seq_len=16, vocab_size=
 SHAPES = {
     "gpt2": GPT2,
     "qwen3": replace(
-        GPT2, num_layers=3, architecture="qwen3", num_kv_heads=1, mlp_size=67, tied_embeddings=False
+        GPT2,
+        num_layers=3,
+        architecture="qwen3",
+        settings=Qwen3Settings(num_kv_heads=1, mlp_size=67, tied_embeddings=False),
     ),
 }
 """Shapes with 1,024 embedding rows, two per rank; most ranks have no row of any other parameter."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from raytrain_gpt.config.built_in import Qwen3Settings
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core import attention, muon
 from raytrain_gpt.core.loss import chunk_tokens
@@ -22,7 +23,11 @@ from raytrain_gpt.core.optim import update
 from raytrain_gpt.core.registry import build_optimizer, count_model, new_model
 
 SHAPE = GPTShape(3, 2, 64, 32, 257)
-NARROW = replace(SHAPE, architecture="qwen3", num_kv_heads=1, mlp_size=48, tied_embeddings=False)
+NARROW = replace(
+    SHAPE,
+    architecture="qwen3",
+    settings=Qwen3Settings(num_kv_heads=1, mlp_size=48, tied_embeddings=False),
+)
 """Shape whose keys, values and MLP have fewer channels than the model."""
 BOTH = pytest.mark.parametrize("shape", [SHAPE, NARROW], ids=["gpt2", "qwen3"])
 SMALL = GPTShape(12, 12, 768, 1024, 50_257)
@@ -90,7 +95,7 @@ def test_selective_keeps_attention_and_all_linear_layers_but_the_last(shape: GPT
 
 @pytest.mark.parametrize("architecture", ["gpt2", "qwen3"])
 def test_the_more_is_recomputed_the_less_is_kept(architecture: Any) -> None:
-    model = MemoryModel(replace(SMALL, architecture=architecture, mlp_size=0), True)
+    model = MemoryModel(replace(SMALL, architecture=architecture), True)
     none, selective, full = (model.predict(8, mode) for mode in ("none", "selective", "full"))
     inputs = 12 * 8 * 1024 * 768 * 4
     assert inputs < full.activations < inputs + none.activations / 6
@@ -124,7 +129,9 @@ class Peak(_Allocations):
 
 ALIKE = {
     "gpt2": replace(SHAPE, vocab_size=20),
-    "qwen3": GPTShape(3, 2, 64, 32, 20, architecture="qwen3", num_kv_heads=1, mlp_size=100),
+    "qwen3": GPTShape(
+        3, 2, 64, 32, 20, architecture="qwen3", settings=Qwen3Settings(num_kv_heads=1, mlp_size=100)
+    ),
 }
 
 
@@ -161,7 +168,8 @@ def test_an_update_takes_what_a_real_one_has_at_its_peak(
 
 def test_an_update_finds_the_memory_of_activations_free() -> None:
     adamw, muon = (
-        MemoryModel(replace(SHAPE, seq_len=1), False, optimizer=name) for name in ("adamw", "muon")
+        MemoryModel(replace(SHAPE, seq_len=1), False, optim=OptimSection(optimizer=name))
+        for name in ("adamw", "muon")
     )
     few, many = (muon.predict(sequences, "none") for sequences in (1, 10_000))
     free = few.activations + few.logits
@@ -188,7 +196,8 @@ def test_logits_are_those_of_a_chunk_once_there_are_more() -> None:
 def test_the_counted_state_is_that_of_a_built_optimizer(shape: GPTShape, optimizer: Any) -> None:
     states = build_optimizer(new_model(shape), OptimSection(optimizer=optimizer)).state.values()
     built = sum(tensor.nbytes for state in states for tensor in state.values() if tensor.dim())
-    assert MemoryModel(shape, True, optimizer=optimizer).predict(1, "none").moments == built
+    model = MemoryModel(shape, True, optim=OptimSection(optimizer=optimizer))
+    assert model.predict(1, "none").moments == built
 
 
 @pytest.mark.slow
@@ -196,7 +205,9 @@ def test_counting_a_model_does_not_load_torchs_compiler() -> None:
     """The import would add a second to every start."""
     code = (
         "import sys; from raytrain_gpt.core.model import GPTShape; "
+        "from raytrain_gpt.config.sections import OptimSection; "
         "from raytrain_gpt.core.memory import checkpoint_bytes; "
-        "checkpoint_bytes(GPTShape(2, 2, 8, 8, 8), 'muon'); assert 'torch._dynamo' not in sys.modules"
+        "checkpoint_bytes(GPTShape(2, 2, 8, 8, 8), OptimSection(optimizer='muon')); "
+        "assert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from raytrain_gpt.config.built_in import Qwen3Settings
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core import muon
 from raytrain_gpt.core.loss_scale import LossScale
@@ -25,7 +26,9 @@ GPT2_SHAPE = GPTShape(num_layers=3, num_heads=2, embd_size=32, seq_len=16, vocab
 SHAPES = {
     "gpt2": GPT2_SHAPE,
     "qwen3": replace(
-        GPT2_SHAPE, architecture="qwen3", num_kv_heads=1, mlp_size=67, tied_embeddings=False
+        GPT2_SHAPE,
+        architecture="qwen3",
+        settings=Qwen3Settings(num_kv_heads=1, mlp_size=67, tied_embeddings=False),
     ),
 }
 """Shapes with square, tall and wide matrices."""

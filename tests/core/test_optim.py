@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
 
-from raytrain_gpt.config.sections import ARCHITECTURES, OPTIMIZERS, ModelSection, OptimSection
+from raytrain_gpt.config import kinds
+from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import AdamW, Optimizer, learning_rate, update
 from raytrain_gpt.core.registry import build_optimizer, count_model, optimizer_class
@@ -190,13 +190,10 @@ def test_all_of_the_run_can_be_decay() -> None:
     assert [learning_rate(step, config, 4) for step in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
 
 
-def test_every_choice_of_architecture_and_optimizer_has_a_class() -> None:
-    choices = [
-        (OptimSection, "optimizer", OPTIMIZERS),
-        (ModelSection, "architecture", ARCHITECTURES),
-    ]
-    for section, name, table in choices:
-        assert get_args(section.model_fields[name].annotation) == tuple(table)
-    assert all(issubclass(optimizer_class(name), AdamW) for name in OPTIMIZERS)
-    for architecture in ARCHITECTURES:
+def test_every_built_in_kind_has_an_implementation() -> None:
+    for kind in kinds.known():
+        assert callable(kind.resolve())
+    for name in kinds.names("optimizer"):
+        assert issubclass(optimizer_class(name) or object, AdamW)
+    for architecture in kinds.names("architecture"):
         assert count_model(GPTShape(1, 1, 8, 8, 8, 0.0, architecture)).num_parameters > 0

@@ -10,17 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from raytrain_gpt.config.built_in import Qwen3Settings
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.core.qwen3 import Qwen3, RMSNorm
+from raytrain_gpt.core.qwen3 import Qwen3, RMSNorm, rope_theta
 from raytrain_gpt.core.registry import count_model, resolved_shape
 from tests.core.conftest import QWEN3
 
+ODD = Qwen3Settings(num_kv_heads=2, mlp_size=50, tied_embeddings=False, rope_theta=77.0)
 SHAPES = {
     "untied, fewer heads of keys": QWEN3,
-    "tied": replace(QWEN3, num_kv_heads=4, tied_embeddings=True, rope_theta=1e6),
-    "odd": GPTShape(3, 6, 60, 33, 257, 0.0, "qwen3", 2, 50, False, 77.0),
+    "tied": replace(
+        QWEN3, settings=Qwen3Settings(num_kv_heads=4, tied_embeddings=True, rope_theta=1e6)
+    ),
+    "odd": GPTShape(3, 6, 60, 33, 257, 0.0, "qwen3", ODD),
     "one head": GPTShape(1, 1, 2, 1, 65, 0.0, "qwen3"),
-    "long, as wide as GPT-2": GPTShape(1, 12, 768, 700, 300, 0.0, "qwen3", 4),
+    "long, as wide as GPT-2": GPTShape(
+        1, 12, 768, 700, 300, 0.0, "qwen3", Qwen3Settings(num_kv_heads=4)
+    ),
 }
 
 
@@ -39,7 +45,7 @@ def hf_qwen3(shape: GPTShape) -> Any:
         head_dim=shape.head_size,
         max_position_embeddings=shape.seq_len,
         tie_word_embeddings=shape.tied_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta(shape)},
     )
     model = Qwen3ForCausalLM(config).eval()
     for parameter in model.parameters():
@@ -112,7 +118,7 @@ def test_an_mlp_has_about_the_parameters_of_gpt2s() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_run_begins_with_blocks_that_add_nothing(tied: bool) -> None:
-    shape = replace(QWEN3, embd_size=128, tied_embeddings=tied)
+    shape = replace(QWEN3, embd_size=128, settings=Qwen3Settings(tied_embeddings=tied))
     model = Qwen3(shape)
     model.init_weights(1337)
     for name, parameter in model.named_parameters():

@@ -8,7 +8,7 @@ import pytest
 
 from raytrain_gpt.config.load import resolve
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.data.locations import config_on_disk, location
+from raytrain_gpt.data.locations import file_on_disk, location
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.summary import next_line
@@ -36,16 +36,16 @@ def test_the_next_command_names_an_endpoint_that_only_the_configuration_has(
 
 def test_a_configuration_is_read_from_a_store(bucket: Location) -> None:
     (bucket / "sweep" / "best.yaml").write_text("optim: {peak_lr: 0.5}\n")
-    with config_on_disk(f"{bucket}/sweep/best.yaml") as file:
+    with file_on_disk(f"{bucket}/sweep/best.yaml") as file:
         config = resolve(None, file, {})
     assert (config.run.run_name, config.optim.peak_lr) == ("best", 0.5)
     missing = f"{bucket}/sweep/none.yaml"
-    with raises_line(ConfigError, missing, "no such file"), config_on_disk(missing):
+    with raises_line(ConfigError, missing, "no such file"), file_on_disk(missing):
         pass
 
 
 def test_a_local_configuration_is_read_where_it_is(tmp_path: Path) -> None:
-    with config_on_disk(tmp_path / "a.yaml") as file:
+    with file_on_disk(tmp_path / "a.yaml") as file:
         assert file == tmp_path / "a.yaml"
-    with config_on_disk(None) as file:
+    with file_on_disk(None) as file:
         assert file is None

@@ -72,7 +72,7 @@ def test_every_line_has_its_continuations_in_order_and_as_one_replica_draws_them
     assert {len(texts) for texts, _ in added} == {len(reasons) for _, reasons in added} == {3}
     assert {reason for _, reasons in added for reason in reasons} <= {"stop", "length"}
 
-    alone = Generator(checkpoint, 3, OPTIONS)
+    alone = Generator(checkpoint, 3, OPTIONS, None)
     lines = []
     for first in range(0, len(PROMPTS), TASK_PROMPTS):
         own = [json.dumps(row) for row in PROMPTS[first : first + TASK_PROMPTS]]
@@ -96,7 +96,7 @@ def test_as_on_a_gpu_samples_are_drawn_in_bf16(
         if module is inference:
             more = {"max_new_tokens": 8, "num_samples": 1}
             return inference.sample_checkpoint(checkpoint.path, "a", print, **more)
-        return Generator(checkpoint, 1, OPTIONS)({"first": 0, "lines": ['{"prompt": "a"}']})
+        return Generator(checkpoint, 1, OPTIONS, None)({"first": 0, "lines": ['{"prompt": "a"}']})
 
     types: list[torch.dtype] = []
     monkeypatch.setattr(kv_cache, "attention", spy)

@@ -17,6 +17,7 @@ import xllamacpp
 from gguf import GGUFReader
 from torch import Tensor
 
+from raytrain_gpt.config.built_in import Qwen3Settings
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.registry import new_model
 from raytrain_gpt.data.tokenizer import EOT, load_tokenizer, make_encoding
@@ -28,11 +29,12 @@ from raytrain_gpt.storage.location import Location
 from tests.conftest import RunCli, raises_line
 
 SEQ_LEN = 160
-QWEN3 = {"architecture": "qwen3", "num_kv_heads": 2, "mlp_size": 96, "rope_theta": 5000.0}
+SETTINGS = {"num_kv_heads": 2, "mlp_size": 96, "rope_theta": 5000.0}
+QWEN3 = {"architecture": "qwen3", "settings": Qwen3Settings(**SETTINGS)}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "qwen3": QWEN3,
-    "qwen3-untied": {**QWEN3, "tied_embeddings": False},
+    "qwen3-untied": {**QWEN3, "settings": Qwen3Settings(**SETTINGS, tied_embeddings=False)},
 }
 TEXT = "To be, or not to be: that is the question."
 TEXTS = [

@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from raytrain_gpt.config.built_in import Qwen3Settings
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.core.registry import new_model
+from raytrain_gpt.core.registry import new_model, resolved_shape
 from raytrain_gpt.errors import CheckpointError
 from raytrain_gpt.export.hf_config import hf_config_files, read_hf_config
 from raytrain_gpt.export.hf_gpt2 import shape_of_tensors
@@ -23,10 +24,20 @@ from tests.conftest import raises_line
 
 ODD = [GPTShape(1, 1, 8, 3, 65), GPTShape(3, 5, 40, 33, 257), GPTShape(2, 12, 96, 17, 1000)]
 """Unusual shapes, as (layers, heads, channels, context, vocabulary)."""
+OF_QWEN3 = Qwen3Settings(num_kv_heads=2, mlp_size=64, tied_embeddings=False, rope_theta=1e6)
 QWEN3 = [
-    replace(ODD[0], architecture="qwen3", tied_embeddings=False, num_heads=2, mlp_size=32),
-    replace(ODD[1], architecture="qwen3", num_kv_heads=1, mlp_size=50, rope_theta=77.0),
-    GPTShape(2, 4, 96, 17, 1000, 0.0, "qwen3", 2, 64, False, 1e6),
+    replace(
+        ODD[0],
+        architecture="qwen3",
+        num_heads=2,
+        settings=Qwen3Settings(tied_embeddings=False, mlp_size=32),
+    ),
+    replace(
+        ODD[1],
+        architecture="qwen3",
+        settings=Qwen3Settings(num_kv_heads=1, mlp_size=50, rope_theta=77.0),
+    ),
+    GPTShape(2, 4, 96, 17, 1000, 0.0, "qwen3", OF_QWEN3),
 ]
 PLAIN = {"gpt2": ODD[1], "qwen3": QWEN3[2]}
 
@@ -270,7 +281,7 @@ def test_a_file_of_something_else_is_refused(content: object, tmp_path: Path) ->
 def test_a_shape_comes_back_from_its_config(shape: GPTShape, tmp_path: Path) -> None:
     for name, text in hf_config_files(shape, 256, "float32").items():
         (tmp_path / name).write_text(text)
-    assert read_hf_config(tmp_path) == shape
+    assert read_hf_config(tmp_path) == resolved_shape(shape)
 
 
 @pytest.mark.parametrize("head_dim", [None, 24])

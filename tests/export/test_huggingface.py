@@ -20,6 +20,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.config.built_in import Qwen3Settings
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.config.load import resolve
 from raytrain_gpt.config.schema import Config
@@ -70,7 +71,8 @@ def write_checkpoint(
 ) -> GPT:
     """Write a checkpoint of step 20 with random weights, and return its model."""
     encoding = load_tokenizer(tokenizer)
-    shape = dataclasses.replace(SHAPE, vocab_size=encoding.n_vocab, **sizes)
+    config = Config().updated({**SHAPE.fields, "micro_batch_sequences": 1, **sizes})
+    shape = GPTShape.of(config, encoding.n_vocab)
     model = new_model(shape)
     torch.manual_seed(1)
     for parameter in model.parameters():
@@ -358,7 +360,8 @@ def test_a_qwen3_that_is_imported_is_exported_bit_for_bit(
     hf.save_pretrained(tmp_path / "hf", max_shard_size="100KB" if in_shards else "1GB")
     assert (tmp_path / "hf" / "model.safetensors").exists() != in_shards
     place, found = import_weights(tmp_path / "hf", tmp_path / "checkpoint", print)
-    assert found == GPTShape(3, 4, 96, 33, 257, 0.0, "qwen3", 2, 50, tied, 1e6)
+    settings = Qwen3Settings(num_kv_heads=2, mlp_size=50, tied_embeddings=tied, rope_theta=1e6)
+    assert found == GPTShape(3, 4, 96, 33, 257, 0.0, "qwen3", settings)
     kept = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
     export_checkpoint(place.path, tmp_path / "again", kept, print)
     hf.save_pretrained(tmp_path / "whole")
@@ -391,7 +394,7 @@ def test_a_qwen3_of_more_rows_than_ids_is_imported_sampled_and_trained_further(
     sizes = sizes_of_init_from(None, None, {"init_from": str(place), "num_heads": "4"})
     whole = GPTShape.of(resolve(None, None, {"num_heads": 4, **sizes}), 300)
     assert "num_heads" not in sizes
-    assert {name: getattr(whole, name) for name in UNTIED} == UNTIED
+    assert {name: whole.fields[name] for name in UNTIED} == UNTIED
     out = run_cli.succeeds("sample", place, "--prompt", "To be", "--num_samples", 1)
     assert out.count("To be") == 1
     (tmp_path / "text.txt").write_text("all the world's a stage\n" * 1000)

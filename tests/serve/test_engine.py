@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from raytrain_gpt.config.built_in import Qwen3Settings
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.core.generate import DecodingBatch
 from raytrain_gpt.core.model import GPTShape
@@ -22,7 +23,7 @@ TOKENIZER = load_tokenizer("bytes")
 SHAPE = GPTShape(num_layers=1, num_heads=2, embd_size=16, seq_len=64, vocab_size=257)
 
 
-QWEN3 = replace(SHAPE, architecture="qwen3", num_kv_heads=1, mlp_size=48)
+QWEN3 = replace(SHAPE, architecture="qwen3", settings=Qwen3Settings(num_kv_heads=1, mlp_size=48))
 
 
 def weights(seed: int, shape: GPTShape = SHAPE) -> Weights:

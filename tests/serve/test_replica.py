@@ -23,7 +23,7 @@ def test_it_loads_what_it_does_not_serve_yet_and_keeps_what_it_has_where_that_fa
     other = write_checkpoint(tmp_path / "run", 20, 2.0)
 
     async def run() -> None:
-        replica = Replica(str(first), ServeOptions(), needs_key=False)
+        replica = Replica(str(first), ServeOptions(), needs_key=False, code=None)
         served = await replica.served()
         assert await replica.load(str(tmp_path / "nowhere"), served) is None
         assert "nowhere" in str(await replica.load(str(tmp_path / "nowhere"), "another"))

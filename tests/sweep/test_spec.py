@@ -155,7 +155,7 @@ def test_a_wrong_flag_is_one_line(load: Load, flags: dict[str, str], words: list
         ({"budget_tokens": 1.5}, ["budget_tokens=1.5", "integer"]),
         ({"budget_tokens": "much"}, ["budget_tokens='much'", "integer"]),
         ({"report_every_tokens": 81_920}, ["report_every_tokens=81920", "budget_tokens=40960"]),
-        ({"objective": "val/los"}, ["objective='val/los'", "'val/loss'"]),
+        ({"objective": "val/los"}, ["objective='val/los'", "must be val/loss, "]),
         ({"sweep_name": "../up"}, ["sweep_name='../up'"]),
         ({"sweep_seed": -1}, ["sweep_seed=-1"]),
         ({"searcher": "grid"}, ["searcher='grid'", "'random' or 'optuna'"]),

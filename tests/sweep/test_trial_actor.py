@@ -41,10 +41,15 @@ class Replayed(TrialRun):
 def run(tmp_path: Any) -> Callable[..., TrialRun]:
     """Return a function that makes a trial of four steps with an evaluation at every second one."""
 
-    def make(before: list[Row], after: list[Row], reported_tokens: int = 0) -> TrialRun:
+    def make(
+        before: list[Row],
+        after: list[Row],
+        reported_tokens: int = 0,
+        objective: str = "val/loss",
+    ) -> TrialRun:
         kind = type("Known", (Replayed,), {"before": before, "after": after})
         changes = {"max_steps": STEPS, "storage_path": str(tmp_path)}
-        context = SimpleNamespace(sweep=SimpleNamespace(objective="val/loss"))
+        context = SimpleNamespace(sweep=SimpleNamespace(objective=objective))
         made: TrialRun = kind(Config().updated(changes), context, None, reported_tokens)
         return made
 
@@ -101,3 +106,12 @@ def test_a_trial_that_is_stopped_does_not_go_on(run: Callable[..., TrialRun]) ->
     trial.stop()
     with pytest.raises(Interrupted):
         trial.next_report()
+
+
+def test_a_key_that_no_evaluation_returns_is_a_failure_which_names_the_others(
+    run: Callable[..., TrialRun],
+) -> None:
+    rows = [{**row, "accuracy/top1": 0.5} if "val/loss" in row else row for row in ALL]
+    with pytest.raises(TrainingFailed, match="no key accuracy/top in accuracy/top1") as caught:
+        go_to_the_end(run([], rows, objective="accuracy/top"))
+    assert caught.type is TrainingFailed

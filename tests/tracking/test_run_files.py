@@ -141,6 +141,8 @@ def run_with_files(run_dir: Location) -> RunSync:
     (sync.work_dir / "config.yaml").write_text("train: {}\n")
     (sync.work_dir / "tensorboard").mkdir()
     (sync.work_dir / "tensorboard" / "events.1").write_bytes(b"\0\1")
+    (sync.work_dir / "trackers").mkdir()
+    (sync.work_dir / "trackers" / "rows.csv").write_text("1,train/loss,5.0\n")
     sync.push()
     return sync
 
@@ -163,6 +165,9 @@ def test_files_of_a_run_in_an_object_store_come_and_go(remote_dir: Location) -> 
     assert read_rows(elsewhere.work_dir) == [train_row(1)]
     assert (elsewhere.work_dir / "config.yaml").read_text() == "train: {}\n"
     assert not (elsewhere.work_dir / "tensorboard").exists()  # only added to, never read
+    assert not (elsewhere.work_dir / "trackers").exists()  # a run reads them, `runs` does not
+    resumed = RunSync(remote_dir).pull("trackers").work_dir
+    assert (resumed / "trackers" / "rows.csv").read_text() == "1,train/loss,5.0\n"
 
     RunFiles(elsewhere.work_dir, 1, []).add_rows([train_row(2)])
     elsewhere.push()

@@ -83,6 +83,7 @@ def made(
 ) -> tuple[Checkpointing, Any, FakeRecorder]:
     spec: Any = SimpleNamespace(
         plan=SimpleNamespace(config=config),
+        resumed=None,
         run_dir=run_dir,
         ingest=ingest_of(config, data_of(config), 1),
         attempt=1,

@@ -1,0 +1,85 @@
+"""Built-in kinds and their settings."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from raytrain_gpt.config.arithmetic import check_divides
+from raytrain_gpt.config.kinds import Kind, Settings, declare
+
+
+class Qwen3Settings(Settings):
+    """Settings of Qwen3: rotary positions, grouped heads, gated MLP."""
+
+    num_kv_heads: int | None = Field(None, ge=1)
+    """Key-value heads per block; must divide num_heads; null: num_heads."""
+    mlp_size: int | None = Field(None, ge=1, le=2**24)
+    """Hidden channels of the MLP; null: 8/3 of embd_size, rounded to a multiple of 64."""
+    tied_embeddings: bool = True
+    """Share one matrix between embedding and output head; false: separate weights."""
+    rope_theta: float = Field(10_000.0, ge=1)
+    """Base of the rotary positions' wavelengths."""
+
+    def check(self, section: Any) -> None:
+        if section.embd_size // section.num_heads % 2:
+            raise ValueError(
+                f"embd_size={section.embd_size} / num_heads={section.num_heads} gives an odd head size, and "
+                "rotary positions need an even one; choose a different num_heads"
+            )
+        if self.num_kv_heads is not None:
+            check_divides("num_kv_heads", self.num_kv_heads, "num_heads", section.num_heads)
+
+
+class AdamWSettings(Settings):
+    """Settings of AdamW, and of optimizers that use it for some parameters."""
+
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled weight decay; applied to matrices and embeddings, not to biases and norms."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay rate of AdamW's first moment."""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """Decay rate of AdamW's second moment."""
+
+
+class WsdSettings(Settings):
+    """Settings of warmup-stable-decay."""
+
+    decay_fraction: float = Field(0.2, gt=0, le=1)
+    """Fraction of max_steps spent on the final linear decay to min_lr."""
+
+
+class WandbSettings(Settings):
+    """Settings of Weights & Biases."""
+
+    wandb_project: str = "raytrain-gpt"
+    """Project in Weights & Biases."""
+    wandb_entity: str | None = None
+    """User or team in Weights & Biases; null: the default of the key."""
+    wandb_mode: Literal["online", "offline"] = "online"
+    """Mode of Weights & Biases; offline, also without a key: files to send later with `wandb sync`."""
+
+
+class TrackioSettings(Settings):
+    """Settings of Trackio."""
+
+    trackio_project: str = "raytrain-gpt"
+    """Project in Trackio."""
+    trackio_space: str | None = None
+    """Space of Hugging Face to show the project in; null: this machine."""
+
+
+declare(
+    (
+        Kind("architecture", "gpt2", Settings, "raytrain_gpt.core.gpt2:GPT2"),
+        Kind("architecture", "qwen3", Qwen3Settings, "raytrain_gpt.core.qwen3:Qwen3"),
+        Kind("optimizer", "adamw", AdamWSettings, "raytrain_gpt.core.optim:AdamW", True),
+        Kind("optimizer", "muon", AdamWSettings, "raytrain_gpt.core.muon:Muon", True),
+        Kind("schedule", "cosine", Settings, "raytrain_gpt.core.optim:cosine"),
+        Kind("schedule", "wsd", WsdSettings, "raytrain_gpt.core.optim:wsd"),
+        Kind("schedule", "constant", Settings, "raytrain_gpt.core.optim:constant"),
+        Kind("trackers", "wandb", WandbSettings, "raytrain_gpt.tracking.wandb_run:Wandb"),
+        Kind("trackers", "trackio", TrackioSettings, "raytrain_gpt.tracking.wandb_run:Trackio"),
+    )
+)

@@ -1,0 +1,254 @@
+"""Kinds: architectures, optimizers, schedules, evaluations and trackers by name, each with its settings.
+
+Built-in ones are declared in `config.built_in` by the path of their implementation, as a configuration is
+read without torch. Others are registered by `raytrain_gpt.extend` when the file of `--code` is executed:
+at the first look-up of a name that is not built in, in the processes that look one up.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import types
+import typing
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+from raytrain_gpt.config.code import Code
+from raytrain_gpt.config.wording import suggestion
+from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.format import ROW_PREFIXES
+
+Selector = Literal["architecture", "optimizer", "schedule", "evaluations", "trackers"]
+"""Field of the configuration that chooses kinds by name."""
+
+SECTIONS: dict[Selector, str] = {
+    "architecture": "model",
+    "optimizer": "optim",
+    "schedule": "optim",
+    "evaluations": "eval",
+    "trackers": "tracking",
+}
+"""Selector -> its section, which also has the settings of its kinds."""
+
+DECIDES_WEIGHTS: tuple[Selector, ...] = ("architecture", "optimizer", "schedule")
+
+
+class Strict(BaseModel):
+    """Immutable model without unknown fields, infinities and NaNs; docstrings describe fields."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+    @field_validator("*")
+    @classmethod
+    def _in_64_bits(cls, value: Any, info: ValidationInfo) -> Any:
+        # Seeds are hashed, so they may have any size unless their field limits them.
+        if isinstance(value, int) and abs(value) >= 2**63 and info.field_name != "seed":
+            raise PydanticCustomError("64_bits", "must be less than 2**63")
+        return value
+
+
+class Settings(Strict):
+    """Settings of a kind: fields of type bool, int, float, str, None or Literal, each with a default."""
+
+    def check(self, section: Any) -> None:
+        """Raise a ValueError for values that do not fit the other fields of their section."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One architecture, optimizer, schedule, evaluation or tracker.
+
+    Attributes:
+        implementation: The function or class itself, or `module:name` of a built-in one.
+        works_on_shards: Whether an optimizer needs no whole tensors.
+    """
+
+    selector: Selector
+    name: str
+    settings: type[Settings]
+    implementation: Any
+    works_on_shards: bool = False
+
+    @property
+    def is_built_in(self) -> bool:
+        return isinstance(self.implementation, str)
+
+    def resolve(self) -> Any:
+        """Import the function or class."""
+        return resolve_name(self.implementation) if self.is_built_in else self.implementation
+
+    def call(self, *args: Any) -> Any:
+        """Call the function or class; an error of the user's code is a ConfigError with its line."""
+        implementation = self.resolve()
+        with self.errors_as_line():
+            return implementation(*args)
+
+    def errors_as_line(self) -> AbstractContextManager[None]:
+        """Context in which errors of the user's code are a ConfigError with their line."""
+        if self.is_built_in or _used is None:
+            return nullcontext()
+        return _used.errors_as_line(f"{self.selector} {self.name}, ")
+
+
+Kinds = dict[tuple[Selector, str], Kind]
+
+_BUILT_IN: Kinds = {}
+_EXECUTED: dict[str, Kinds] = {}
+"""SHA-256 of a code -> its kinds."""
+_LOCK = threading.RLock()
+_used: Code | None = None
+_registering: Kinds | None = None
+
+
+def declare(kinds: Iterable[Kind]) -> None:
+    """Add built-in kinds."""
+    _BUILT_IN.update({(kind.selector, kind.name): kind for kind in kinds})
+
+
+def use(code: Code | None) -> None:
+    """Set the code in which this process looks up kinds that are not built in; it is not executed yet."""
+    global _used
+    _used = code
+
+
+def used_code() -> Code | None:
+    return _used
+
+
+def is_built_in(selector: Selector, name: str) -> bool:
+    return (selector, name) in _BUILT_IN
+
+
+def own_kinds() -> Kinds:
+    """Kinds of the used code, which is executed if it was not; raises ConfigError if it cannot be."""
+    if _used is None:
+        return {}
+    with _LOCK:
+        if _used.sha256 not in _EXECUTED:
+            _EXECUTED[_used.sha256] = _execute(_used)
+        return _EXECUTED[_used.sha256]
+
+
+def find(selector: Selector, name: str) -> Kind | None:
+    """Kind of this name, or None if it is not known in this process."""
+    return _BUILT_IN.get((selector, name)) or own_kinds().get((selector, name))
+
+
+def kind(selector: Selector, name: str) -> Kind:
+    """Kind of this name; raises ConfigError if it is not known."""
+    if found := find(selector, name):
+        return found
+    known_names = names(selector)
+    *others, last = [repr(one) for one in known_names] or ["none"]
+    raise ConfigError(
+        f"{selector}={name!r}: must be {', '.join(others)}{' or ' if others else ''}{last}"
+        f"{suggestion(name, known_names)}; pass the file that declares others as --code FILE"
+    )
+
+
+def names(selector: Selector) -> list[str]:
+    """Names of the kinds for a selector that are known so far."""
+    return [one.name for one in known() if one.selector == selector]
+
+
+def known() -> list[Kind]:
+    """Kinds known so far, without executing the used code."""
+    own = _EXECUTED.get(_used.sha256, {}) if _used else {}
+    return [*_BUILT_IN.values(), *own.values()]
+
+
+def setting(name: str) -> tuple[str, FieldInfo] | None:
+    """Section and field of a setting, or None; executes the used code if no known kind has it."""
+    if name in reserved_names:
+        return None
+    if not (found := owners(name)):
+        own_kinds()
+        found = owners(name)
+    return (SECTIONS[found[0].selector], found[0].settings.model_fields[name]) if found else None
+
+
+def owners(name: str) -> list[Kind]:
+    """Kinds, of those known so far, that have a setting of this name."""
+    if name in reserved_names:
+        return []
+    return [one for one in known() if name in one.settings.model_fields]
+
+
+def register(one: Kind) -> None:
+    """Register a kind of the code being executed; does nothing for a file that is imported otherwise.
+
+    Raises:
+        ConfigError: its name is taken or invalid, or a setting's name or type is.
+    """
+    if _registering is None:
+        return
+    if (one.selector, one.name) in {**_BUILT_IN, **_registering}:
+        raise ConfigError(f"{one.selector} {one.name} exists already; choose another name")
+    if not one.name.isidentifier():
+        raise ConfigError(f"{one.name!r} is not a name; use letters, digits and _")
+    if one.selector == "evaluations" and one.name in ROW_PREFIXES:
+        raise ConfigError(f"rows have other {one.name}/… keys already; choose another name")
+    for name, field in one.settings.model_fields.items():
+        _check_setting(one, name, field)
+    _registering[one.selector, one.name] = one
+
+
+def _check_setting(one: Kind, name: str, field: FieldInfo) -> None:
+    where = f"setting {name} of {one.selector} {one.name}"
+    if field.is_required():
+        raise ConfigError(f"{where} has no default; give it one")
+    if not _is_plain(field.annotation):
+        raise ConfigError(
+            f"{where} is not a bool, int, float, str, None or Literal; use one of them"
+        )
+    if owner := reserved_names.get(name):
+        raise ConfigError(f"{where} is already {owner}; choose another name")
+    declared = _declaring_class(one.settings, name)
+    for other in (*_BUILT_IN.values(), *(_registering or {}).values()):
+        if name not in other.settings.model_fields:
+            continue
+        theirs = _declaring_class(other.settings, name)
+        if declared is not theirs or SECTIONS[other.selector] != SECTIONS[one.selector]:
+            raise ConfigError(
+                f"{where} is already one of {other.selector} {other.name}; choose another name, or inherit "
+                f"from {theirs.__name__}"
+            )
+        if field.annotation != other.settings.model_fields[name].annotation:
+            raise ConfigError(f"{where} has another type than in {theirs.__name__}; keep its type")
+
+
+reserved_names = dict.fromkeys(("preset", "config", "code"), "an option of train")
+"""Name that no setting may have -> what has it."""
+
+
+def _declaring_class(settings: type[Settings], name: str) -> type:
+    """First class that declared a setting; subclasses may declare it again with another default."""
+    return [one for one in settings.__mro__ if name in inspect.get_annotations(one)][-1]
+
+
+def _is_plain(annotation: Any) -> bool:
+    if typing.get_origin(annotation) is Literal:
+        return True
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return all(map(_is_plain, typing.get_args(annotation)))
+    return annotation in (bool, int, float, str, types.NoneType)
+
+
+def _execute(code: Code) -> Kinds:
+    global _registering
+    _registering = found = Kinds()
+    try:
+        code.execute()
+    finally:
+        _registering = None
+    return found

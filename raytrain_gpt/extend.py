@@ -1,0 +1,163 @@
+"""Your own architecture, optimizer, schedule, evaluation or tracker, in one file given as `--code FILE`.
+
+    from raytrain_gpt.extend import Field, Settings, optimizer
+
+    class LionSettings(Settings):
+        lion_beta: float = Field(0.99, gt=0, lt=1)
+
+    @optimizer("lion", LionSettings)
+    def lion(parameters, settings, peak_lr):
+        return Lion(parameters, peak_lr, settings.lion_beta)
+
+Each decorator registers a name and returns what it decorates. The settings class is optional; its fields are
+flags, configuration keys and sweep keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from pydantic import Field as Field
+
+from raytrain_gpt.config.built_in import AdamWSettings as AdamWSettings
+from raytrain_gpt.config.built_in import Qwen3Settings as Qwen3Settings
+from raytrain_gpt.config.kinds import Kind, Selector, register
+from raytrain_gpt.config.kinds import Settings as Settings
+
+if TYPE_CHECKING:
+    import tiktoken
+    import torch
+    from torch import nn
+
+    from raytrain_gpt.core.model import GPT as GPT
+    from raytrain_gpt.core.model import Block as Block
+    from raytrain_gpt.core.model import GPTShape as GPTShape
+    from raytrain_gpt.tracking.trackers import TrackedRun
+
+_MODEL = {"GPT", "Block", "GPTShape"}
+T = TypeVar("T")
+SettingsT = TypeVar("SettingsT", bound=Settings, contravariant=True)
+
+
+def __getattr__(name: str) -> Any:
+    """Import the model's classes when they are asked for: a tracker's process needs no torch."""
+    if name in _MODEL:
+        from raytrain_gpt.core import model
+
+        return getattr(model, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class OptimizerFunction(Protocol[SettingsT]):
+    """Make an optimizer of a model's parameters, which are on their device."""
+
+    def __call__(
+        self, parameters: list[nn.Parameter], settings: SettingsT, peak_lr: float
+    ) -> torch.optim.Optimizer: ...
+
+
+class ScheduleFunction(Protocol[SettingsT]):
+    """Factor of peak_lr for the update after `step` updates; used after the linear warm-up."""
+
+    def __call__(self, step: int, max_steps: int, settings: SettingsT) -> float: ...
+
+
+class EvaluationFunction(Protocol[SettingsT]):
+    """Evaluate a share of some examples on this rank; called at every evaluation, on every rank.
+
+    The model is unwrapped, in eval mode, under no_grad and autocast. `model.logits(ids)` is (B, T, V),
+    V padded beyond `tokenizer.n_vocab`; `model(ids, targets, reduction="none")` is (B, T) in nats, 0 at
+    targets of -100. ids and targets are int64 (B, T) on `model.device`, T at most `model.shape.seq_len`.
+    Python's, NumPy's and torch's generators have the same seed on all ranks and in every evaluation.
+
+    Returns:
+        Name -> (sum, count), the same names on all ranks; the row's `evaluation/name` is the sum over all
+        ranks by the count over them, or null if that is not finite.
+    """
+
+    def __call__(
+        self,
+        model: GPT,
+        tokenizer: tiktoken.Encoding,
+        rank: int,
+        world_size: int,
+        settings: SettingsT,
+    ) -> dict[str, tuple[float, float]]: ...
+
+
+class TrackerClass(Protocol):
+    """Receives one attempt's rows, texts and files, in a thread of its own; any call may be slow or raise.
+
+    `text` and `finish` are optional.
+    """
+
+    def __init__(self, run: TrackedRun, settings: Any) -> None: ...
+
+    def rows(self, rows: list[dict[str, Any]]) -> None:
+        """Take rows that earlier attempts could not deliver, and those of this one.
+
+        Steps from `run.first_step` on may be there from a killed attempt, and come again after a rollback.
+        After an error, the same rows come again.
+        """
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Take samples."""
+
+    def finish(self, end: str, files: list[Path]) -> None:
+        """End the attempt: `finished`, `failed` or `interrupted`; `files` may be shown with it."""
+
+
+def architecture(name: str, settings: type[Settings] = Settings) -> Callable[[T], T]:
+    """Register a subclass of `GPT` with `make_layers`, `init_weights`, `embed` and `positioned`.
+
+    `shape.settings` has the settings. Blocks get `attend`, the only way in which tokens may mix; they may
+    differ, and parameters may be shared. Buffers are constants: a checkpoint has only parameters.
+
+    Optional attributes and methods of the class:
+        head_weight: Property, the head's (V, D) if it is not `wte.weight`.
+        resolved(shape): Class method, the shape with settings that mean a default replaced.
+        fused_projections: Name of a weight in a block -> projections fused in its rows, for Muon.
+
+    For `export`, constants and static methods:
+        config_of(shape): Content of transformers' `config.json`, without `bos_token_id` and the like.
+        to_hf(name, tensor): Name and tensor in transformers of the parameter `name`, such as `wte.weight`.
+        DESCRIPTION: Noun phrase for the model card.
+        GGUF_NAME: Name of the architecture in llama.cpp, by default its own.
+        add_gguf_sizes(writer, shape): Add sizes to gguf's `GGUFWriter` that not all architectures have.
+        to_gguf(name, tensor, shape): Tensor in llama.cpp's layout, by default unchanged.
+    """
+    return _registered("architecture", name, settings)
+
+
+def optimizer(
+    name: str, settings: type[Settings] = Settings, elementwise: bool = False
+) -> Callable[[T], T]:
+    """Register an `OptimizerFunction`; an `elementwise` one also works with `parallel: fsdp`."""
+    return _registered("optimizer", name, settings, elementwise)
+
+
+def schedule(name: str, settings: type[Settings] = Settings) -> Callable[[T], T]:
+    """Register a `ScheduleFunction`."""
+    return _registered("schedule", name, settings)
+
+
+def evaluation(name: str, settings: type[Settings] = Settings) -> Callable[[T], T]:
+    """Register an `EvaluationFunction`."""
+    return _registered("evaluations", name, settings)
+
+
+def tracker(name: str, settings: type[Settings] = Settings) -> Callable[[T], T]:
+    """Register a `TrackerClass`."""
+    return _registered("trackers", name, settings)
+
+
+def _registered(
+    selector: Selector, name: str, settings: type[Settings], elementwise: bool = False
+) -> Callable[[T], T]:
+    def decorate(implementation: T) -> T:
+        register(Kind(selector, name, settings, implementation, elementwise))
+        return implementation
+
+    return decorate

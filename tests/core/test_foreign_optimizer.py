@@ -1,0 +1,268 @@
+"""Optimizers of the user's code: skipped, clipped, saved and resumed like the built-in ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from raytrain_gpt.config import kinds
+from raytrain_gpt.config.code import Code
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.sections import OptimSection
+from raytrain_gpt.core.memory import checkpoint_bytes, optimizer_state_bytes
+from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.optim import ForeignOptimizer, Optimizer, update
+from raytrain_gpt.core.registry import build_optimizer, count_model, new_model
+from raytrain_gpt.core.state import MODEL_FILE, HostSnapshot, load_model, load_optimizer
+from raytrain_gpt.errors import CheckpointError, ConfigError
+from tests.conftest import raises_line
+from tests.core.conftest import NewModel
+from tests.core.foreign import CODE, train_foreign
+from tests.core.sharded import SHAPE
+from tests.core.test_optim import put_gradients
+from tests.core.test_parallel import ranks_of, same
+
+
+@pytest.fixture(autouse=True)
+def own_code() -> Iterator[None]:
+    kinds.use(CODE)
+    yield
+    kinds.use(None)
+
+
+def take_steps(model: GPT, optimizer: Optimizer, seeds: range) -> None:
+    for seed in seeds:
+        put_gradients(model, seed, 0.1)
+        update(optimizer, [*model.parameters()], 0.01, 1.0)
+
+
+def all_of(model: GPT, optimizer: Optimizer) -> list[Any]:
+    """Return copies of the weights, the state, and the groups' values."""
+    values: list[Any] = [p.detach().clone() for p in model.parameters()]
+    for state in optimizer.state.values():
+        values += [v.clone() if isinstance(v, Tensor) else v for _, v in sorted(state.items())]
+    for group in optimizer.param_groups:
+        values += [value for key, value in sorted(group.items()) if key not in ("params", "lr")]
+    return values
+
+
+def alike(ours: list[Any], theirs: list[Any]) -> bool:
+    return len(ours) == len(theirs) and all(
+        torch.equal(a, b) if isinstance(a, Tensor) else a == b
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def test_gradients_are_clipped_and_settings_arrive(new_model: NewModel) -> None:
+    ours, theirs = new_model(), new_model()
+    optimizer = build_optimizer(ours, OptimSection(optimizer="lion", lion_beta=0.5, peak_lr=0.3))
+    assert isinstance(optimizer, ForeignOptimizer)
+    assert (optimizer.param_groups[0]["beta"], optimizer.param_groups[0]["lr"]) == (0.5, 0.3)
+    put_gradients(ours, 1, 10.0)
+    put_gradients(theirs, 1, 10.0)
+    norm = update(optimizer, [*ours.parameters()], 0.01, 1.0)
+    torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert other.grad is not None
+        expected = other.detach() - 0.01 * other.grad.sign()
+        assert torch.allclose(mine, expected, atol=1e-7)
+        assert torch.allclose(optimizer.state[mine]["momentum"], 0.5 * other.grad)
+    assert norm > 1
+
+
+@pytest.mark.parametrize("name", ["lion", "varied", "rate_in_tensor"])
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_gradients_that_are_not_finite_change_nothing(
+    model: GPT, name: str, steps_before: int
+) -> None:
+    optimizer = build_optimizer(model, OptimSection(optimizer=name))
+    take_steps(model, optimizer, range(steps_before))
+    before = all_of(model, optimizer)
+    put_gradients(model, 3, 1.0)
+    next(model.parameters()).grad[0, 0] = torch.nan  # type: ignore[index]
+    update(optimizer, [*model.parameters()], 0.01, 1.0)
+    assert alike(all_of(model, optimizer), before)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_rates_of_groups_keep_their_ratio(model: GPT) -> None:
+    optimizer = build_optimizer(model, OptimSection(optimizer="two_rates", peak_lr=0.5))
+    for _ in range(3):
+        before = [p.detach().clone() for p in model.parameters()]
+        put_gradients(model, 1, 1e-3)
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        update(optimizer, [*model.parameters()], 0.01, 1e9)
+        rates = [0.1] + [0.01] * (len(before) - 1)
+        for p, old, gradient, rate in zip(
+            model.parameters(), before, gradients, rates, strict=True
+        ):
+            assert torch.allclose(p, old - rate * gradient)
+
+
+def test_a_rate_that_is_a_tensor_stays_one(model: GPT) -> None:
+    optimizer = build_optimizer(model, OptimSection(optimizer="rate_in_tensor", peak_lr=0.5))
+    rate = optimizer.param_groups[0]["lr"]
+    take_steps(model, optimizer, range(3))
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate.item() == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize("name", ["lion", "varied", "renewed", "rate_in_tensor", "shares"])
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_state_that_appears_in_the_first_step_resumes_with_the_same_bits(
+    name: str, num_parts: int, new_model: NewModel, tmp_path: Path
+) -> None:
+    config = OptimSection(optimizer=name)
+    straight, cut, resumed = new_model(), new_model(), new_model()
+    unbroken = build_optimizer(straight, config)
+    take_steps(straight, unbroken, range(6))
+    optimizer = build_optimizer(cut, config)
+    snapshots = [HostSnapshot(cut, optimizer, part, num_parts) for part in range(num_parts)]
+    take_steps(cut, optimizer, range(3))
+    for snapshot in snapshots:
+        snapshot.refresh()
+        for file in snapshot.files():
+            snapshot.write(file, tmp_path / file)
+    load_model(tmp_path, resumed)
+    again = build_optimizer(resumed, config)
+    load_optimizer(tmp_path, resumed, again)
+    take_steps(resumed, again, range(3, 6))
+    assert alike(all_of(resumed, again), all_of(straight, unbroken))
+
+
+def test_state_on_the_host_stays_there_although_the_weights_are_elsewhere(tmp_path: Path) -> None:
+    """torch's AdamW has its step counts on the host; on a GPU each would cost a wait per step."""
+    with torch.device("meta"):
+        model = new_model(SHAPE)
+    optimizer = build_optimizer(model, OptimSection(optimizer="rate_in_tensor"))
+    for p in model.parameters():
+        optimizer.state[p] = {"step": torch.tensor(3.0), "exp_avg": torch.empty_like(p)}
+    snapshot = HostSnapshot(model, optimizer)
+    (file,) = [file for file in snapshot.files() if file != MODEL_FILE]
+    snapshot.write(file, tmp_path / file)
+    assert {"wte.weight/step:cpu", "wte.weight/exp_avg"} <= load_file(tmp_path / file).keys()
+    for has_state in (False, True):  # before loading
+        if not has_state:
+            optimizer.state.clear()
+        load_optimizer(tmp_path, model, optimizer)
+        assert {s["step"].device.type for s in optimizer.state.values()} == {"cpu"}
+        assert {s["exp_avg"].device.type for s in optimizer.state.values()} == {"meta"}
+    with torch.device("cpu"):
+        model = new_model(SHAPE)
+    optimizer = build_optimizer(model, OptimSection(optimizer="rate_in_tensor"))
+    load_optimizer(tmp_path, model, optimizer)
+    assert {s["step"].shape for s in optimizer.state.values()} == {()}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("lbfgs", ["optimizer lbfgs needs a closure"]),
+        ("forgets", ["updates 27 of 28 parameters; give it each one once"]),
+        ("no_rate", ["without a learning rate", "give every group an lr"]),
+        ("second", ["optimizer second holds a second optimizer", "keep all state in self.state"]),
+        ("other", ["optimizer other returned a int"]),
+        ("raises", ["optimizer raises, my.py, line", "AttributeError", "no_such_attribute"]),
+    ],
+)
+def test_what_cannot_be_an_optimizer_is_one_line(model: GPT, name: str, words: list[str]) -> None:
+    with raises_line(ConfigError, *words):
+        build_optimizer(model, OptimSection(optimizer=name))
+
+
+@pytest.mark.parametrize(
+    ("place", "steps"),
+    [
+        ("self.number", 1),
+        ("self.tensor", 1),
+        ("param_groups[0]['scale']", 1),
+        ("self.late", 2),
+        ("nowhere", None),
+    ],
+)
+def test_values_that_no_checkpoint_has_may_not_change(
+    model: GPT, place: str, steps: int | None
+) -> None:
+    optimizer = build_optimizer(model, OptimSection(optimizer="outside", place=place))
+    take_steps(model, optimizer, range((steps or 4) - 1))
+    if steps is not None:
+        with raises_line(ConfigError, f"optimizer outside changed {place},", "in self.state[p]"):
+            take_steps(model, optimizer, range(1))
+
+
+def test_only_elementwise_optimizers_are_sharded() -> None:
+    assert Config().updated({"optimizer": "lion", "parallel": "fsdp"}).train.parallel == "fsdp"
+    for name in ("muon", "adamw"):
+        Config().updated({"optimizer": name, "parallel": "fsdp"})
+    with raises_line(ConfigError, "parallel=fsdp", "optimizer varied", "elementwise=True", "ddp"):
+        Config().updated({"optimizer": "varied", "parallel": "fsdp"})
+
+
+def test_memory_and_files_are_counted_by_one_step_without_memory() -> None:
+    shape = replace(GPTShape(3, 2, 64, 32, 257), num_layers=5)
+    num = count_model(shape).num_parameters
+    assert optimizer_state_bytes(shape, OptimSection(optimizer="lion")) == 4 * num
+    assert checkpoint_bytes(shape, OptimSection(optimizer="lion")) == 8 * num
+    assert optimizer_state_bytes(shape, OptimSection(optimizer="two_rates")) == 0
+    # It reads a number from the weights, which have none: two moments are assumed.
+    assert optimizer_state_bytes(shape, OptimSection(optimizer="varied")) == 8 * num
+    kinds.use(Code("my.py", CODE.text.replace("zeros_like(p)", "zeros_like(p).double()")))
+    assert optimizer_state_bytes(shape, OptimSection(optimizer="lion")) == 8 * num
+
+
+def test_state_that_no_checkpoint_can_hold_is_found_before_the_first_step() -> None:
+    with raises_line(CheckpointError, "/odd is a dict", "use tensors, numbers"):
+        checkpoint_bytes(SHAPE, OptimSection(optimizer="odd"))
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """Return the output directory and results of three ranks."""
+    directory = tmp_path_factory.mktemp("three-ranks")
+    return directory, ranks_of(3, directory, train_foreign)
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("run", ["lion False", "lion True", "varied False"])
+def test_ranks_resume_with_the_same_bits(
+    three: tuple[Path, list[dict[str, Any]]], run: str
+) -> None:
+    for rank in three[1]:
+        assert same(rank[run]["resumed"], rank[run]["straight"])
+        assert same(rank[run]["straight"], three[1][0][run]["straight"])
+
+
+@pytest.mark.models
+def test_an_elementwise_optimizer_has_shards_and_the_momentum_of_ddp(
+    three: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    directory, ranks = three
+    num = count_model(SHAPE).num_parameters
+    for rank in ranks:
+        ddp, fsdp = rank["lion False"], rank["lion True"]
+        assert ddp["kept"] == (num, num)
+        assert max(fsdp["kept"]) < 0.36 * num
+        for ours, theirs in zip(fsdp["momenta"], ddp["momenta"], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    files = [
+        {k: t for path in (directory / run).glob("*") for k, t in load_file(path).items()}
+        for run in ("lion False", "lion True")
+    ]
+    shapes = [{k: (t.shape, t.dtype) for k, t in file.items()} for file in files]
+    assert shapes[0] == shapes[1]
+    assert any(name.endswith("/momentum") for name in shapes[0])
+
+
+@pytest.mark.models
+def test_exact_sums_give_one_rank_and_two_the_same_bits(
+    three: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    one, *two = (rank["exact"] for rank in three[1])
+    assert all(alike(one, other) for other in two)

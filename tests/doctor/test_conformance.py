@@ -1,0 +1,414 @@
+"""`doctor --code`: every planted fault is found with its line, and good files pass."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import raytrain_gpt
+from raytrain_gpt.config import kinds
+from raytrain_gpt.config.code import Code
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.doctor import conformance
+from raytrain_gpt.doctor.check import Check
+from tests.conftest import RunCli
+
+HEAD = """
+import random, time
+import torch
+from torch import nn
+from raytrain_gpt.core.gpt2 import GPT2
+from raytrain_gpt.extend import architecture, evaluation, optimizer, schedule, tracker
+"""
+
+MODEL = """
+@architecture("mine")
+class Mine(GPT2):
+    def init_weights(self, seed):
+        super().init_weights(seed)
+"""
+
+SGD = """
+class Sgd(torch.optim.Optimizer):
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+        self.last = {}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.one(p, self.state[p], group["lr"])
+
+    def one(self, p, state, lr):
+        m = state.setdefault("m", torch.zeros_like(p))
+        m.lerp_(p.grad, 0.1)
+        p.add_(m, alpha=-lr)
+
+@optimizer("mine", elementwise=True)
+def mine(parameters, settings, peak_lr):
+    return Sgd(parameters, peak_lr)
+"""
+
+SCHEDULE = """
+@schedule("mine")
+def mine(step, max_steps, settings):
+    return 1 - step / (max_steps + 1)
+"""
+
+EVALUATION = """
+@evaluation("mine")
+def mine(model, tokenizer, rank, world_size, settings):
+    ids = torch.arange(6)[rank::world_size, None]
+    losses = model(ids, ids, reduction="none")
+    return {"loss": (float(losses.sum()), len(ids))}
+"""
+
+TRACKER = """
+@tracker("mine")
+class Mine:
+    def __init__(self, run, settings):
+        self.file = run.directory / "mine.txt"
+
+    def rows(self, rows):
+        with self.file.open("a") as file:
+            file.writelines(f"{row['step']}\\n" for row in rows)
+
+    def text(self, step, name, text):
+        pass
+
+    def finish(self, end, files):
+        pass
+"""
+
+GOOD = {
+    "model": MODEL,
+    "optimizer": SGD,
+    "schedule": SCHEDULE,
+    "evaluation": EVALUATION,
+    "evaluation of random tokens": EVALUATION.replace(
+        "torch.arange(6)", "torch.randint(random.randrange(9, 99), (6,))"
+    ),
+    "tracker": TRACKER,
+    "tracker without text and finish": TRACKER[: TRACKER.index("    def text")],
+}
+
+FAULTS = {
+    "sees the future": (
+        MODEL + "    def hidden(self, ids):\n        return super().hidden(ids).flip(1)\n",
+        ("causality", "changes logits before it; mask later tokens"),
+    ),
+    "mixes rows": (
+        MODEL
+        + "    def embed(self, ids, positions):\n"
+        + "        x = super().embed(ids, positions)\n"
+        + "        return x - x.mean(0, keepdim=True) * 0.5\n",
+        ("rows", "depend on other rows"),
+    ),
+    "layers are drawn": (
+        MODEL
+        + "    def make_layers(self, shape):\n"
+        + "        super().make_layers(shape)\n"
+        + "        self.extra = nn.Linear(random.randrange(1, 10**6), 1)\n",
+        ("counts", "make layers by the shape alone"),
+    ),
+    "init ignores its seed": (
+        MODEL.replace("init_weights(seed)\n", "init_weights(1)\n").replace(
+            "def init_weights(1)", "def init_weights(self, seed)"
+        ),
+        ("initialization", "gave seeds 1 and 2 the same weights"),
+    ),
+    "init draws from elsewhere": (
+        MODEL + "        self.wte.weight.data.normal_()\n",
+        ("initialization", "other weights the second time"),
+    ),
+    "ignores its positions": (
+        MODEL
+        + "    def embed(self, ids, positions):\n"
+        + "        return super().embed(ids, torch.arange(ids.shape[1]))\n",
+        ("cache", "use `attend` and `positions`"),
+    ),
+    "changes itself in training": (
+        MODEL
+        + "    def embed(self, ids, positions):\n"
+        + "        self.calls = getattr(self, 'calls', 1) + self.training\n"
+        + "        return super().embed(ids, positions) * self.calls\n",
+        ("training", "keep all that training changes in parameters"),
+    ),
+    "has a buffer in its state": (
+        MODEL
+        + "    def make_layers(self, shape):\n"
+        + "        super().make_layers(shape)\n"
+        + "        self.register_buffer('scale', torch.ones(1))\n",
+        ("training", "no checkpoint has the buffer scale", "persistent=False"),
+    ),
+    "has an unused parameter": (
+        MODEL
+        + "    def make_layers(self, shape):\n"
+        + "        super().make_layers(shape)\n"
+        + "        self.extra = nn.Parameter(torch.ones(1))\n",
+        ("training", "extra has no gradient"),
+    ),
+    "learns nothing": (
+        MODEL
+        + "    def forward(self, ids, targets, reduction='mean'):\n"
+        + "        return super().forward(ids, targets, reduction) * 0 + 5\n",
+        ("training", "after 20 steps"),
+    ),
+    "decides by values": (
+        MODEL
+        + "    def embed(self, ids, positions):\n"
+        + "        x = super().embed(ids, positions)\n"
+        + "        return x if x.sum() > 1e9 else x * 2\n",
+        ("compile", "my.py, line 14", "remove the graph break"),
+    ),
+    "raises in its layers": (
+        MODEL + "    def make_layers(self, shape):\n        self.no_such_size()\n",
+        ("counts", "my.py, line", "AttributeError", "no_such_size"),
+    ),
+    "state outside of state": (
+        SGD.replace('state.setdefault("m"', "self.last.setdefault(p"),
+        ("state", "4 steps differ from 2, saved and loaded"),
+    ),
+    "random updates": (
+        SGD.replace("alpha=-lr", "alpha=-lr * random.random()"),
+        ("state", "draw nothing at random"),
+    ),
+    "misses a parameter": (
+        SGD.replace("Sgd(parameters,", "Sgd(parameters[1:],"),
+        ("state", "give it each one once"),
+    ),
+    "ignores the rate": (
+        SGD.replace("alpha=-lr", "alpha=-1e-3"),
+        ("updates", "a learning rate of 0 changes weights"),
+    ),
+    "updates nothing": (
+        SGD.replace("p.add_(m", "p.add(m"),
+        ("updates", "a step changes no weight"),
+    ),
+    "raises in its step": (
+        SGD.replace("m.lerp_(p.grad, 0.1)", "m.lerp_(p.grad)"),
+        ("updates", "my.py, line 21: TypeError"),
+    ),
+    "has an object as state": (
+        SGD.replace("m.lerp_", "state['name'] = 'm'; m.lerp_"),
+        ("state", "wte.weight/name is a str"),
+    ),
+    "not elementwise": (
+        SGD.replace("p.add_(m,", "p.add_(m / m.norm(),"),
+        ("shards", "drop elementwise=True"),
+    ),
+    "schedule draws": (
+        SCHEDULE.replace("1 - step / (max_steps + 1)", "random.random()"),
+        ("factors", "compute it from the arguments"),
+    ),
+    "schedule is not finite": (
+        SCHEDULE.replace("return 1", "return float('nan') if step == 7 else 1"),
+        ("factors", "nan at step 7 of 10", "finite factor"),
+    ),
+    "schedule divides by zero": (
+        SCHEDULE.replace("1 - step / (max_steps + 1)", "1 / step"),
+        ("factors", "my.py, line", "ZeroDivisionError"),
+    ),
+    "a mean instead of a sum": (
+        EVALUATION.replace("losses.sum()), len(ids)", "losses.mean()), 1"),
+        ("sums", "ranks 0 and 1 of 2 add up to"),
+    ),
+    "names of one rank only": (
+        EVALUATION.replace('"loss"', 'f"loss_{rank}"'),
+        ("sums", "return the same names on all"),
+    ),
+    "no pair": (
+        EVALUATION.replace("len(ids))}", "float('inf'))}"),
+        ("sums", "both finite"),
+    ),
+    "changes the weights": (
+        EVALUATION.replace("return {", "model.wte.weight.data.mul_(1.5)\n    return {"),
+        ("sums", "add up to"),
+    ),
+    "changes the mode": (
+        EVALUATION.replace("return {", "model.train()\n    return {"),
+        ("sums", "mode changed"),
+    ),
+    "counts calls": (
+        EVALUATION.replace("float(losses.sum())", "CALLS.append(1) or len(CALLS)").replace(
+            "@evaluation", "CALLS = []\n@evaluation"
+        ),
+        ("sums", "add up to"),
+    ),
+    "a number instead of a pair": (
+        EVALUATION.replace("(float(losses.sum()), len(ids))", "1.5"),
+        ("sums", "key -> (sum, count)"),
+    ),
+    "evaluation raises": (
+        EVALUATION.replace("model(ids, ids", "model(ids"),
+        ("sums", "my.py, line", "TypeError"),
+    ),
+    "tracker exits": (
+        TRACKER.replace("files):\n        pass", "files):\n        raise SystemExit(1)"),
+        ("calls", "my.py, line 21: SystemExit"),
+    ),
+    "tracker raises when resumed": (
+        TRACKER.replace('"mine.txt"', '"mine.txt"\n        self.file.touch(exist_ok=False)'),
+        ("calls", "my.py, line 12: FileExistsError"),
+    ),
+    "tracker raises": (
+        TRACKER.replace("row['step']", "row['steps']"),
+        ("calls", "my.py, line", "KeyError"),
+    ),
+    "tracker blocks": (
+        TRACKER.replace("files):\n        pass", "files):\n        time.sleep(1e6)"),
+        ("calls", "finish() takes more than"),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_code_after() -> Iterator[None]:
+    yield
+    kinds.use(None)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out runs, which take half a minute."""
+    monkeypatch.setattr(conformance, "compare_runs", lambda code, config: "left out")
+    monkeypatch.setattr(conformance, "CALL_LIMIT_S", 2.0)
+
+
+def checks_of(text: str, config: Config | None = None) -> list[Check]:
+    kinds.use(Code("my.py", HEAD + text))
+    lines: list[str] = []
+    checks = conformance.conformance(config or Config(), lines.append)
+    assert lines == [check.line for check in checks]
+    return checks
+
+
+def failures(checks: list[Check]) -> list[str]:
+    return [check.line for check in checks if check.status == "FAIL"]
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("text", GOOD.values(), ids=GOOD)
+def test_a_good_file_passes(text: str) -> None:
+    checks = checks_of(text)
+    assert checks
+    assert {check.status for check in checks} == {"PASS"}, [check.line for check in checks]
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(("text", "words"), FAULTS.values(), ids=FAULTS)
+def test_a_planted_fault_is_found_with_its_line(text: str, words: tuple[str, ...]) -> None:
+    failed = failures(checks_of(text))
+    assert any(all(word in line for word in words) for line in failed), failed
+
+
+@pytest.mark.usefixtures("quick")
+def test_runs_choose_a_kind_of_each_selector_and_wait_for_the_other_checks() -> None:
+    two = SCHEDULE + SCHEDULE.replace('"mine"', '"other"')
+    runs = [check.name for check in checks_of(SGD + two) if check.text == "left out"]
+    assert runs == ["runs of optimizer mine, schedule mine", "runs of schedule other"]
+    *_, last = checks_of(SGD + SCHEDULE.replace("return 1", "return None"))
+    assert last.line == "SKIP runs of optimizer mine, schedule mine: another check failed"
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_elementwise_update_is_checked_only_where_it_is_declared() -> None:
+    text = SGD.replace(", elementwise=True", "").replace("p.add_(m,", "p.add_(m / m.norm(),")
+    checks = {check.name: check.status for check in checks_of(text)}
+    assert checks.pop("optimizer mine, shards") == "SKIP"
+    assert {*checks.values()} == {"PASS"}
+
+
+@pytest.mark.usefixtures("quick")
+def test_settings_of_the_command_are_used_for_the_kinds_that_it_chooses() -> None:
+    text = """
+from raytrain_gpt.extend import Settings
+
+class Level(Settings):
+    level: float = -1.0
+
+@schedule("mine", Level)
+def mine(step, max_steps, settings):
+    return settings.level
+"""
+    assert failures(checks_of(text)) == [
+        "FAIL schedule mine, factors: -1.0 at step 0 of 1; return a finite factor, 0 or more"
+    ]
+    chosen = Config().updated({"schedule": "mine", "level": 0.5})
+    assert failures(checks_of(text, chosen)) == []
+
+
+@pytest.mark.usefixtures("quick")
+def test_settings_that_do_not_fit_the_tiny_model_are_named_with_a_way_out() -> None:
+    text = """
+from raytrain_gpt.extend import Settings
+
+class Groups(Settings):
+    groups: int = 5
+
+    def check(self, section):
+        if section.num_heads % self.groups:
+            raise ValueError(f"groups={self.groups} must divide num_heads={section.num_heads}")
+
+@architecture("mine", Groups)
+class Mine(GPT2):
+    pass
+"""
+    words = ("groups=5 must divide num_heads=2", "choose --architecture mine with settings")
+    assert all(word in failures(checks_of(text))[0] for word in words)
+    chosen = Config().updated({"architecture": "mine", "groups": 2})
+    assert failures(checks_of(text, chosen)) == []
+
+
+def test_a_file_that_declares_nothing_is_refused(tmp_path: Path, run_cli: RunCli) -> None:
+    file = tmp_path / "my.py"
+    file.write_text("x = 1\n")
+    assert "my.py declares nothing; use a decorator" in run_cli.refuses("doctor", "--code", file)
+
+
+EXAMPLES = sorted((Path(raytrain_gpt.__file__).parents[1] / "examples").glob("*.py"))
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+def test_a_shipped_example_passes(file: Path, tmp_path: Path, run_cli: RunCli) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("some words of a text " * 200)
+    more = ["--evaluations", "accuracy", "--accuracy_file", text] if file.stem == "accuracy" else []
+    *lines, next_line, facts = run_cli.succeeds(
+        "doctor", "--json", "--code", file, *more
+    ).splitlines()
+    assert {"PASS"} == {check["status"] for check in json.loads(facts)["checks"]}, lines
+    kind = next(iter(kinds.own_kinds()))
+    assert next_line.startswith(f"next: raytrain-gpt train --code {file} --{kind[0]} {kind[1]}")
+
+
+@pytest.mark.slow
+def test_the_shipped_examples_run_together_and_resume_with_the_same_bits() -> None:
+    chosen = ("inverse_sqrt", "lion", "llama3")
+    checks = checks_of("".join(file.read_text() for file in EXAMPLES if file.stem in chosen))
+    assert failures(checks) == []
+    names = "architecture llama3, optimizer lion, schedule inverse_sqrt"
+    assert [c.name for c in checks if c.name.startswith("runs")] == [f"runs of {names}"]
+
+
+@pytest.mark.slow
+def test_a_run_that_differs_between_processes_is_found() -> None:
+    hashed = SGD.replace("alpha=-lr", "alpha=-lr * (hash('a') % 1000)")
+    assert failures(checks_of(hashed)) == [
+        "FAIL runs of optimizer mine: killed after step 5 and resumed: other weights; draw nothing at "
+        "random, keep no state outside"
+    ]
+
+
+@pytest.mark.slow
+def test_an_error_of_a_run_is_found_with_its_line() -> None:
+    broken = SGD.replace("m.lerp_", "1 / (os.environ.get('RANK') is None); m.lerp_")
+    assert failures(checks_of("import os\n" + broken)) == [
+        "FAIL runs of optimizer mine: a run did not end: my.py, line 22: ZeroDivisionError: division by "
+        "zero; try it by train --num_workers 0"
+    ]

@@ -1,0 +1,331 @@
+"""Evaluations of the user's code: in runs, for checkpoints, over ranks, and as the objective of a sweep."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from raytrain_gpt.checkpoint.catalog import CODE_FILE, Catalog, Checkpoint
+from raytrain_gpt.config import kinds
+from raytrain_gpt.config.code import Code
+from raytrain_gpt.config.load import load_preset
+from raytrain_gpt.core.registry import configured_model
+from raytrain_gpt.data.tokenizer import load_tokenizer
+from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.evaluate.async_evaluation import _evaluate
+from raytrain_gpt.evaluate.evaluation import Evaluation
+from raytrain_gpt.evaluate.inference import evaluate_checkpoint, open_checkpoint
+from raytrain_gpt.export.model_card import _scores
+from raytrain_gpt.format import ROW_PREFIXES
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.sweep.history import History
+from raytrain_gpt.sweep.plots import sweep_plots
+from raytrain_gpt.sweep.trial_plan import base_config
+from raytrain_gpt.sweep.trials import best_trial
+from raytrain_gpt.tracking.run_files import read_rows
+from raytrain_gpt.train.launch import train
+from tests.conftest import RunCli, raises_line
+from tests.runs import MakeConfig, evaluations, flags, weights
+from tests.serve.checkpoints import write_checkpoint
+from tests.sweep.conftest import sweep_of
+from tests.training import thread_ranks
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "accuracy.py"
+START = """
+import math, random
+import numpy as np
+import torch
+from raytrain_gpt.extend import Settings, evaluation
+
+@evaluation("mine")
+def mine(model, tokenizer, rank, world_size, settings):
+"""
+DRAWS = """
+    ids = torch.randint(256, (2, 8))
+    drawn = random.random(), np.random.random(), torch.rand(())
+    losses = model(ids, ids, reduction="none")
+    modes = (torch.is_grad_enabled(), model.training, any(p.requires_grad for p in [losses]))
+    return {"draw": (sum(drawn), 1), "loss": (losses.sum(), losses.numel()), "on": (sum(modes), 1)}
+"""
+Start = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def no_code_before_and_after() -> Iterator[None]:
+    kinds.use(None)
+    yield
+    kinds.use(None)
+
+
+@pytest.fixture
+def start(make_config: MakeConfig, tmp_path: Path) -> Start:
+    """Return a function that runs with an evaluation of this body."""
+
+    def begin(body: str | None, name: str = "run", **fields: Any) -> Any:
+        kinds.use(None if body is None else Code("my.py", START + body))
+        own = {} if body is None else {"evaluations": ["mine"]}
+        fields = {"max_steps": 20, "eval_every_steps": 10, "run_name": name, **own, **fields}
+        return train(make_config(storage_path=str(tmp_path), **fields), print)
+
+    return begin
+
+
+def newest(run_dir: Location) -> Checkpoint:
+    return Catalog(run_dir).complete()[-1]
+
+
+def measured(text: str, world_size: int, **fields: Any) -> list[Any]:
+    """Evaluate a small model on ranks that are threads; returns each rank's metrics or error."""
+    kinds.use(Code("my.py", text))
+    config = load_preset("quickstart").updated({"evaluations": ["mine"], **fields})
+    torch.manual_seed(0)
+    tokenizer = load_tokenizer("bytes")
+    model = configured_model(config, 257, tokenizer.eot_token)
+
+    def metrics(ranks: Any) -> Any:
+        try:
+            how = (tokenizer, None, ranks, contextlib.nullcontext, None)
+            return Evaluation(config, model, *how).metrics()
+        except ConfigError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(world_size) as threads:
+        return list(threads.map(metrics, thread_ranks(world_size)))
+
+
+def test_the_example_measures_accuracy_in_a_run_its_report_and_its_checkpoints(
+    make_config: MakeConfig, tmp_path: Path, run_cli: RunCli
+) -> None:
+    file = tmp_path / "held out.txt"
+    file.write_text("To be, or not to be: that is the question.\n" * 5)
+    fields = {"run_name": "run", "storage_path": str(tmp_path), "max_steps": 20}
+    chosen = flags(make_config(**fields, eval_every_steps=10))
+    own = ["--evaluations=accuracy", f"--accuracy_file={file}"]
+    chosen = [flag for flag in chosen if not flag.startswith("--evaluations")]
+    told = run_cli.succeeds("train", "--code", EXAMPLE, *chosen, *own)
+    run = Location.of(tmp_path / "run")
+    rows = evaluations(run)
+    assert [row["step"] for row in rows] == [10, 20]
+    assert all(0 <= row["accuracy/top1"] <= row["accuracy/top5"] <= 1 for row in rows)
+    line = f"accuracy/top1 {rows[-1]['accuracy/top1']:.4f}"
+    assert line in told
+    assert line in (run.path / "log.txt").read_text()
+    assert "accuracy/top1" in (run.path / "report.html").read_text()
+    assert dict(_scores(newest(run)))["`accuracy/top1`"] == line.split()[1]
+
+    out = run_cli.succeeds("eval", run.path, "--code", EXAMPLE, "--json")
+    assert json.loads(out.splitlines()[-1])["accuracy/top5"] == rows[-1]["accuracy/top5"]
+    assert line in run_cli.succeeds("eval", run.path, "--code", run.path / CODE_FILE)
+    out = run_cli.succeeds("eval", run.path)
+    assert f"skipping accuracy: no code was given; if you trust it, pass --code {run}" in out
+    assert "accuracy/top1" not in out
+
+    kinds.use(Code("accuracy.py", EXAMPLE.read_text()))
+    _, config, model, tokenizer, _ = open_checkpoint(run.path)
+    ids = torch.tensor(tokenizer.encode_ordinary(file.read_text()))
+    right, size = 0, config.data.seq_len
+    for i in range(len(ids) - 1):  # the context of a token starts with its window
+        logits = model.logits(ids[None, i // size * size : i + 1])[0, -1, : tokenizer.n_vocab]
+        right += int(logits.argmax() == ids[i + 1])
+    assert rows[-1]["accuracy/top1"] == pytest.approx(right / (len(ids) - 1))
+
+
+def test_a_checkpoint_of_a_run_without_evaluations_is_evaluated_by_name(
+    start: Start, tmp_path: Path, run_cli: RunCli
+) -> None:
+    run = start(None)
+    (file := tmp_path / "my.py").write_text(START + DRAWS)
+    named = ("eval", run.run_dir, "--evaluations", "mine")
+    assert "mine/loss" in run_cli.succeeds(*named, "--code", file)
+    assert "evaluations='mine'" in run_cli.refuses(*named)
+    assert "mine/loss" not in run_cli.succeeds("eval", run.run_dir, "--code", file)
+
+
+def test_a_new_evaluation_of_an_old_checkpoint_has_its_settings_as_flags(
+    tmp_path: Path, run_cli: RunCli
+) -> None:
+    checkpoint, file = write_checkpoint(tmp_path / "run", 10, 3.0), tmp_path / "text.txt"
+    file.write_text("To be, or not to be: that is the question.\n" * 9)
+    command = ("eval", checkpoint, "--code", EXAMPLE, "--evaluations=accuracy")
+    out = run_cli.succeeds(*command, "--accuracy_file", file, "--accuracy_tokens=200", "--json")
+    assert "no validation loss: " in out
+    scores = json.loads(out.splitlines()[-1])
+    assert scores.keys() == {"checkpoint", "step", "accuracy/top1", "accuracy/top5"}
+    missing = run_cli.refuses(*command, "--accuracy_file", tmp_path / "no.txt")
+    assert "accuracy.py, line 2" in missing
+    assert "FileNotFoundError" in missing
+    assert "accuracy_tokens='0'" in run_cli.refuses(*command, "--accuracy_tokens=0")
+    usage = run_cli.succeeds(*command, "--help")
+    assert "usage: raytrain-gpt eval CHECKPOINT [options] [--FIELD VALUE ...]" in usage
+    assert "--accuracy_file" in usage
+
+
+def test_random_draws_and_modes_of_an_evaluation_change_nothing(start: Start) -> None:
+    run = start(DRAWS, dropout=0.1)
+    assert weights(run.run_dir) == weights(start(None, "other", dropout=0.1).run_dir)
+    first, second = evaluations(run.run_dir)
+    assert first["mine/draw"] == second["mine/draw"]  # equal draws for all evaluations
+    assert second["mine/on"] == 0  # no gradients, and evaluation mode
+    assert second["mine/loss"] > 0
+
+
+def test_an_evaluation_that_fails_ends_the_run_with_one_line_and_loses_no_step(
+    start: Start, tmp_path: Path
+) -> None:
+    body = "    if random.seed(1):\n        pass\n    raise ZeroDivisionError('a\\n' 'b')\n"
+    words = ["evaluation mine, rank 0", "my.py, line 11: ZeroDivisionError: a b"]
+    with raises_line(ConfigError, *words):
+        start(body, checkpoint_every_steps=20)
+    assert newest(Location.of(tmp_path / "run")).state.step == 10
+    fixed = start("    return {'a': (1, 2)}\n", checkpoint_every_steps=20)
+    assert [row["mine/a"] for row in evaluations(fixed.run_dir)] == [0.5]
+    assert weights(fixed.run_dir) == weights(start(None, "other").run_dir)
+
+
+def test_the_line_of_an_error_is_found_if_the_text_ran_under_another_name() -> None:
+    text = START + "    raise KeyError('x')\n"
+    kinds.use(Code("other.py", text))
+    kinds.own_kinds()
+    (told,) = measured(text, 1)
+    assert "my.py, line 9: KeyError: 'x'" in told
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("    return {'a': (1.0, 0)}", None),
+        ("    return {'a': (math.inf, 2)}", None),
+        ("    return {'a': (1e200, 2)}", None),
+        ("    return {'a': (torch.tensor(3.0), np.int64(2))}", 1.5),
+    ],
+)
+def test_rows_stay_valid(start: Start, body: str, expected: float | None) -> None:
+    run = start(body, max_steps=10)
+    (row,) = evaluations(run.run_dir)
+    assert row["mine/a"] == expected
+    for line in (run.run_dir.path / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+    assert read_rows(run.run_dir.path)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_sums_are_those_of_one_rank_on_any_number(world_size: int) -> None:
+    body = "    share = range(rank, 100, world_size)\n"
+    body += "    return {'b': (sum(share) / 3, len(share)), 'a': (rank + 1, world_size)}"
+    every = measured(START + body, world_size)
+    mean = (world_size + 1) / 2 / world_size
+    assert every == [pytest.approx({"mine/a": mean, "mine/b": 16.5})] * world_size
+    assert all(list(metrics) == ["mine/a", "mine/b"] for metrics in every)
+
+
+def test_the_example_gives_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+    (file := tmp_path / "held_out.txt").write_text("".join(map(chr, range(32, 127))) * 12)
+    fields = {"evaluations": ["accuracy"], "accuracy_file": str(file), "accuracy_tokens": 1000}
+    (alone,) = measured(EXAMPLE.read_text(), 1, **fields)
+    assert 0 < alone["accuracy/top5"] < 1
+    assert measured(EXAMPLE.read_text(), 2, **fields) == [alone] * 2
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("    return {'ab'[rank]: (1, 1)}", "rank 1: returned the keys ['b'], but ['a'] on rank 0"),
+        (
+            "    return {'a': (1, 1 / (1 - rank))}",
+            "rank 1: my.py, line 9: ZeroDivisionError",
+        ),
+        (
+            "    return {'a': (rank / rank, 1)}",
+            "rank 0: my.py, line 9: ZeroDivisionError",
+        ),
+        (
+            "    raise SystemExit('\\udcff')",
+            "rank 0: my.py, line 9: SystemExit: ?",
+        ),
+        (
+            "    return 0.5",
+            "rank 0: must return a dict of key -> (sum, count): must be a mapping",
+        ),
+        ("    return {'a': 0.5}", "key -> (sum, count): a: must be a list"),
+        ("    return {'a/b': (1, 1)}", "must start with a letter"),
+    ],
+)
+def test_all_ranks_fail_together(body: str, words: str) -> None:
+    first, second = measured(START + body, 2)
+    assert first == second
+    assert words in first
+
+
+def test_an_async_evaluation_runs_it_in_a_process_that_only_has_the_configuration(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "nice", lambda _: 0)
+    run = start(DRAWS)
+    checkpoint, config, *_ = open_checkpoint(run.run_dir.path)
+    sent = pickle.dumps(config)
+    kinds.use(None)
+    evaluated = _evaluate._function(checkpoint, pickle.loads(sent), None)
+    assert evaluated.row["mine/loss"] == evaluations(run.run_dir)[-1]["mine/loss"]
+
+
+@pytest.mark.parametrize("name", ROW_PREFIXES)
+def test_names_of_other_rows_are_refused(name: str) -> None:
+    kinds.use(Code("my.py", START.replace('"mine"', f'"{name}"') + "    pass"))
+    with raises_line(ConfigError, f"rows have other {name}/… keys already", "my.py, line 7"):
+        kinds.own_kinds()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"objective": "val/los"}, "must be val/loss, val/bits_per_byte, val/perplexity, or"),
+        ({"objective": "mine"}, "EVALUATION/KEY"),
+        ({"objective": "perf/mfu", "objective_mode": "max"}, "EVALUATION/KEY"),
+        ({"objective": "mine/a"}, "set objective_mode to min or max"),
+        ({"objective": "val/loss", "objective_mode": "max"}, "val/loss is minimized"),
+        ({"objective": "mine/a", "objective_mode": "up"}, "'min' or 'max'"),
+    ],
+)
+def test_objectives_that_cannot_be_compared_are_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises((ConfigError, ValidationError), match=words):
+        sweep_of({"peak_lr": {"grid": [1e-3, 2e-3]}}, **fields)
+
+
+def test_a_sweep_ranks_and_plots_the_highest_first_if_it_is_told_so(tmp_path: Path) -> None:
+    kinds.use(Code("my.py", START + "    pass"))
+    space = {"peak_lr": {"grid": [1e-3, 2e-3]}, "seed": {"grid": [1, 2]}}
+    own = {"objective": "mine/a", "objective_mode": "max"}
+    with raises_line(ConfigError, "mine/a is not measured; add mine to evaluations"):
+        base_config(sweep_of(space, **own))
+    sweep = sweep_of(space, overrides={"evaluations": ["mine"]}, **own)
+    assert base_config(sweep).eval.evaluations == ("mine",)
+    history = History(Location.of(tmp_path), sweep.mode == "max")
+    (tmp_path / "x").mkdir()
+    budget, numbers = sweep.budget_tokens, {"tokens_per_s": 1.0, "elapsed_s": 1.0, "run_dir": "r"}
+    for number, score in enumerate((0.2, 0.9, 0.3, 0.1)):
+        name = f"{number:03}"
+        values = {"peak_lr": (1e-3, 2e-3)[number // 2], "seed": 1 + number % 2}
+        history.add("started", name, values=values)
+        for part in (2, 1):
+            at = {"objective": score / part, "tokens_seen": budget // part, "values": values}
+            history.add("report", name, **at, **numbers)
+        history.add("ended", name, state="finished")
+    best = best_trial(history.trials(), budget)
+    assert best is not None
+    assert best.name == "001"
+    assert set(sweep_plots(history.trials(), sweep.searched, "mine/a", budget)) > {"curves.png"}
+
+
+def test_a_checkpoints_evaluation_says_null_for_what_is_not_finite(start: Start) -> None:
+    run = start("    return {'a': (math.nan, 1)}", max_steps=10)
+    assert evaluate_checkpoint(run.run_dir.path, print)[1]["mine/a"] is None

@@ -1,0 +1,267 @@
+"""Read 1,000 files that name code in many ways, under an audit hook: nothing of it may run.
+
+`python -m tests.hostile_files DIRECTORY` prints one JSON object: files read and refused, and every
+import, exec, compile, unpickling or process that reading caused. It is a process of its own, as an audit hook
+cannot be removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import json
+import random
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from raytrain_gpt.checkpoint.catalog import Catalog, read_checkpoint
+from raytrain_gpt.config import kinds
+from raytrain_gpt.config.code import Code
+from raytrain_gpt.config.load import load_config_file, load_preset, resolve
+from raytrain_gpt.config.schema import check_kinds
+from raytrain_gpt.data.mixture import read_mixture
+from raytrain_gpt.data.verify import check_shards, check_tokenizer
+from raytrain_gpt.errors import RaytrainGptError
+from raytrain_gpt.evaluate.inference import open_checkpoint
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.sweep.spec import load_sweep
+from raytrain_gpt.sweep.trial_plan import check_sweep
+from raytrain_gpt.tracking.runs import runs_command
+from tests.data.shard_tools import prepare_here
+from tests.serve.checkpoints import write_checkpoint
+
+NUM_FILES = 1000
+WATCHED = (
+    "import",
+    "exec",
+    "compile",
+    "pickle.find_class",
+    "marshal.loads",
+    "os.system",
+    "os.exec",
+)
+WATCHED += ("subprocess.Popen", "ctypes.dlopen", "code.__new__", "builtins.input")
+
+Reader = Callable[[Path], object]
+
+
+def payloads(evil: Path) -> list[Any]:
+    """Values that name the file `evil`, its module, or functions of the standard library."""
+    module, file = evil.stem, str(evil)
+    call = f"__import__({module!r})"
+    return [
+        file, evil.name, module, f"{module}:main", f"{module}.main", f"{file}:main", f"py://{module}",
+        "os:system", "os.system", "builtins:exec", "subprocess.Popen", "raytrain_gpt.core.gpt2:GPT2",
+        call, f"{{{{ {call} }}}}", f"${{{call}}}", f"$(python {file})", f"`python {file}`", f"lambda: {call}",
+        f"eval({call!r})", f"exec(open({file!r}).read())", f"--code {file}", f"--code={file}",
+        {"_target_": f"{module}.main"}, {"_target_": "os.system", "_args_": [f"python {file}"]},
+        {"_partial_": True, "_target_": module}, {"eval": call}, {"py/object": f"{module}.main"},
+        {"py/reduce": [{"py/function": "os.system"}, {"py/tuple": [file]}]}, {"__class__": module},
+        {"class_path": f"{module}.main", "init_args": {}}, {"$ref": file}, {"expression": call},
+        {"expression": f"peak_lr.__class__.__init__.__globals__[{module!r}]"}, {"grid": [call, file]},
+        {"import": module}, {"code": file}, {"auto_map": {"AutoModel": f"{module}.main"}}, [file], [call],
+        {"name": f"{module}:main", "path": file, "code": evil.read_text()}, evil.read_text(),
+    ]  # fmt: skip
+
+
+KEYS = ("_target_", "code", "code_file", "--code", "import", "imports", "plugins", "trust_remote_code",
+        "auto_map", "architecture", "optimizer", "schedule", "evaluations", "trackers", "_code",
+        "code_sha256", "tokenizer", "__reduce__", "__init__", "py/object", "class_path", "settings",
+        "implementation", "extends", "defaults", "hydra", "init_from", "sample_prompt")  # fmt: skip
+
+
+def planted(tree: Any, values: list[Any], draw: random.Random) -> Any:
+    """Copy a tree with one to three of its values or keys replaced, or keys added."""
+    tree = copy.deepcopy(tree)
+    for _ in range(draw.randint(1, 3)):
+        holder = tree
+        while isinstance(holder, dict) and holder:
+            key = draw.choice([*holder])
+            if isinstance(holder[key], dict) and holder[key] and draw.random() < 0.8:
+                holder = holder[key]
+                continue
+            value = copy.deepcopy(draw.choice(values))
+            match draw.randrange(3):
+                case 0:
+                    holder[key] = value
+                case 1:
+                    holder[draw.choice(KEYS)] = value
+                case 2:
+                    holder[str(value)[:60]] = holder.pop(key)
+            break
+    return tree
+
+
+def tagged(text: str, evil: Path, draw: random.Random) -> str:
+    """Add a YAML tag or directive that builds objects in unsafe loaders."""
+    tags = ("!!python/object/apply:os.system", "!!python/name:os.system", "!!python/module:os",
+            f"!!python/object/new:{evil.stem}.main", "!include", "!!python/object:os.system")  # fmt: skip
+    line = f"evil: {draw.choice(tags)} ['python {evil}']\n"
+    return line + text if draw.random() < 0.5 else text + line
+
+
+def rehashed(directory: Path) -> None:
+    """Make a changed checkpoint complete again: its hashes list all of its files as they are."""
+    files = sorted(p for p in directory.iterdir() if p.name != "hashes.json")
+    hashes = {
+        f.name: {"bytes": f.stat().st_size, "sha256": hashlib.sha256(f.read_bytes()).hexdigest()}
+        for f in files
+    }
+    (directory / "hashes.json").write_text(json.dumps(hashes))
+
+
+class Makers:
+    """Writes hostile files of each kind, and reads them as the commands do."""
+
+    def __init__(self, directory: Path, evil: Path) -> None:
+        self.evil, self.values = evil, payloads(evil)
+        self.run = directory / "run"
+        self.checkpoint = write_checkpoint(self.run, 10, 1.5)
+        self.data = directory / "data"
+        source = directory / "text.txt"
+        source.write_text("some words of a text\n" * 2000)
+        prepare_here([str(source)], self.data, "bytes", val_fraction=0.1)
+        self.config = load_preset("quickstart").model_dump(mode="json")
+        self.config["data"]["data_path"] = str(self.data)
+        self.sweep = {
+            "base": {"preset": "quickstart"},
+            "overrides": {"num_layers": 1, "data_path": str(self.data)},
+            "space": {"peak_lr": {"grid": [1e-3, 1e-2]}, "min_lr": {"expression": "peak_lr / 10"}},
+            "budget_tokens": 8192,
+            "report_every_tokens": 4096,
+        }
+
+    def write_config(self, place: Path, draw: random.Random) -> Reader:
+        self._write_yaml(place, self.config, draw)
+
+        def read(place: Path) -> None:
+            load_config_file(place)
+            check_kinds(resolve(None, place, {}))
+
+        return read
+
+    def write_sweep(self, place: Path, draw: random.Random) -> Reader:
+        self._write_yaml(place, self.sweep, draw)
+        return lambda place: check_sweep(load_sweep(place, {}), 1)
+
+    def _write_yaml(self, place: Path, tree: Any, draw: random.Random) -> None:
+        text = yaml.safe_dump(planted(tree, self.values, draw))
+        place.write_text(tagged(text, self.evil, draw) if draw.random() < 0.2 else text)
+
+    def write_checkpoint(self, place: Path, draw: random.Random) -> Reader:
+        """A run with one checkpoint whose `code.py` is evil, listed with its hash or not."""
+        directory = place / "checkpoints" / self.checkpoint.name
+        shutil.copytree(self.checkpoint, directory)
+        text = self.evil.read_text()
+        for name in draw.sample(
+            ("code.py", "model.py", "modeling.py", "__init__.py", "evil.pth"), 2
+        ):
+            (directory / name).write_text(text)
+        (directory / "code.py").write_text(text)
+        file = directory / draw.choice(("state.json", "tokenizer.json", "rows.jsonl"))
+        content = json.loads(file.read_text()) if file.exists() and file.suffix == ".json" else {}
+        if file.name == "state.json":
+            content["code_sha256"] = hashlib.sha256(text.encode()).hexdigest()
+            selector, name = draw.choice(
+                (("model", "architecture"), ("optim", "optimizer"), ("optim", "schedule"))
+            )
+            if draw.random() < 0.5:
+                content["config"][selector][name] = draw.choice((self.evil.stem, "evil", "lion"))
+        file.write_text(json.dumps(planted(content, self.values, draw)) + "\n")
+        if draw.random() < 0.9:
+            rehashed(directory)
+        (place / "code.py").write_text(text)
+        self._write_yaml(place / "config.yaml", self.config, draw)
+
+        def read(place: Path) -> None:
+            for action in ("list", "show", "checkpoints", "report"):
+                with contextlib.suppress(RaytrainGptError):
+                    names = [] if action == "list" else [place.name]
+                    runs_command(action, names, Location.of(place.parent), True, lambda line: None)
+            Catalog(Location.of(place)).newest_good(lambda line: None)
+            read_checkpoint(Location.of(directory)).verify()
+            open_checkpoint(place)
+
+        return read
+
+    def write_dataset(self, place: Path, draw: random.Random) -> Reader:
+        shutil.copytree(self.data, place)
+        file = place / draw.choice(("manifest.json", "tokenizer.json"))
+        file.write_text(json.dumps(planted(json.loads(file.read_text()), self.values, draw)))
+        (place / "code.py").write_text(self.evil.read_text())
+
+        def read(place: Path) -> None:
+            for part in read_mixture([(Location.of(place), Fraction(1))]).datasets:
+                check_tokenizer(part.directory, part.manifest)
+                check_shards(part.directory, part.manifest, True)
+
+        return read
+
+
+def main(directory: Path) -> None:
+    evil = directory / "evil_code.py"
+    marker = directory / "ran"
+    evil.write_text(
+        "from raytrain_gpt.extend import optimizer\n"
+        f"open({str(marker)!r}, 'a').write('ran')\n"
+        "def main(*args, **kwargs): pass\n"
+    )
+    sys.path.insert(0, str(directory))
+    makers = Makers(directory, evil)
+    writers = [
+        makers.write_config,
+        makers.write_sweep,
+        makers.write_checkpoint,
+        makers.write_dataset,
+    ]
+    events: list[str] = []
+    watching = False
+    ours = ("space.py",)  # an expression of a sweep file is parsed, and never compiled to code
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if watching and event in WATCHED:
+            frame, files = sys._getframe(1), []
+            while frame is not None:
+                files.append(Path(frame.f_code.co_filename).name)
+                frame = frame.f_back  # type: ignore[assignment]
+            if event == "compile" and files[0] == "ast.py" and files[1] in ours:
+                return
+            events.append(f"{event} {str(args)[:200]} in {files[:6]}")
+
+    sys.addaudithook(hook)
+    outcomes: Counter[str] = Counter()
+    for number in range(-40, NUM_FILES):  # the first ones load what is imported on use
+        draw = random.Random(number)
+        place = directory / f"file{number % 2}-{number}"
+        read = writers[number % len(writers)](place, draw)
+        watching = number >= 0
+        try:
+            read(place)
+            outcome = "read"
+        except RaytrainGptError:
+            outcome = "refused"
+        watching = False
+        if number >= 0:
+            outcomes[outcome] += 1
+        shutil.rmtree(place) if place.is_dir() else place.unlink()
+    loaded = sorted(name for name in sys.modules if "evil" in name or "raytrain_gpt_code" in name)
+    result = {**outcomes, "events": [*events], "loaded": loaded, "ran": marker.exists()}
+    events.clear()
+    watching = True
+    kinds.use(Code.read(evil))  # only this executes it: the hook and the marker must notice
+    kinds.own_kinds()
+    watching = False
+    seen = sorted({event.split()[0] for event in events})
+    print(json.dumps({**result, "seen_if_executed": seen, "ran_if_executed": marker.exists()}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

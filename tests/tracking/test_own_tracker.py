@@ -1,0 +1,350 @@
+"""Trackers of the list: the user's, Weights & Biases and Trackio, with their real packages."""
+
+from __future__ import annotations
+
+import csv
+import json
+import pickle
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wandb
+
+import raytrain_gpt
+from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.config import kinds
+from raytrain_gpt.config.code import Code
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking import configured, trackers, wandb_run
+from raytrain_gpt.tracking.configured import check_packages, open_trackers
+from raytrain_gpt.tracking.delivered import Delivered
+from raytrain_gpt.tracking.run_files import Row, RunFiles, read_rows
+from raytrain_gpt.tracking.trackers import End, TrackedRun
+from raytrain_gpt.train.launch import train
+from tests.conftest import RunCli
+from tests.runs import MakeConfig, flags
+
+CSV = Path(raytrain_gpt.__file__).parents[1] / "examples" / "csv_tracker.py"
+FAULTY = """
+import threading
+from raytrain_gpt.extend import tracker
+
+@tracker("raises")
+class Raises:
+    def __init__(self, run, settings): pass
+    def rows(self, rows): raise RuntimeError("no room")
+    def text(self, step, name, text): raise RuntimeError("no room")
+    def finish(self, end, files): raise RuntimeError("no room")
+
+@tracker("blocks")
+class Blocks:
+    def __init__(self, run, settings):
+        threading.Event().wait()
+
+@tracker("blocks_later")
+class BlocksLater:
+    def __init__(self, run, settings): pass
+    def rows(self, rows): threading.Event().wait()
+
+@tracker("ends_slowly")
+class EndsSlowly:
+    def __init__(self, run, settings): pass
+    def rows(self, rows): rows.clear()
+    def finish(self, end, files): threading.Event().wait()
+"""
+NOTES = """
+from raytrain_gpt.extend import tracker
+
+@tracker("notes")
+class Notes:
+    def __init__(self, run, settings):
+        self.run = run
+        self.note(f"start {run.name} {run.group} from {run.first_step} resumed={run.resumed}")
+
+    def note(self, line):
+        with (self.run.directory / "notes.txt").open("a") as file:
+            print(line, file=file)
+
+    def rows(self, rows):
+        if (self.run.directory / "outage").exists():
+            raise OSError("no route to host")
+        for row in rows:
+            self.note(f"{row['step']} {row.get('event') or row.get('train/loss') or row.get('val/loss')}")
+            row.clear()
+"""
+ROWS: list[dict[str, Any]] = [
+    {"step": 1, "train/loss": 5.5, "optim/lr": 1e-3, "time": 1.0},
+    {"step": 2, "train/loss": 5.0, "optim/lr": 1e-3, "time": 2.0},
+    {"step": 2, "val/loss": 4.9},
+    {"step": 2, "event": "checkpoint", "time": 2.5},
+]
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No key of a user, no files of theirs, no code before and after."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    kinds.use(None)
+    yield
+    kinds.use(None)
+    wandb.teardown()  # it keeps the environment
+
+
+def csv_rows(run_dir: Path) -> list[tuple[int, str]]:
+    with (run_dir / "trackers" / "rows.csv").open(newline="") as file:
+        return [(int(step), name) for step, name, _ in csv.reader(file)]
+
+
+def test_a_csv_file_has_every_row_once_also_after_a_resume(
+    make_config: MakeConfig, tmp_path: Path, run_cli: RunCli
+) -> None:
+    fields = {"trackers": "csv", "storage_path": str(tmp_path), "max_steps": 30}
+    config = make_config(run_name="csv", **{**fields, "trackers": ""})
+    argv = [one for one in flags(config) if not one.startswith("--trackers")]
+    run_cli.succeeds("train", "--code", CSV, "--trackers", "csv", *argv)
+    whole = Location.of(tmp_path / "csv")
+    rows = csv_rows(whole.path)
+    assert [step for step, name in rows if name == "train/loss"] == list(range(1, 31))
+    assert [step for step, name in rows if name == "val/loss"] == [25, 30]
+    assert [step for step, name in rows if name == "samples"] == [25, 30]
+    for checkpoint in Catalog(whole).complete():  # as if it had been killed after step 20
+        if checkpoint.state.step > 20:
+            checkpoint.path.remove()
+    assert train(make_config(run_name="csv", **fields), print).step == 30
+    assert sorted(csv_rows(whole.path)) == sorted(rows)
+
+
+def test_a_tracker_that_raises_or_blocks_harms_nothing(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "_FINISH_S", 0.5)
+    kinds.use(Code("my.py", FAULTY))
+    lines: list[str] = []
+    names = "raises,blocks,blocks_later,ends_slowly"
+    fields = {"trackers": names, "storage_path": str(tmp_path), "max_steps": 10}
+    run = train(make_config(run_name="faulty", **fields), lines.append)
+    assert run.step == 10
+    steps = [row["step"] for row in read_rows(run.run_dir.path) if "train/loss" in row]
+    assert steps == list(range(1, 11))
+    why = "my.py, line 8: RuntimeError: no room"
+    assert f"tracker raises does not respond, retrying: {why}" in lines
+
+
+def track(
+    directory: Path,
+    name: str,
+    step: int,
+    rows: list[Row],
+    end: End,
+    lines: list[str] | None = None,
+    **fields: Any,
+) -> TrackedRun:
+    """Send rows and a text through a tracker's queue, as one attempt does; returns its run."""
+    fields |= {"trackers": name, "run_name": "tracked", "tensorboard": False, "mlflow_uri": None}
+    directory.mkdir(exist_ok=True)
+    files = RunFiles(directory, step, [])
+    run = TrackedRun(directory, Config().updated(fields), step, {"sweep": "lr"})
+    said = [] if lines is None else lines
+    (queue,) = open_trackers(run, files, said.append)
+    files.add_rows(rows)
+    queue.rows(rows)
+    queue.text(2, "samples", "a <b> sample")
+    queue.close(end)
+    assert lines is not None or not [line for line in said if "respond" in line], said
+    return run
+
+
+def losses(first: int, last: int) -> list[Row]:
+    return [{"step": step, "train/loss": float(step)} for step in range(first, last + 1)]
+
+
+def test_a_tracker_gets_rows_of_an_outage_later_and_steps_of_a_kill_again(tmp_path: Path) -> None:
+    kinds.use(Code("my.py", NOTES))
+    lines: list[str] = []
+    evaluation = {"step": 2, "val/loss": 9.0}
+    track(tmp_path, "notes", 0, [*losses(1, 2), evaluation], "interrupted")
+    (tmp_path / "outage").touch()
+    track(tmp_path, "notes", 2, losses(3, 6), "failed", lines)
+    assert any("OSError: no route to host" in line for line in lines)
+    (tmp_path / "outage").unlink()
+    track(tmp_path, "notes", 4, losses(5, 6), "interrupted")  # killed after step 6, back at 4
+    track(tmp_path, "notes", 4, losses(5, 7), "finished")
+    starts = [f"start tracked lr from {at} resumed={at > 1}" for at in (1, 3, 5, 5)]
+    rows = [f"{step} {float(step)}" for step in range(1, 8)]
+    assert (tmp_path / "notes.txt").read_text().splitlines() == [
+        *(starts[0], *rows[:2], "2 9.0", starts[1]),
+        *(starts[2], *rows[2:6], starts[3], *rows[4:7]),
+    ]
+    track(tmp_path, "notes", 0, losses(1, 1), "finished")
+    assert (tmp_path / "notes.txt").read_text().splitlines()[-1] == "1 1.0", "it starts over"
+
+
+def test_rows_that_a_tracker_has_are_not_new_but_those_after_a_rollback_are() -> None:
+    first = [*losses(1, 8), {"step": 4, "val/loss": 1.0}, {"step": 8, "val/loss": 1.0}]
+    rollback = {"step": 8, "event": "rollback", "time": 5.0, "to_step": 5}
+    new, has = Delivered().take([*first, rollback], resumed_at=0)
+    assert new == [*first, rollback]
+    assert has == Delivered(step=5, evaluated=frozenset({4}), event_s=5.0)
+    again = [{"step": 5, "event": "attempt", "time": 6.0}, rollback, *losses(4, 7), *first[8:]]
+    new, has = has.take(again, resumed_at=5)
+    assert new == [again[0], *losses(6, 7), first[9]]
+    late = {"step": 6, "val/loss": 1.0}  # an async evaluation
+    assert has.take([late, *losses(7, 7)], resumed_at=5)[0] == [late]
+    assert Delivered().take([*losses(1, 8), rollback], resumed_at=8)[1].step == 8, "made up for"
+
+
+def wandb_records(directory: Path) -> list[Any]:
+    """Records of a run's offline file: LevelDB's log format, with the package's own messages."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (file,) = directory.glob("wandb/offline-run-*/run-*.wandb")
+    content, at, part, records = file.read_bytes(), 7, b"", []  # after the file's header
+    while at + 7 <= len(content):
+        room = 32768 - at % 32768
+        if room < 7:
+            at += room
+            continue
+        _, length, kind = struct.unpack("<IHB", content[at : at + 7])
+        part += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            record = Record()
+            record.ParseFromString(part)
+            records.append(record)
+            part = b""
+    return records
+
+
+def wandb_history(directory: Path) -> list[dict[str, Any]]:
+    return [
+        {
+            "/".join(item.nested_key) or item.key: json.loads(item.value_json)
+            for item in record.history.item
+        }
+        for record in wandb_records(directory)
+        if record.HasField("history")
+    ]
+
+
+def test_weights_and_biases_has_rows_samples_and_files_without_a_key(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    (tmp_path / "run").mkdir()
+    (directory / "config.yaml").write_text("model: {}\n")
+    run = track(directory, "wandb", 0, ROWS, "finished")
+    records = wandb_records(directory)
+    (started,) = [record.run for record in records if record.HasField("run")][:1]
+    assert (started.run_id, started.display_name) == (run.id, "tracked")
+    assert (started.project, started.run_group) == ("raytrain-gpt", "lr")
+    settings = {item.key: json.loads(item.value_json) for item in started.config.update}
+    assert settings["peak_lr"] == run.configuration["peak_lr"]
+    history = wandb_history(directory)
+    steps = [(row["step"], row["train/loss"]) for row in history if "train/loss" in row]
+    assert steps == [(1, 5.5), (2, 5.0)]
+    assert [row["val/loss"] for row in history if "val/loss" in row] == [4.9]
+    (exit_code,) = [record.exit.exit_code for record in records if record.HasField("exit")]
+    assert exit_code == 0
+    saved = [item.path for r in records if r.HasField("files") for item in r.files.files]
+    assert {"run/config.yaml", "run/samples.txt"} <= {*saved}, "not over wandb's config.yaml"
+    (copied,) = directory.glob("wandb/offline-run-*/files/run/config.yaml")
+    assert not copied.is_symlink(), "wandb would write its own configuration through it"
+
+
+def test_resumed_attempts_are_one_run_of_weights_and_biases(tmp_path: Path) -> None:
+    first = track(tmp_path / "run", "wandb", 0, ROWS[:1], "interrupted")
+    for file in (tmp_path / "run").glob("wandb/offline-run-*"):
+        file.rename(tmp_path / "first")
+    second = track(tmp_path / "run", "wandb", 1, ROWS[1:], "finished")
+    assert first.id == second.id
+    (started,) = [r.run for r in wandb_records(tmp_path / "run") if r.HasField("run")][:1]
+    assert started.run_id == first.id
+
+
+def test_weights_and_biases_sends_a_step_again_only_after_a_rollback(tmp_path: Path) -> None:
+    def sent(directory: Path) -> list[float]:
+        return [row["step"] for row in wandb_history(directory) if "train/loss" in row]
+
+    rollback = {"step": 4, "event": "rollback", "time": 9.0, "to_step": 2}
+    rollback |= {"first_batch": 2, "stop_batch": 4}
+    track(tmp_path / "a", "wandb", 0, losses(1, 3), "interrupted", wandb_mode="offline")
+    (tmp_path / "a" / "wandb").rename(tmp_path / "first")
+    track(tmp_path / "a", "wandb", 2, [*losses(3, 4), rollback], "failed")
+    assert sent(tmp_path / "a") == [4]
+    (tmp_path / "a" / "wandb").rename(tmp_path / "second")
+    track(tmp_path / "a", "wandb", 2, losses(3, 4), "finished")
+    assert sent(tmp_path / "a") == [3, 4]
+
+
+def test_weights_and_biases_is_offline_if_its_server_is_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    key, lines, hooks = "0123456789abcdef" * 3, list[str](), (sys.exit, sys.excepthook)
+    monkeypatch.setattr(wandb_run, "_INIT_TIMEOUT_S", 1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setenv("WANDB_API_KEY", key)
+        run = track(tmp_path / "run", "wandb", 0, ROWS, "finished", lines)
+    (line,) = lines
+    assert line.startswith("wandb       offline (")
+    assert line.endswith(f"upload: wandb sync {run.directory}/wandb/offline-run-*-{run.id}")
+    assert [row["step"] for row in wandb_history(run.directory) if "train/loss" in row] == [1, 2]
+    assert (sys.exit, sys.excepthook) == hooks
+    assert capfd.readouterr() == ("", "")
+    written = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert not [file for file in written if key.encode() in file.read_bytes()]
+
+
+def test_trackio_keeps_one_run_with_all_rows(tmp_path: Path) -> None:
+    run = track(tmp_path / "run", "trackio", 0, ROWS[:1], "interrupted")
+    track(tmp_path / "run", "trackio", 1, ROWS[1:], "finished")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    (name,) = SQLiteStorage.get_runs("raytrain-gpt")
+    assert name == f"tracked-{run.id[:6]}"
+    logs = SQLiteStorage.get_logs("raytrain-gpt", name)
+    steps = [(row["step"], row["train/loss"]) for row in logs if "train/loss" in row]
+    assert steps == [(1, 5.5), (2, 5.0)]
+    assert [row["val/loss"] for row in logs if "val/loss" in row] == [4.9]
+    pages = [page.read_text() for page in tmp_path.glob("trackio/media/**/*.html")]
+    assert all(">a &lt;b&gt; sample</pre>" in page for page in pages)
+    assert len(pages) == 2, "of both attempts"
+
+
+def test_a_package_that_is_not_installed_is_named_before_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_cli: RunCli
+) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(configured, "version", missing)
+    (tmp_path / "wandb").mkdir()  # of earlier runs; an import would find it
+    monkeypatch.chdir(tmp_path)
+    line = run_cli.refuses("train", "--trackers", "wandb", "--num_workers", "0")
+    assert "trackers=wandb needs the package wandb" in line
+    assert "pip install 'raytrain-gpt[wandb]'" in line
+    check_packages(Config().updated({"trackers": "csv"}))
+
+
+def test_tracking_threads_end_with_the_run(tmp_path: Path) -> None:
+    kinds.use(Code.read(CSV))
+    track(tmp_path / "run", "csv", 0, ROWS, "finished")
+    assert "csv" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_run_travels_to_its_recorder_after_ray_has_replaced_print(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = TrackedRun(tmp_path, Config(), 0, {})
+    monkeypatch.setattr("builtins.print", lambda *args, **kwargs: None)
+    assert pickle.loads(pickle.dumps(run)).name == run.name

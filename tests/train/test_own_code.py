@@ -1,0 +1,235 @@
+"""Runs with the user's code: kept with checkpoints, compared on resume, and never executed unless named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_gpt.checkpoint.catalog import CODE_FILE, Catalog, Checkpoint
+from raytrain_gpt.checkpoint.code_check import check_same_code
+from raytrain_gpt.config import kinds
+from raytrain_gpt.config.code import Code
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.errors import CheckpointError, ConfigError
+from raytrain_gpt.evaluate.inference import open_checkpoint
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.train.launch import train
+from tests.conftest import RunCli, raises_line
+from tests.core.foreign import CODE as OPTIMIZERS
+from tests.runs import MakeConfig, assert_same, flags, restarted_from, steps
+from tests.training import thread_ranks
+
+OWN = """
+from raytrain_gpt.core.gpt2 import GPT2
+from raytrain_gpt.extend import Field, Settings, architecture, schedule
+
+class InverseSqrtSettings(Settings):
+    inv_steps: int = Field(5, ge=1)
+    '''Steps until the rate falls.'''
+
+@schedule("inverse_sqrt", InverseSqrtSettings)
+def inverse_sqrt(step, max_steps, settings):
+    return (settings.inv_steps / max(settings.inv_steps, step)) ** 0.5
+
+@schedule("broken")
+def broken(step, max_steps, settings):
+    return float("nan") if step == 12 else 1.0
+
+@architecture("mine")
+class Mine(GPT2):
+    pass
+"""
+OTHER = OWN.replace("0.5", "0.4")
+SCHEDULE = {"schedule": "inverse_sqrt", "inv_steps": 7, "max_steps": 20}
+Start = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def no_code_before_and_after() -> Iterator[None]:
+    kinds.use(None)
+    yield
+    kinds.use(None)
+
+
+@pytest.fixture
+def start(make_config: MakeConfig) -> Start:
+    """Return a function that runs with a text as its code, or without."""
+
+    def begin(
+        text: str | None,
+        log: Callable[[str], None] = print,
+        may_differ: bool = False,
+        **fields: Any,
+    ) -> Any:
+        kinds.use(None if text is None else Code("my.py", text, may_differ))
+        fields["storage_path"] = str(fields["storage_path"])
+        return train(make_config(**fields), log)
+
+    return begin
+
+
+def newest(run_dir: Location) -> Checkpoint:
+    return Catalog(run_dir).complete()[-1]
+
+
+def test_an_own_schedule_sets_the_rate_and_resumes_with_the_same_bits(
+    start: Start, tmp_path: Path
+) -> None:
+    whole = start(OWN, run_name="own-schedule", storage_path=tmp_path, **SCHEDULE)
+    rates = [row["optim/lr"] for row in steps(whole.run_dir)]
+    warm_up = [1e-3 * step / 5 for step in range(1, 6)]
+    after = [1e-3 * (7 / max(7, step)) ** 0.5 for step in range(5, 20)]
+    assert rates == pytest.approx(warm_up + after)
+    copy = restarted_from(whole, 10, tmp_path, "own-schedule-cut")
+    start(OWN, run_name=copy.name, storage_path=tmp_path, **SCHEDULE)
+    assert_same(copy, whole)
+
+
+@pytest.mark.parametrize("name", ["lion", "varied"])
+def test_an_own_optimizer_resumes_with_the_same_bits(
+    start: Start, tmp_path: Path, name: str
+) -> None:
+    fields = {"optimizer": name, "max_steps": 20, "storage_path": tmp_path}
+    whole = start(OPTIMIZERS.text, run_name=name, **fields)
+    copy = restarted_from(whole, 10, tmp_path, f"{name}-cut")
+    start(OPTIMIZERS.text, run_name=copy.name, **fields)
+    assert_same(copy, whole)
+
+
+def test_the_code_is_kept_and_hashed_with_the_run_and_its_checkpoints(
+    start: Start, tmp_path: Path
+) -> None:
+    run = start(OWN, run_name="kept", storage_path=tmp_path, **SCHEDULE)
+    checkpoint = newest(run.run_dir)
+    assert (run.run_dir / CODE_FILE).read_text() == OWN
+    assert (checkpoint.path / CODE_FILE).read_text() == OWN
+    assert CODE_FILE in checkpoint.file_names
+    assert checkpoint.state.code_sha256 == Code("", OWN).sha256
+    (checkpoint.path / CODE_FILE).write_text(OTHER)
+    with raises_line(CheckpointError, "the content of code.py was changed"):
+        checkpoint.verify()
+
+
+def test_one_changed_byte_is_refused_with_ways_out_that_work(start: Start, tmp_path: Path) -> None:
+    fields = {"run_name": "changed", "storage_path": tmp_path, **SCHEDULE}
+    run = start(OWN, **fields)
+    before, after = Code("", OWN).sha256, Code("", OTHER).sha256
+    fields["max_steps"] = 30
+    words = [f"changed code {before[:12]} -> {after[:12]}", "schedule inverse_sqrt", CODE_FILE]
+    with raises_line(CheckpointError, *words, "--accept_changed_code"):
+        start(OTHER, **fields)
+    kept = newest(run.run_dir).path / CODE_FILE
+    assert start(kept.read_text(), **fields).step == 30
+    fields["max_steps"] = 40
+    lines: list[str] = []
+    start(OTHER, lines.append, may_differ=True, **fields)
+    assert any(f"code {before[:12]} -> {after[:12]}" in line for line in lines)
+    state = newest(run.run_dir).state
+    assert (state.code_sha256, state.replaced_code) == (after, (before,))
+    fields["max_steps"] = 50
+    start(OTHER, **fields)
+    assert newest(run.run_dir).state.replaced_code == (before,)
+
+
+def test_code_that_no_kind_of_the_weights_comes_from_may_change(
+    start: Start, tmp_path: Path
+) -> None:
+    fields: dict[str, Any] = {"run_name": "unused", "storage_path": tmp_path}
+    start(OWN, max_steps=10, **fields)
+    lines: list[str] = []
+    start(OTHER, lines.append, max_steps=20, **fields)
+    assert any("changed since that checkpoint: code" in line for line in lines)
+    assert start(None, max_steps=30, **fields).step == 30
+
+
+def test_a_setting_of_the_schedule_cannot_change_on_resume(start: Start, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"run_name": "setting", "storage_path": tmp_path}
+    start(OWN, **SCHEDULE, **fields)
+    with raises_line(CheckpointError, "inv_steps 7 -> 8"):
+        start(OWN, **{**SCHEDULE, "inv_steps": 8, "max_steps": 30}, **fields)
+
+
+def test_a_rate_that_is_not_finite_ends_the_run_with_one_line(start: Start, tmp_path: Path) -> None:
+    words = ["schedule broken returned nan at step 12 of 20", "finite factor"]
+    with raises_line(ConfigError, *words):
+        start(OWN, run_name="nan", storage_path=tmp_path, schedule="broken", max_steps=20)
+    assert newest(Location.of(tmp_path / "nan")).state.step == 10
+
+
+def test_an_own_model_is_built_only_from_the_code_with_its_hash(
+    start: Start, tmp_path: Path, run_cli: RunCli
+) -> None:
+    run = start(OWN, run_name="mine", storage_path=tmp_path, architecture="mine", max_steps=10)
+    path = newest(run.run_dir).path
+    hash12 = Code("", OWN).sha256[:12]
+    for used in (None, Code("other.py", OTHER)):
+        kinds.use(used)
+        with raises_line(
+            CheckpointError, "architecture mine", hash12, f"--code {path / CODE_FILE}"
+        ):
+            open_checkpoint(path.path)
+    other = tmp_path / "other.py"
+    other.write_text("raise RuntimeError('executed')\n" + OTHER)
+    prompt = ("--prompt", "a", "--num_samples", "1", "--max_new_tokens", "2")
+    commands: list[tuple[str, ...]] = [("eval",), ("sample", *prompt), ("export", "--out", "x")]
+    for name, *more in commands:
+        assert "if you trust it" in run_cli.refuses(name, path.path, *more)
+        said = run_cli.refuses(name, path.path, *more, "--code", other)
+        assert "of other.py" in said
+        assert "executed" not in said
+    out = run_cli.succeeds("sample", path.path, *prompt, "--code", path.path / CODE_FILE)
+    assert "--code" in out.splitlines()[-1]
+    run_cli.succeeds("eval", path.path, "--code", run.run_dir.path / CODE_FILE)
+
+
+def test_runs_are_listed_and_verified_without_executing_their_code(
+    start: Start, tmp_path: Path, run_cli: RunCli
+) -> None:
+    run = start(OWN, run_name="mine", storage_path=tmp_path, architecture="mine", max_steps=10)
+    kinds.use(None)
+    newest(run.run_dir).verify()
+    for action in (("show", "mine"), ("checkpoints", "mine"), ("report", "mine")):
+        run_cli.succeeds("runs", *action, "--storage_path", tmp_path)
+    assert "--code" in run_cli.succeeds("runs", "checkpoints", "mine", "--storage_path", tmp_path)
+
+
+def test_the_command_resumes_only_with_the_code_of_its_run(
+    make_config: MakeConfig, tmp_path: Path, run_cli: RunCli
+) -> None:
+    file = tmp_path / "my.py"
+    file.write_text(OWN)
+    config = make_config(run_name="by-command", storage_path=str(tmp_path), max_steps=10)
+    own = ["--architecture=mine", "--schedule=inverse_sqrt", "--inv_steps=7"]
+    chosen = [
+        flag for flag in flags(config) if flag.split("=")[0] not in ("--architecture", "--schedule")
+    ]
+    told = run_cli.succeeds("train", "--code", file, *chosen, *own)
+    assert told.splitlines()[-1].endswith('code.py --prompt "Hello"')
+    config_file = tmp_path / "by-command" / "config.yaml"
+    assert "architecture='mine'" in run_cli.refuses("train", "--config", config_file)
+    file.write_text(OTHER)
+    resume = ["train", "--config", config_file, "--code", file, "--max_steps", 20]
+    assert "--accept_changed_code" in run_cli.refuses(*resume)
+    run_cli.succeeds(*resume, "--accept_changed_code")
+    rows = (tmp_path / "by-command" / "checkpoints" / "step=00000020" / "state.json").read_text()
+    assert json.loads(rows)["replaced_code"] == [Code("", OWN).sha256]
+
+
+def test_ranks_with_different_code_are_refused(make_config: MakeConfig) -> None:
+    ranks = thread_ranks(2)
+    config = make_config()
+
+    def check(rank: int) -> str:
+        own = Config().model_validate(config.model_dump())
+        own._code = Code("my.py", OWN if rank else OTHER)
+        with raises_line(ConfigError, "rank 1 has code", "same file as --code") as raised:
+            check_same_code(own, ranks[rank])
+        return str(raised.value)
+
+    with ThreadPoolExecutor(2) as threads:
+        assert len({*threads.map(check, range(2))}) == 1
