@@ -131,7 +131,10 @@ def test_gpt2_does_not_start_from_it(
         (["--num_kv_heads=3"], ["num_kv_heads=3 does not divide num_heads=4", "nearest:"]),
         (["--num_heads=32"], ["embd_size=32 / num_heads=32 gives an odd head size"]),
         (["--architecture=llama"], ["architecture='llama': must be 'gpt2' or 'qwen3'"]),
-        (["--architecture=gpt2"], ["num_kv_heads=2 does not apply to architecture=gpt2"]),
+        (
+            ["--architecture=gpt2"],
+            ["does not apply to architecture=gpt2; choose architecture qwen3"],
+        ),
     ],
     ids=str,
 )
