@@ -20,6 +20,7 @@ from hypothesis import settings
 from ray._private import ray_constants
 
 from raytrain_gpt import cli
+from raytrain_gpt.config import kinds
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.storage.location import Location
@@ -289,6 +290,14 @@ def straight(request: pytest.FixtureRequest, make_config: MakeConfig) -> Straigh
         return made[num_workers]
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def no_own_code() -> Iterator[None]:
+    """No test sees the code that another one used."""
+    kinds.use(None)
+    yield
+    kinds.use(None)
 
 
 @pytest.fixture

@@ -132,9 +132,8 @@ class ConfigOptions(CodeOptions):
 
     def train_command(self) -> str:
         """The `train` command with the same configuration."""
-        flags = (
-            self.model_dump(include={"preset", "config", "code"}, exclude_none=True) | self.fields
-        )
+        own = self.model_dump(include={"preset", "config", "code"}, exclude_none=True)
+        flags = own | self.fields
         return command_line("train", flags)
 
 
@@ -188,11 +187,8 @@ class Command(Generic[OptionsT]):
             if value == "null" and not (name in options and options[name].annotation == str | None):
                 values[name] = None
         fields = {name: values.pop(name) for name in [*values] if name not in options}
-        self.run(
-            self.options(
-                **values, **({"fields": fields} if "fields" in self.options.model_fields else {})
-            )
-        )
+        more = {"fields": fields} if "fields" in self.options.model_fields else {}
+        self.run(self.options(**values, **more))
 
 
 @dataclass(frozen=True)

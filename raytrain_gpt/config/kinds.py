@@ -70,7 +70,7 @@ class Kind:
 
     Attributes:
         implementation: The function or class itself, or `module:name` of a built-in one.
-        works_on_shards: Whether an optimizer needs no whole tensors.
+        works_on_shards: Whether an optimizer works on shards of tensors.
     """
 
     selector: Selector
@@ -232,7 +232,7 @@ reserved_names = dict.fromkeys(("preset", "config", "code"), "an option of train
 
 
 def _declaring_class(settings: type[Settings], name: str) -> type:
-    """First class that declared a setting; subclasses may declare it again with another default."""
+    """First class that declared a setting; subclasses may declare it again with a different default."""
     return [one for one in settings.__mro__ if name in inspect.get_annotations(one)][-1]
 
 

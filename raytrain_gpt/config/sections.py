@@ -114,11 +114,11 @@ class OpenSection(Strict, extra="allow"):
         chosen = [
             kinds.find(selector, name)
             for selector in cls.selectors
-            for name in _split(values[selector]) or ()
+            for name in _names_of(values[selector])
         ]
         found = [one.settings.model_fields for one in chosen if one]
         if len(found) < len(chosen):
-            return dict(values)  # the settings of a kind that is not known here are not either
+            return dict(values)  # the settings of an unknown kind are unknown too
         names = set(chain(cls.model_fields, keep, *found))
         return {name: value for name, value in values.items() if name in names}
 
@@ -182,6 +182,12 @@ def _split(value: Any) -> Any:
         return value
     names = (one.strip(" '\"") for one in value.strip("[]()").split(","))
     return [name for name in names if name]
+
+
+def _names_of(value: Any) -> list[str]:
+    """Names in the value of a choice; of an invalid one, which is refused later, none."""
+    names = _split(value)
+    return [one for one in names if isinstance(one, str)] if isinstance(names, list | tuple) else []
 
 
 def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:

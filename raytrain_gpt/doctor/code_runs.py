@@ -37,7 +37,7 @@ def compare_runs(code: Code, config: Config) -> str:
     """Compare a run with one that was killed and resumed, and with one on two ranks; for seq_len 16.
 
     Raises:
-        Failed: one has other weights, or does not end.
+        Failed: the weights differ, or a run does not end.
     """
     with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as directory:
         file, source, data = (Path(directory, name) for name in (code.file_name, "text", "data"))
@@ -54,7 +54,7 @@ def compare_runs(code: Code, config: Config) -> str:
         for run, num_ranks, what in ((cut, 1, KILLED), (two, 2, ON_TWO_RANKS)):
             if _trained(run, file, num_ranks) != expected:
                 raise Failed(
-                    f"{what}: other weights; draw nothing at random, keep no state outside"
+                    f"{what}: different weights; draw nothing at random, keep no state outside"
                 )
     return f"{NUM_STEPS} steps {KILLED} and {ON_TWO_RANKS} give the weights of an unbroken run"
 

@@ -96,7 +96,7 @@ class Evaluation:
         """Run an evaluation of the user's; NaN where the counts of all ranks are 0."""
         own, error = self.sums(kind)
         keys = sorted(own)
-        # All ranks exchange their errors: a rank that raised its own would leave the others waiting.
+        # All ranks exchange their errors: a rank that raised its own would block the others.
         answers = self._collectives.all_gather_json((error, keys), tuple[str | None, list[str]])
         for rank, (failed, others) in enumerate(answers):
             if failed is None and others != answers[0][1]:

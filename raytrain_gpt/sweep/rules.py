@@ -33,7 +33,7 @@ OBJECTIVES = {
     "val/bits_per_byte": ("validation loss", "bits per byte"),
     "val/perplexity": ("validation perplexity", "per token"),
 }
-"""Built-in objective, of which a lower one is better -> name and unit."""
+"""Built-in objective, to be minimized -> name and unit."""
 
 MAX_TRIALS = 1000
 """Most trials of a sweep, whose names have three digits."""

@@ -107,7 +107,7 @@ class Wandb:
         except TimeoutError:
             sync = shell("wandb", "sync", "--include-online", Path(self._run.settings.sync_dir))
             self._tracked.log(f"wandb       upload not complete; complete it: {sync}")
-        if self._wandb.run is None:  # nobody else's in a notebook
+        if self._wandb.run is None:  # a notebook may have a run of its user's
             self._wandb.teardown()  # its process may still write, but ends with a Ray actor
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,13 +49,6 @@ class CsvSettings(Settings):
 class Csv: ...
 """
 LION = {"optimizer": "lion", "lion_beta": "0.95"}
-
-
-@pytest.fixture(autouse=True)
-def no_code_before_and_after() -> Iterator[None]:
-    kinds.use(None)
-    yield
-    kinds.use(None)
 
 
 def use(text: str) -> Code:
@@ -206,12 +198,10 @@ def test_changed_text_declares_its_own_kinds_and_the_first_text_its_own_again() 
     ],
 )
 def test_code_that_cannot_be_used_is_one_line_with_its_place(text: str, words: list[str]) -> None:
-    use(text)
+    code = use(text)
     with raises_line(ConfigError, "my.py", *words):
         kinds.own_kinds()
-    assert not [name for name in sys.modules if name.startswith("raytrain_gpt_code_")] or (
-        kinds.find("optimizer", "adamw") is not None
-    )
+    assert f"raytrain_gpt_code_{code.sha256[:8]}" not in sys.modules
 
 
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
@@ -246,6 +236,13 @@ def test_lists_are_written_with_commas_or_as_yaml() -> None:
         Config().updated({"trackers": "a,b,a"})
     before, after = ({"trackers": names} for names in ((), ("a", "b")))
     assert changed_fields(before, after) == {"trackers": "none -> a,b"}
+
+
+@pytest.mark.parametrize("value", [5, None, True, {"a": 1}, [1], [[1]]], ids=str)
+@pytest.mark.parametrize("selector", kinds.SECTIONS)
+def test_a_choice_that_is_no_name_is_one_line(selector: str, value: object) -> None:
+    with raises_line(ConfigError, selector, "must be"):
+        Config().updated({selector: value})
 
 
 def test_flags_of_the_code_are_in_the_help_and_its_mistakes_exit_with_2(

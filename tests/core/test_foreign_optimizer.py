@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +30,8 @@ from tests.core.test_parallel import ranks_of, same
 
 
 @pytest.fixture(autouse=True)
-def own_code() -> Iterator[None]:
+def own_code(no_own_code: None) -> None:
     kinds.use(CODE)
-    yield
-    kinds.use(None)
 
 
 def take_steps(model: GPT, optimizer: Optimizer, seeds: range) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -98,10 +97,8 @@ SHAPE = {"num_layers": 3, "num_heads": 2, "embd_size": 16, "seq_len": 24, "vocab
 
 
 @pytest.fixture(autouse=True)
-def own_code() -> Iterator[None]:
+def own_code(no_own_code: None) -> None:
     kinds.use(Code("odd.py", ODD))
-    yield
-    kinds.use(None)
 
 
 def odd_model(document_end: int | None = None) -> GPT:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -266,12 +265,6 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def no_code_after() -> Iterator[None]:
-    yield
-    kinds.use(None)
-
-
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out runs, which take half a minute."""
@@ -400,7 +393,7 @@ def test_the_shipped_examples_run_together_and_resume_with_the_same_bits() -> No
 def test_a_run_that_differs_between_processes_is_found() -> None:
     hashed = SGD.replace("alpha=-lr", "alpha=-lr * (hash('a') % 1000)")
     assert failures(checks_of(hashed)) == [
-        "FAIL runs of optimizer mine: killed after step 5 and resumed: other weights; draw nothing at "
+        "FAIL runs of optimizer mine: killed after step 5 and resumed: different weights; draw nothing at "
         "random, keep no state outside"
     ]
 

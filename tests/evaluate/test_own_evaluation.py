@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -58,13 +58,6 @@ DRAWS = """
     return {"draw": (sum(drawn), 1), "loss": (losses.sum(), losses.numel()), "on": (sum(modes), 1)}
 """
 Start = Callable[..., Any]
-
-
-@pytest.fixture(autouse=True)
-def no_code_before_and_after() -> Iterator[None]:
-    kinds.use(None)
-    yield
-    kinds.use(None)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -89,16 +88,13 @@ ROWS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """No key of a user, no files of theirs, no code before and after."""
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No key of a user, no files of theirs."""
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    kinds.use(None)
-    yield
-    kinds.use(None)
     wandb.teardown()  # it keeps the environment
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -47,13 +47,6 @@ class Mine(GPT2):
 OTHER = OWN.replace("0.5", "0.4")
 SCHEDULE = {"schedule": "inverse_sqrt", "inv_steps": 7, "max_steps": 20}
 Start = Callable[..., Any]
-
-
-@pytest.fixture(autouse=True)
-def no_code_before_and_after() -> Iterator[None]:
-    kinds.use(None)
-    yield
-    kinds.use(None)
 
 
 @pytest.fixture
