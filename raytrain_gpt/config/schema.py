@@ -21,13 +21,13 @@ from raytrain_gpt.config.arithmetic import nearest_multiples
 from raytrain_gpt.config.built_in import WsdSettings
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.kinds import Strict
+from raytrain_gpt.config.open_section import OpenSection
 from raytrain_gpt.config.sections import (
     SAFE,
     ClusterSection,
     DataSection,
     EvalSection,
     ModelSection,
-    OpenSection,
     OptimSection,
     RunSection,
     SafeSection,

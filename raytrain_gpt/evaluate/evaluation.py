@@ -18,8 +18,8 @@ from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.config.kinds import Kind
+from raytrain_gpt.config.open_section import Name
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.config.sections import Name
 from raytrain_gpt.core.device import seed_everything
 from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.core.loop import Autocast, MicroBatch

@@ -22,8 +22,8 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 
 from raytrain_gpt.config.kinds import Strict
 from raytrain_gpt.config.load import load_config_file, load_preset, read_mapping
+from raytrain_gpt.config.open_section import Name
 from raytrain_gpt.config.schema import FIELDS, Config
-from raytrain_gpt.config.sections import Name
 from raytrain_gpt.config.wording import MAX_SHOWN, refusal, suggestion
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import preview

@@ -1,0 +1,161 @@
+"""A section that chooses kinds by name and holds their settings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from raytrain_gpt.config import built_in as built_in  # declares the built-in kinds
+from raytrain_gpt.config import kinds
+from raytrain_gpt.config.kinds import Kind, Selector, Settings, Strict
+from raytrain_gpt.config.wording import MAX_SHOWN
+from raytrain_gpt.format import preview
+
+S = TypeVar("S", bound=Settings)
+Scalar = bool | int | float | str | None
+
+
+def _is_name(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=-]*", value):
+        raise PydanticCustomError(
+            "name",
+            "must start with a letter or digit, and contain only letters, digits and . _ = -",
+        )
+    return value
+
+
+Name = Annotated[str, AfterValidator(_is_name)]
+"""Directory name that needs no quotes in a shell or URL."""
+
+
+class OpenSection(Strict, extra="allow"):
+    """Section that chooses kinds by name, and holds their settings as plain values after its own fields.
+
+    Where a kind is not known, as its code is absent, the values stay as they are.
+    """
+
+    selectors: ClassVar[tuple[Selector, ...]]
+
+    @property
+    def chosen(self) -> list[Kind] | None:
+        """The chosen kinds, or None if one is not known in this process."""
+        found = [kinds.find(selector, name) for selector, name in self.chosen_names()]
+        return None if None in found else [one for one in found if one is not None]
+
+    def chosen_names(self) -> list[tuple[Selector, str]]:
+        """(Selector, name) of each choice."""
+        chosen = []
+        for selector in self.selectors:
+            value = getattr(self, selector)
+            chosen += [(selector, one) for one in ([value] if isinstance(value, str) else value)]
+        return chosen
+
+    def settings(self, kind: type[S]) -> S:
+        """Settings of one kind, by their class."""
+        extra = self.model_extra or {}
+        return kind(**{name: extra[name] for name in kind.model_fields if name in extra})
+
+    def set_values(self) -> dict[str, Any]:
+        """Own fields, and the settings that differ from the defaults of the chosen kinds."""
+        values = self.model_dump()
+        for kind in self.chosen or ():
+            for name, field in kind.settings.model_fields.items():
+                if values.get(name) == field.default:
+                    del values[name]
+        return values
+
+    @classmethod
+    def applicable(cls, values: Mapping[str, Any], keep: Iterable[str]) -> dict[str, Any]:
+        """Leave out settings of kinds that the values do not choose, unless they are in `keep`."""
+        chosen = [
+            kinds.find(selector, name)
+            for selector in cls.selectors
+            for name in _names_of(values[selector])
+        ]
+        found = [one.settings.model_fields for one in chosen if one]
+        if len(found) < len(chosen):
+            return dict(values)  # the settings of an unknown kind are unknown too
+        names = set(chain(cls.model_fields, keep, *found))
+        return {name: value for name, value in values.items() if name in names}
+
+    @model_validator(mode="after")
+    def _settings_are_valid(self) -> OpenSection:
+        extra = self.__pydantic_extra__
+        assert extra is not None, "extra values are allowed"
+        if (chosen := self.chosen) is None:
+            self._check_unknown(extra)
+            return self
+        known: dict[str, Any] = {}
+        for kind in chosen:
+            own = {name: extra[name] for name in kind.settings.model_fields if name in extra}
+            known |= kind.settings.model_validate(own).model_dump()
+        for name, value in extra.items():
+            if name not in known:
+                self._check_left_out(name, value)
+        extra.clear()
+        extra.update(known)
+        return self
+
+    def _check_left_out(self, name: str, value: Any) -> None:
+        """Refuse a setting of a kind that was not chosen, unless it is the default, or an unknown name."""
+        owners = [one for one in kinds.owners(name) if one.selector in self.selectors]
+        if not owners:
+            raise _unknown(name, value)
+        given = getattr(owners[0].settings.model_validate({name: value}), name)
+        if given in [one.settings.model_fields[name].default for one in owners]:
+            return
+        names = " and ".join(
+            f"{selector}={getattr(self, selector)}"
+            for selector in self.selectors
+            if any(kind.selector == selector for kind in owners)
+        )
+        choices = " or ".join(f"{kind.selector} {kind.name}" for kind in owners)
+        shown = preview(given, MAX_SHOWN)
+        raise ValueError(
+            f"{name}={shown} does not apply to {names}; choose {choices}, or remove {name}"
+        )
+
+    @staticmethod
+    def _check_unknown(extra: Mapping[str, Any]) -> None:
+        """Refuse what no setting could be: a name of a field, or a value that is not a scalar."""
+        for name, value in extra.items():
+            if (
+                name in kinds.reserved_names
+                or not name.isidentifier()
+                or not isinstance(value, Scalar)
+            ):
+                raise _unknown(name, value)
+
+
+def _unknown(name: str, value: Any) -> ValidationError:
+    error = InitErrorDetails(type="extra_forbidden", loc=(name,), input=value)
+    return ValidationError.from_exception_data("section", [error])
+
+
+def _split(value: Any) -> Any:
+    """Split names in a text, which may also be a list as YAML and Python write it."""
+    if not isinstance(value, str):
+        return value
+    names = (one.strip(" '\"") for one in value.strip("[]()").split(","))
+    return [name for name in names if name]
+
+
+def _names_of(value: Any) -> list[str]:
+    """Names in the value of a choice; of an invalid one, which is refused later, none."""
+    names = _split(value)
+    return [one for one in names if isinstance(one, str)] if isinstance(names, list | tuple) else []
+
+
+def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise PydanticCustomError("twice", "has {name} twice", {"name": twice})
+    return names
+
+
+Names = Annotated[tuple[Name, ...], BeforeValidator(_split), AfterValidator(_distinct)]
+"""Names in a list, or in a text with commas between them."""
