@@ -27,7 +27,6 @@ from raytrain_gpt.core.loss import chunk_tokens
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.optim import ForeignOptimizer
 from raytrain_gpt.core.registry import build_optimizer, count_model, new_model, optimizer_class
-from raytrain_gpt.core.state import state_by_owner
 
 _FP32_BYTES = 4
 _BF16_BYTES = 2
@@ -64,6 +63,8 @@ def _architecture(shape: GPTShape) -> Kind:
 @functools.cache
 def _fake_state_bytes(shape: GPTShape, of: tuple[Kind, ...], optim: OptimSection) -> int | None:
     """Bytes after a step, or None if it fails; the kinds `of` tell different codes apart."""
+    from raytrain_gpt.core.state import state_by_owner  # here: safetensors is not needed elsewhere
+
     with FakeTensorMode():
         model = new_model(shape)
         for parameter in model.parameters():
