@@ -45,7 +45,11 @@ class Strict(BaseModel):
     """Immutable model without unknown fields, infinities and NaNs; docstrings describe fields."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        defer_build=True,  # until the first validation: help needs none
     )
 
     @field_validator("*")
