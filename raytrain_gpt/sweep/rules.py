@@ -24,7 +24,7 @@ from raytrain_gpt.sweep.space import (
 )
 
 SAME_IN_ALL_TRIALS = ("eval", "cluster", "run", "tracking")
-"""Sections for locations, resources and the measurement of the objective."""
+"""Sections for locations, resources and the measurement of the objective; settings of kinds may vary."""
 OTHER_LOSSES = ("data_path", "init_from", "document_mask")
 """Fields of other sections that make losses incomparable."""
 
@@ -55,7 +55,7 @@ def check_objective(objective: str, mode: str | None) -> None:
         raise ConfigError(f"set objective_mode to min or max, the better end of {objective}")
 
 
-def check_space(space: Mapping[str, Domain], overrides: Mapping[str, Any]) -> None:
+def check_space(space: Mapping[str, Domain], overrides: Mapping[str, Any], objective: str) -> None:
     """Refuse fields that cannot vary between trials, and an empty search."""
     for name, domain in space.items():
         if name in overrides:
@@ -63,7 +63,7 @@ def check_space(space: Mapping[str, Domain], overrides: Mapping[str, Any]) -> No
                 f"{name} has a value in overrides ({overrides[name]}) and a domain in the space; "
                 "remove one of them"
             )
-        if field_section(name) in SAME_IN_ALL_TRIALS or name in OTHER_LOSSES:
+        if _is_same_in_all_trials(name, objective):
             raise ConfigError(f"{name} cannot vary between trials; move it from space to overrides")
         if name in ("global_batch_tokens", "seq_len") and not isinstance(domain, Grid | Choice):
             raise ConfigError(
@@ -74,6 +74,13 @@ def check_space(space: Mapping[str, Domain], overrides: Mapping[str, Any]) -> No
     if all(isinstance(domain, Expression) for domain in space.values()):
         raise ConfigError("the space has nothing to search; add a grid, choice or range")
     expression_order(space)
+
+
+def _is_same_in_all_trials(name: str, objective: str) -> bool:
+    if owners := kinds.owners(name):
+        measures = ("evaluations", objective.partition("/")[0])
+        return measures in [(owner.selector, owner.name) for owner in owners]
+    return field_section(name) in SAME_IN_ALL_TRIALS or name in OTHER_LOSSES
 
 
 def _check_settings(space: Mapping[str, Domain], overrides: Mapping[str, Any]) -> None:

@@ -142,7 +142,7 @@ class Sweep(Strict):
             if name in SET_BY_SWEEP:
                 raise ConfigError(f"{name} is set by the sweep; {SET_BY_SWEEP[name]}")
         rules.check_objective(self.objective, self.objective_mode)
-        rules.check_space(self.space, self.overrides)
+        rules.check_space(self.space, self.overrides, self.objective)
         rules.check_num_trials(self.space, self.searcher, self.num_trials)
         report, budget = self.report_every_tokens, self.budget_tokens
         if report > budget:

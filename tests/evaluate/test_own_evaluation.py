@@ -294,6 +294,14 @@ def test_objectives_that_cannot_be_compared_are_refused(fields: dict[str, Any], 
         sweep_of({"peak_lr": {"grid": [1e-3, 2e-3]}}, **fields)
 
 
+def test_settings_of_the_evaluation_that_is_the_objective_cannot_vary() -> None:
+    kinds.use(Code("accuracy.py", EXAMPLE.read_text("utf-8")))
+    space = {"accuracy_tokens": {"grid": [1024, 4096]}}
+    assert [*sweep_of(space).space] == ["accuracy_tokens"]
+    with raises_line(ConfigError, "accuracy_tokens cannot vary between trials; move it"):
+        sweep_of(space, objective="accuracy/top1", objective_mode="max")
+
+
 def test_a_sweep_ranks_and_plots_the_highest_first_if_it_is_told_so(tmp_path: Path) -> None:
     kinds.use(Code("my.py", START + "    pass"))
     space = {"peak_lr": {"grid": [1e-3, 2e-3]}, "seed": {"grid": [1, 2]}}
