@@ -231,7 +231,7 @@ def test_a_hanging_and_a_frozen_rank_are_noticed_with_the_stacks_of_all(
     assert "pass_through" in first
     assert "[rank 0]" in first
     # The other rank waits in the log's collective, or in Ray's, which runs every few seconds.
-    assert any(f"in {call}" in first for call in ("all_gather_rows", "get_preemption_info"))
+    assert any(f"in {call}" in first for call in ("all_gather_rows", "get_preemption_info")), first
     assert "[rank 0] does not respond (process" in second
     assert "[rank 1] thread" in second
     assert any("no progress for 25 s" in line for line in lines)
