@@ -37,6 +37,8 @@ class Resources:
 
     nodes: tuple[Node, ...]
     ours: bool
+    data_cpus: int = DATA_CPUS
+    """CPUs to keep free for Ray Data; 0 if workers read the data themselves."""
 
     @property
     def cpus(self) -> float:
@@ -47,8 +49,8 @@ class Resources:
         return int(sum(node.gpus for node in self.nodes))
 
     def room_for(self, cpus: int, gpus: float) -> int:
-        """Count the workers of this size that fit, with `DATA_CPUS` to spare."""
-        return min(self.places(cpus, gpus), max(0, int((self.cpus - DATA_CPUS) // cpus)))
+        """Count the workers of this size that fit, with `data_cpus` to spare."""
+        return min(self.places(cpus, gpus), max(0, int((self.cpus - self.data_cpus) // cpus)))
 
     def places(self, cpus: int, gpus: float) -> int:
         """Count the workers of this size that fit on the nodes; a worker is never split over nodes."""
@@ -147,7 +149,7 @@ def _too_small(config: FittedConfig, resources: Resources, room: int) -> Cluster
     c, evaluations = config.cluster, num_async_evaluations(config)
     have = f"{count(resources.cpus, 'CPU', form='g')} and {count(resources.gpus, 'GPU')} on "
     have += count(len(resources.nodes), "node")
-    free = f"{DATA_CPUS} CPU is reserved for data"
+    free = f"{DATA_CPUS} CPU is reserved for data" if resources.data_cpus else "none for data"
     ways = [f"set num_workers to at most {room}"] if room > 0 else []
     if evaluations:
         free += ", and the resources of one worker for eval_mode=async"

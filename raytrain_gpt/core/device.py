@@ -199,8 +199,17 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def forget_peak_memory() -> None:
+    """Restart the peak of `peak_memory_bytes`, where the system can."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", "ascii")  # proc_pid_clear_refs(5)
+
+
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak memory since the process started: allocated on a GPU, else resident on the host."""
+    """Peak memory of this process: allocated on a GPU, else resident on the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

@@ -1,4 +1,4 @@
-"""Ray Tune's callback: writes the history, prints the table of trials, forwards a stop."""
+"""Ray Tune's callback: writes the history, prints the table of trials, watches their processes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from ray import tune
 from ray.tune.experiment import Trial as TuneTrial
 
 from raytrain_gpt.cluster.failures import root_cause, user_error_in
-from raytrain_gpt.errors import ConfigError, Diverged
+from raytrain_gpt.cluster.orphans import kill_process
+from raytrain_gpt.errors import ConfigError, Interrupted
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.sweep.history import REPORTED, History
 from raytrain_gpt.sweep.results import progress_table
-from raytrain_gpt.sweep.trial_actor import TOKENS_SEEN, SweepContext
+from raytrain_gpt.sweep.trial_actor import ENDED
 from raytrain_gpt.sweep.trial_plan import tied_values, trial_config
+from raytrain_gpt.sweep.trial_run import OBJECTIVE, TOKENS_SEEN, SweepContext
 from raytrain_gpt.sweep.trials import Trial
 
 SHOW_EVERY_S = 10.0
+WATCH_EVERY_S = 2.0
 
 
 class SweepStopped(Exception):
@@ -36,9 +39,12 @@ class SweepCallback(tune.Callback):  # type: ignore[misc]
     def __init__(
         self, context: SweepContext, history: History, stop: threading.Event, lease: Lease, log: Log
     ) -> None:
-        self._context, self._sweep, self._barrier = context, context.sweep, context.barrier
+        self._context, self._sweep = context, context.sweep
+        self._coordinator = context.coordinator
         self._history, self._stop, self._lease, self._log = history, stop, lease, log
-        self._changed, self._shown_at = False, 0.0
+        self._changed, self._shown_at, self._watched_at = False, 0.0, 0.0
+        self._ended: dict[str, dict[str, str]] = {}
+        self._paused: set[str] = set()
 
     def on_trial_start(self, trial: TuneTrial, **_info: Any) -> None:
         values = trial.config["values"]
@@ -48,22 +54,32 @@ class SweepCallback(tune.Callback):  # type: ignore[misc]
         self._add("started", trial, values=values)
 
     def on_trial_result(self, trial: TuneTrial, result: Any, **_info: Any) -> None:
+        if ENDED in result:
+            self._ended[str(trial)] = result[ENDED]
+            return
         self._add("report", trial, **{key: result[key] for key in ("step", *REPORTED)})
+        told = str(trial), result[TOKENS_SEEN], result[OBJECTIVE]
+        self._coordinator.reported.remote(*told)
 
     def on_trial_complete(self, trial: TuneTrial, **_info: Any) -> None:
         report = self._history.last_report(str(trial))
         finished = report is not None and report[TOKENS_SEEN] >= self._sweep.budget_tokens
-        self._add("ended", trial, state="finished" if finished else "stopped")
+        how = {"state": "finished" if finished else "stopped"}
+        self._add("ended", trial, **self._ended.get(str(trial), how))
+        self._coordinator.ended.remote(str(trial))
+
+    def on_trial_recover(self, trial: TuneTrial, **_info: Any) -> None:
+        """Make room for the trial's next process; leaving a place or a node is no failure."""
+        raised = _raised(trial)
+        if raised is not None and isinstance(user_error_in(raised), Interrupted):
+            trial.max_failures += 1
+        self._log(f"trial {trial} lost its process ({_cause(trial)}); starting another one")
+        self._coordinator.leave.remote(str(trial))
 
     def on_trial_error(self, trial: TuneTrial, **_info: Any) -> None:
-        state, error = "failed", "Ray Tune could not start it"
-        if trial.pickled_error_file:  # a local file, also with an object store
-            cause = ray.cloudpickle.loads(Path(trial.pickled_error_file).read_bytes())
-            error = root_cause(cause)
-            if isinstance(own_error := user_error_in(cause), Diverged):
-                state, error = "diverged", str(own_error)
-        self._add("ended", trial, state=state, error=error)
-        self._barrier.leave.remote(str(trial))
+        self._add("ended", trial, state="failed", error=_cause(trial))
+        self._coordinator.ended.remote(str(trial))
+        self._coordinator.leave.remote(str(trial))
 
     def on_step_end(self, trials: list[TuneTrial], **_info: Any) -> None:
         self._lease.check()
@@ -72,21 +88,42 @@ class SweepCallback(tune.Callback):  # type: ignore[misc]
                 "stopping: all trials save a checkpoint first (press Ctrl+C twice more to stop "
                 "without saving)"
             )
-            ray.get(self._barrier.stop_all.remote())
+            ray.get(self._coordinator.stop_all.remote())
             self._wait_for_runs()
             raise SweepStopped
+        self._end_paused(trials)
+        if time.monotonic() - self._watched_at >= WATCH_EVERY_S:
+            self._watched_at = time.monotonic()
+            self._watch()
         if self._changed and time.monotonic() - self._shown_at >= SHOW_EVERY_S:
             self._show(trials)
         if all(trial.is_finished() for trial in trials):
             # Ray Tune kills running trials five seconds after the last decision.
             self._wait_for_runs()
 
+    def _end_paused(self, trials: list[TuneTrial]) -> None:
+        """End the runs of paused trials: they continue in any process, as new runs or from checkpoints."""
+        paused = {str(trial) for trial in trials if trial.status == TuneTrial.PAUSED}
+        for name in paused - self._paused:
+            self._coordinator.order.remote(name, "end")
+        self._paused = paused
+
+    def _watch(self) -> None:
+        """Kill hanging processes, which also a busy Python cannot prevent, and leave draining nodes."""
+        if draining := list(ray._private.state.state.get_draining_nodes()):
+            self._coordinator.leave_nodes.remote(draining)
+        for name, node_id, pid, stalled_s in ray.get(self._coordinator.hanging.remote()):
+            self._log(
+                f"trial {name}: no progress for {stalled_s:.0f} s (hang_timeout_s); killing it"
+            )
+            kill_process(node_id, pid)
+
     def _add(self, event: str, trial: TuneTrial, **details: Any) -> None:
         self._history.add(event, str(trial), **details)
         self._changed = True
 
     def _wait_for_runs(self) -> None:
-        if late := ray.get(self._barrier.wait_until_empty.remote()):
+        if late := ray.get(self._coordinator.wait_until_empty.remote()):
             self._log(f"trials {', '.join(late)} did not stop in time; unsaved steps are lost")
 
     def _show(self, trials: list[TuneTrial]) -> None:
@@ -98,3 +135,16 @@ class SweepCallback(tune.Callback):  # type: ignore[misc]
         table = progress_table(shown, self._sweep.objective, self._sweep.budget_tokens)
         # Files and job logs get only the counts.
         self._log(table if sys.stdout.isatty() else table.partition("\n")[0])
+
+
+def _raised(trial: TuneTrial) -> Exception | None:
+    """Return what ended a trial's process, or None if it never started."""
+    if not trial.pickled_error_file:  # a local file, also with an object store
+        return None
+    raised: Exception = ray.cloudpickle.loads(Path(trial.pickled_error_file).read_bytes())
+    return raised
+
+
+def _cause(trial: TuneTrial) -> str:
+    raised = _raised(trial)
+    return "Ray Tune could not start it" if raised is None else root_cause(raised)

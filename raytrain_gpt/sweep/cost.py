@@ -8,14 +8,18 @@ import time
 
 import torch
 
-from raytrain_gpt.cluster.capacity import DATA_CPUS
 from raytrain_gpt.config.resolved import SizedConfig
 from raytrain_gpt.core.device import make_autocast, resolve_precision
 from raytrain_gpt.core.memory import MemoryModel
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.registry import configured_model
 from raytrain_gpt.format import amount, count, duration
-from raytrain_gpt.sweep.resources import cpus_to_start, one_worker_for_auto, trial_cpus
+from raytrain_gpt.sweep.resources import (
+    cpus_to_start,
+    data_cpus,
+    one_worker_for_auto,
+    trial_cpus,
+)
 from raytrain_gpt.sweep.results import plan_table
 from raytrain_gpt.sweep.spec import Asha, Sweep
 from raytrain_gpt.sweep.trial_plan import (
@@ -31,7 +35,10 @@ from raytrain_gpt.train.preflight import expected_vocab_size
 PROBE_S = 5.0
 """Duration of the speed measurement, which takes at least one forward and backward pass."""
 START_S = 35.0
-"""Time of a trial besides its steps (processes, imports, evaluations); two sweeps on two cores: 33, 51 s."""
+"""Time of a trial of several workers besides its steps (processes, imports, evaluations); two sweeps on two
+cores: 33, 51 s."""
+NEW_PROCESS_S, USED_PROCESS_S = 6.0, 1.0
+"""Start of a trial of one worker in a new process, and start and end in a used one, on two cores."""
 
 
 def cost_lines(sweep: Sweep) -> list[str]:
@@ -49,10 +56,10 @@ def cost_lines(sweep: Sweep) -> list[str]:
             f"{count(number, 'trial')}, whose values Optuna chooses from the losses of earlier ones"
         ]
     gpus = "" if c.use_gpu is False else f", with GPUs {c.gpus_per_worker:g} for each worker"
+    for_data = f", {data_cpus(base)} of them for data" if data_cpus(base) else ""
     at_once = cpus_to_start(sweep, base) // trial_cpus(base)
     lines.append(
-        f"each trial: {count(trial_cpus(base), 'CPU')} ({c.num_workers} × {c.cpus_per_worker} for workers, "
-        f"{DATA_CPUS} for data){gpus} | on this machine: {at_once} at once"
+        f"each trial: {count(trial_cpus(base), 'CPU')}{for_data}{gpus} | on this machine: {at_once} at once"
     )
     full, least, stops = number * sweep.budget_tokens, halved_tokens(sweep, number), ""
     if least < full:
@@ -68,12 +75,13 @@ def cost_lines(sweep: Sweep) -> list[str]:
     # Trials that share a GPU share its speed.
     speed = (c.gpus_per_worker if on_gpu else 1) * c.num_workers * measured
     if device.type == "cpu":  # more of them share the same cores
-        at_once = min(at_once, max(1, (os.cpu_count() or 1) // (trial_cpus(base) - DATA_CPUS)))
-    steps_s, starts_s = full / speed / at_once, number * START_S / at_once
+        at_once = min(at_once, max(1, (os.cpu_count() or 1) // (c.num_workers * c.cpus_per_worker)))
+    first_s, each_s = (0, START_S) if c.num_workers > 1 else (NEW_PROCESS_S, USED_PROCESS_S)
+    steps_s, starts_s = full / speed / at_once, first_s + number * each_s / at_once
     lines.append(
         f"time: at most {duration(steps_s + starts_s)}: {duration(steps_s)} of steps at {speed:,.0f} tok/s "
-        f"per trial (measured here, {device.type}), {duration(starts_s)} of {count(number, 'start')} (about "
-        f"{START_S:.0f} s each), {at_once} at full speed at once"
+        f"per trial (measured here, {device.type}), {duration(starts_s)} of {count(number, 'start')}, "
+        f"{at_once} at full speed at once"
     )
     return lines
 

@@ -26,9 +26,14 @@ def one_worker_for_auto(config: Config) -> SizedConfig:
     )
 
 
+def data_cpus(config: SizedConfig) -> int:
+    """Return the CPUs of a trial's data tasks; a single worker reads the data itself."""
+    return DATA_CPUS if config.cluster.num_workers > 1 else 0
+
+
 def trial_cpus(config: SizedConfig) -> int:
     c = config.cluster
-    return c.num_workers * c.cpus_per_worker + DATA_CPUS
+    return c.num_workers * c.cpus_per_worker + data_cpus(config)
 
 
 def cpus_to_start(sweep: Sweep, config: SizedConfig) -> int:
@@ -38,7 +43,7 @@ def cpus_to_start(sweep: Sweep, config: SizedConfig) -> int:
     if gpus:
         fit = int(gpus / (c.num_workers * c.gpus_per_worker) + 1e-9)
     else:
-        fit = (os.cpu_count() or 1) // (trial_cpus(config) - DATA_CPUS)
+        fit = (os.cpu_count() or 1) // (c.num_workers * c.cpus_per_worker)
     if isinstance(sweep.scheduler, Pbt):
         fit = num_trials(sweep)
     at_once = min(sweep.max_concurrent_trials or fit, num_trials(sweep))

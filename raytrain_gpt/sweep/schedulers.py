@@ -1,75 +1,88 @@
-"""Ray Tune's schedulers and searcher, which decide on the trials and on which of them continue.
+"""Successive halving, and population-based training by Ray Tune.
 
-None of them preserves its state over a crash. They are rebuilt from the sweep's history by replaying all
-earlier reports in order.
+Ray Tune does not save the latter's state, and its draws do not come out again. Here they follow from seed,
+trial and tokens, so that a sweep that was killed continues as if it were not.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
-from types import SimpleNamespace
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from ray import tune
 from ray.tune.experiment import Trial as TuneTrial
-from ray.tune.schedulers import AsyncHyperBandScheduler, PopulationBasedTraining, TrialScheduler
+from ray.tune.schedulers import PopulationBasedTraining
 
-from raytrain_gpt.sweep.history import ENDED, History
+from raytrain_gpt.sweep.history import ENDED, Event
 from raytrain_gpt.sweep.space import Choice, LogUniform, RandInt, Uniform
 from raytrain_gpt.sweep.spec import Asha, Pbt, Sweep
-from raytrain_gpt.sweep.trial_actor import OBJECTIVE, TOKENS_SEEN
+from raytrain_gpt.sweep.trial_run import OBJECTIVE, TOKENS_SEEN
 
 
-def _named(trial: TuneTrial | str) -> Any:
-    """Return a trial for TokenHalving, identified by its name, which a restart does not change."""
-    return SimpleNamespace(trial_id=str(trial))
+class Halving:
+    """Successive halving (Li et al., 2020), judged in the plan's order: scores at the rungs, and verdicts.
 
+    At a rung a trial is compared with the trials before it in the plan, as if they ran one after another. So
+    no decision depends on speed, on the number of concurrent trials, or on a restart. The price is that a
+    trial waits at a rung until the earlier ones have reached it or ended.
 
-class TokenHalving(AsyncHyperBandScheduler):  # type: ignore[misc]
-    """Asynchronous successive halving (Li et al., 2020) with rungs in tokens."""
+    Args:
+        names: All trials, in the plan's order.
+        maximize: Whether a higher objective is better.
+    """
 
-    def __init__(self, scheduler: Asha, budget_tokens: int, mode: str = "min") -> None:
-        super().__init__(
-            time_attr=TOKENS_SEEN,
-            metric=OBJECTIVE,
-            mode=mode,
-            max_t=budget_tokens,
-            grace_period=scheduler.grace_tokens,
-            reduction_factor=scheduler.reduction_factor,
-        )
+    def __init__(
+        self, scheduler: Asha, budget_tokens: int, names: Sequence[str], maximize: bool = False
+    ) -> None:
+        self._factor, self._sign = scheduler.reduction_factor, 1 if maximize else -1
+        self._places = {name: place for place, name in enumerate(names)}
+        self._ended: set[str] = set()
+        self._scores: dict[int, dict[str, float]] = {}
+        rung = scheduler.grace_tokens
+        while rung < budget_tokens:
+            self._scores[rung] = {}
+            rung *= self._factor
 
-    def replay(self, history: History) -> list[str]:
-        """Replay the earlier reports; return the trials that it would have stopped before a crash."""
-        stopped: dict[str, bool] = {}
-        for event in history.events:
-            name = event["trial"]
+    def replay(self, events: Iterable[Event]) -> None:
+        """Add the events of a history."""
+        for event in events:
             if event["event"] == "report":
-                if name not in stopped:
-                    super().on_trial_add(None, _named(name))
-                result = {TOKENS_SEEN: event[TOKENS_SEEN], OBJECTIVE: event[OBJECTIVE]}
-                action = super().on_trial_result(None, _named(name), result)
-                stopped[name] = action == TrialScheduler.STOP
-        return [name for name, is_stopped in stopped.items() if is_stopped]
+                self.report(event["trial"], event["tokens_seen"], event["objective"])
+            elif event["event"] == "ended" and event["state"] in ENDED:
+                self.end(event["trial"])
 
-    def on_trial_add(self, tune_controller: Any, trial: TuneTrial) -> None:
-        super().on_trial_add(tune_controller, _named(trial))
+    def report(self, name: str, tokens_seen: int, objective: float) -> None:
+        if tokens_seen in self._scores:
+            self._scores[tokens_seen].setdefault(name, self._sign * objective)
 
-    def on_trial_result(self, tune_controller: Any, trial: TuneTrial, result: Any) -> Any:
-        return super().on_trial_result(tune_controller, _named(trial), result)
+    def end(self, name: str) -> None:
+        """Note that a trial reaches no further rung."""
+        self._ended.add(name)
 
-    def on_trial_complete(self, tune_controller: Any, trial: TuneTrial, result: Any) -> None:
-        super().on_trial_complete(tune_controller, _named(trial), result)
+    def missing(self, name: str, tokens_seen: int) -> list[str]:
+        """Return the trials whose scores the verdict on a report still needs."""
+        scores = self._scores.get(tokens_seen)
+        if scores is None:
+            return []
+        needed = [*self._places][: self._places[name] + 1]
+        return [one for one in needed if one not in scores and one not in self._ended]
 
-    def on_trial_remove(self, tune_controller: Any, trial: TuneTrial) -> None:
-        super().on_trial_remove(tune_controller, _named(trial))
+    def passes(self, name: str, tokens_seen: int) -> bool:
+        """Whether a trial continues after a report of which no score is missing."""
+        scores = self._scores.get(tokens_seen, {})
+        earlier = [s for one, s in scores.items() if self._places[one] < self._places[name]]
+        if not earlier:
+            return True
+        return bool(scores[name] >= np.percentile(earlier, 100 * (1 - 1 / self._factor)))
 
 
 class Population(PopulationBasedTraining):  # type: ignore[misc]
     """Population-based training (Jaderberg et al., 2017), all trials compared at the same tokens."""
 
     def __init__(self, sweep: Sweep, scheduler: Pbt) -> None:
-        random.seed(sweep.sweep_seed)  # Ray Tune draws from the global generator
+        self._seed = sweep.sweep_seed
         self._every_tokens = scheduler.perturb_every_tokens
         self._synced_tokens = 0
         self._domains: dict[str, Any] = {name: sweep.space[name] for name in scheduler.mutate}
@@ -109,6 +122,14 @@ class Population(PopulationBasedTraining):  # type: ignore[misc]
         self._next_perturbation_sync = self._synced_tokens + self._every_tokens
         return self._synced_tokens
 
+    def _checkpoint_or_exploit(self, trial: TuneTrial, *args: Any) -> None:
+        """Draw from a seed of the sweep, the trial and its tokens: Ray Tune uses global generators."""
+        tokens_seen = self._trial_state[trial].last_train_time
+        draws = random.Random(f"{self._seed}/{trial}/{tokens_seen}")
+        random.seed(draws.random())
+        np.random.seed(draws.randrange(2**32))
+        super()._checkpoint_or_exploit(trial, *args)
+
     def on_trial_add(self, tune_controller: Any, trial: TuneTrial) -> None:
         super().on_trial_add(tune_controller, trial)
         self._trial_state[trial].last_perturbation_time = self._synced_tokens
@@ -117,8 +138,10 @@ class Population(PopulationBasedTraining):  # type: ignore[misc]
         return super().on_trial_result(_WithoutEnded(tune_controller), trial, result)
 
     def on_trial_error(self, tune_controller: Any, trial: TuneTrial) -> None:
-        """Skip the comparison if all others are waiting for this trial."""
+        """Skip the comparison if all others are waiting for this trial, and it gets no other process."""
         super().on_trial_error(tune_controller, trial)
+        if trial.should_recover():
+            return
         others = [
             state
             for other, state in self._trial_state.items()
@@ -152,27 +175,3 @@ def _tune_domain(domain: Any) -> Any:
         low, high = domain.randint
         return tune.randint(low, high + 1)
     return tune.choice(list(domain.choice))
-
-
-def optuna_search(sweep: Sweep, history: History) -> Any:
-    """Create Optuna's search (TPE) with the results of earlier trials.
-
-    Trials that had not ended are suggested first, in the order of their names.
-    """
-    from ray.tune.search.optuna import OptunaSearch
-
-    domains = {name: _tune_domain(sweep.space[name]) for name in sweep.searched}
-    trials = [trial for trial in history.trials() if trial.values]
-    points = {t.name: {f"values/{name}": t.values[name] for name in sweep.searched} for t in trials}
-    search = OptunaSearch(
-        OptunaSearch.convert_search_space({"values": domains}),
-        metric=OBJECTIVE,
-        mode=sweep.mode,
-        points_to_evaluate=[points[t.name] for t in trials if t.state not in ENDED] or None,
-        # The same seed after a restart would repeat the draws.
-        seed=sweep.sweep_seed + len(trials),
-    )
-    for trial in trials:
-        if trial.state in ENDED and trial.score is not None:
-            search.add_evaluated_point(points[trial.name], trial.score)
-    return search

@@ -15,18 +15,20 @@ import ray
 from ray import tune
 from ray.tune.schedulers import FIFOScheduler
 
-from raytrain_gpt.cluster.capacity import DATA_CPUS
 from raytrain_gpt.cluster.failures import user_error_in
+from raytrain_gpt.cluster.shared_storage import check_storage
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.data.locations import data_of
 from raytrain_gpt.errors import Interrupted, TrainingFailed
 from raytrain_gpt.format import Log, count
 from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.callback import SweepCallback, SweepStopped
+from raytrain_gpt.sweep.coordinator import Coordinator
 from raytrain_gpt.sweep.history import ENDED, History
-from raytrain_gpt.sweep.resources import trial_cpus
+from raytrain_gpt.sweep.resources import data_cpus, trial_cpus
 from raytrain_gpt.sweep.results import (
     BEST_FILE,
     RESULTS_FILE,
@@ -36,10 +38,11 @@ from raytrain_gpt.sweep.results import (
     final_table,
     results_csv,
 )
-from raytrain_gpt.sweep.schedulers import Population, TokenHalving, optuna_search
+from raytrain_gpt.sweep.schedulers import Halving, Population
 from raytrain_gpt.sweep.spec import Asha, Pbt, Sweep
-from raytrain_gpt.sweep.trial_actor import ShutdownBarrier, SweepContext, TrialActor, checkpoint_of
+from raytrain_gpt.sweep.trial_actor import TrialActor, checkpoint_of
 from raytrain_gpt.sweep.trial_plan import num_trials, planned_trials, trial_config
+from raytrain_gpt.sweep.trial_run import SweepContext
 from raytrain_gpt.sweep.trials import State, Trial, best_trial
 from raytrain_gpt.tracking.configured import mark_interrupted, tracker_warnings
 from raytrain_gpt.tracking.mlflow_run import ParentRun, tracking_uri
@@ -49,7 +52,7 @@ from raytrain_gpt.train.supervisor import TrainLoop
 TRIALS_DIR = "trials"
 TUNE_DIR = "tune"
 ACTOR_BYTES = 2**29
-"""Memory of a trial's process, its only reservation; its workers reserve their CPUs."""
+"""Memory that a trial's process reserves."""
 
 _TUNE_ENVIRONMENT = {
     # We print the table of trials, and only the old output can be silenced.
@@ -78,6 +81,7 @@ class _Remaining:
     """Trials still to run, with their restored scheduler."""
 
     scheduler: Any
+    halving: Halving | None
     names: list[str]
     begun: dict[str, tuple[int, str | None]]
     """See `SweepContext`."""
@@ -104,6 +108,12 @@ class SweepRun:
             # A copy may start after its original has reached the next comparison.
             needed = sweep.scheduler.perturb_every_tokens // sweep.report_every_tokens + 1
             changes["keep_checkpoints"] = max(fitted.train.keep_checkpoints, needed)
+        self._cpus, self._data_cpus = trial_cpus(fitted), data_cpus(fitted)
+        cluster = fitted.cluster
+        self._resources: dict[str, float] = {"memory": ACTOR_BYTES}
+        if cluster.num_workers == 1:  # the trial's process trains, as in local mode
+            changes |= {"num_workers": 0, "min_workers": None}
+            self._resources |= {"cpu": cluster.cpus_per_worker, "gpu": cluster.num_gpus}
         self._fitted = fitted.updated(changes)
 
     def run(
@@ -124,14 +134,16 @@ class SweepRun:
         self._log(
             f"{self._sweep.title}: {count(len(remaining.names), 'trial')} of "
             f"{count(self._sweep.budget_tokens, 'token', form=',')} to run, {at_once} at once, each "
-            f"{count(trial_cpus(self._fitted), 'CPU')}, {DATA_CPUS} of them for data"
+            f"{count(self._cpus, 'CPU')}{f', {self._data_cpus} of them for data' if self._data_cpus else ''}"
         )
-        barrier: Any = ShutdownBarrier.remote()  # type: ignore[attr-defined]
+        check_storage(self._directory, [one.directory for one in data_of(self._base).datasets])
+        start: Any = Coordinator.remote  # type: ignore[attr-defined]
+        coordinator = start(remaining.halving, self._fitted.cluster.hang_timeout_s or 0.0)
         context = SweepContext(
             sweep=self._sweep,
             base=self._fitted,
             tracker_tags={**parent.child_tags, "sweep": self._sweep.sweep_name},
-            barrier=barrier,
+            coordinator=coordinator,
             begun=remaining.begun,
             train_loop=train_loop,
         )
@@ -152,7 +164,7 @@ class SweepRun:
         except Exception as error:
             raise user_error_in(error) or error from None
         finally:
-            ray.kill(barrier)
+            ray.kill(coordinator)
             if end != "finished":
                 parent.close(end, {}, {})
         return self._finish(parent)
@@ -161,26 +173,31 @@ class SweepRun:
         sweep, history = self._sweep, self._history
         pbt = sweep.scheduler if isinstance(sweep.scheduler, Pbt) else None
         scheduler: Any = FIFOScheduler()
+        halving = None
+        all_names = [f"{number:03d}" for number in range(num_trials(sweep))]
         complete = [t.name for t in history.trials() if t.tokens_seen >= sweep.budget_tokens]
         self._end_if_open(complete, "finished")
         if isinstance(sweep.scheduler, Asha):
-            scheduler = TokenHalving(sweep.scheduler, sweep.budget_tokens, sweep.mode)
-            self._end_if_open(scheduler.replay(history), "stopped")
+            maximize = sweep.mode == "max"
+            halving = Halving(sweep.scheduler, sweep.budget_tokens, all_names, maximize)
+            halving.replay(history.events)
+            reached = [(t.name, t.tokens_seen) for t in history.trials() if t.state not in ENDED]
+            judged = [one for one in reached if not halving.missing(*one)]
+            stopped = [name for name, tokens in judged if not halving.passes(name, tokens)]
+            self._end_if_open(stopped, "stopped")
         # With PBT, the other trials are past the comparisons that a failed trial would need.
         over = (*ENDED, "failed") if pbt else ENDED
         trials = {trial.name: trial for trial in history.trials()}
-        all_names = [f"{number:03d}" for number in range(num_trials(sweep))]
         names = [n for n in all_names if n not in trials or trials[n].state not in over]
         reports = {n: report for n in names if (report := history.last_report(n)) is not None}
         begun: dict[str, tuple[int, str | None]] = {
             name: (report["tokens_seen"], None) for name, report in reports.items()
         }
         if sweep.searcher == "optuna":
-            # The searcher suggests the values of started trials first, in the history's order.
-            started = [name for name in trials if name in names]
-            names = started + [name for name in names if name not in trials]
-            search = {"search_alg": optuna_search(sweep, history), "num_samples": len(names)}
-            return _Remaining(scheduler, names, begun, search)
+            from raytrain_gpt.sweep.optuna_search import OptunaSearch  # here: few sweeps use it
+
+            search = {"search_alg": OptunaSearch(sweep, history, names), "num_samples": len(names)}
+            return _Remaining(scheduler, halving, names, begun, search)
         values = dict(zip(all_names, planned_trials(sweep), strict=True))
         if pbt and names:
             scheduler = Population(sweep, pbt)
@@ -189,7 +206,7 @@ class SweepRun:
                 values[name] = {one: report["values"][one] for one in sweep.searched}
                 begun[name] = (synced, checkpoint_of(report))
         planned = {"values": tune.grid_search([values[name] for name in names])}
-        return _Remaining(scheduler, names, begun, {"config": planned})
+        return _Remaining(scheduler, halving, names, begun, {"config": planned})
 
     def _end_if_open(self, names: list[str], state: State) -> None:
         """Record the end of trials that a crash omitted after their last report."""
@@ -203,14 +220,15 @@ class SweepRun:
     ) -> None:
         os.environ.update(_TUNE_ENVIRONMENT)
         logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
-        # It recommends reusing the processes of trials, but these hold runs that must end.
+        # It recommends reusing the processes of trials, but those of several workers hold little.
         warnings.filterwarnings("ignore", "Consider boosting PBT performance")
+        cluster = self._fitted.cluster
         filesystem, path = (self._directory / TUNE_DIR).ray_filesystem()
         names = iter(remaining.names)
         trainable = tune.with_parameters(TrialActor, context=context)
         # Not a Tuner, which pickles all its arguments for restarts that we do ourselves.
         tune.run(
-            tune.with_resources(trainable, {"memory": ACTOR_BYTES}),
+            tune.with_resources(trainable, self._resources),
             name=f"{time.time():.0f}",
             **remaining.values,
             storage_path=path,
@@ -219,6 +237,9 @@ class SweepRun:
             max_concurrent_trials=at_once,
             trial_name_creator=lambda _trial: next(names),
             callbacks=[callback],
+            reuse_actors=cluster.is_local,
+            # With several workers, the run itself starts them again.
+            max_failures=cluster.max_failures if cluster.is_local else 0,
             raise_on_failed_trial=False,
             verbose=0,
         )

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import yaml
@@ -22,7 +23,12 @@ from raytrain_gpt.format import Log
 from raytrain_gpt.parsing import parse_yaml
 from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.sweep.resources import cpus_to_start, one_worker_for_auto, trials_at_once
+from raytrain_gpt.sweep.resources import (
+    cpus_to_start,
+    data_cpus,
+    one_worker_for_auto,
+    trials_at_once,
+)
 from raytrain_gpt.sweep.spec import Sweep
 from raytrain_gpt.sweep.sweep_run import SweepRun, SweepSummary
 from raytrain_gpt.sweep.trial_plan import base_config, check_sweep
@@ -61,6 +67,7 @@ def run_sweep(
         directory = location(base, base.run.storage_path) / sweep.sweep_name
         check_known(sweep, base, directory, resume)
         with connected(cpus_to_start(sweep, base), log) as resources:
+            resources = replace(resources, data_cpus=data_cpus(base))
             fitted, _ = fit_to_cluster(base, resources)
             at_once = trials_at_once(sweep, fitted, resources)
             check_sweep(sweep, fitted.cluster.num_workers)

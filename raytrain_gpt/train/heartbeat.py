@@ -3,7 +3,7 @@
 Rows, samples and lines are sent by calls without waiting. A thread of every rank sends periodic
 heartbeats with a progress count, which reveals a hung rank. Replies carry the driver's commands: `stop`
 (save and exit), `continue_run` (to a waiting trial) or `dump` (send all threads' stacks). A rank that loses
-its recorder exits. Local mode, where the rank's process is its own driver, has no heartbeats.
+its recorder exits. Where the driver is in the rank's process, they share a `RankControl` instead.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -29,32 +30,54 @@ RECORDER_TIMEOUT_S = 30.0
 before another process may take over the run's name."""
 
 
+@dataclass
+class RankControl:
+    """What a rank and its driver tell each other.
+
+    Attributes:
+        stop: Set when the workers should save and exit.
+        evaluated: Handles a trial's evaluation while its rank waits; sets `stop` to end the trial.
+        progress: Count that grows with work.
+        is_training: Whether a standing count means that the rank hangs.
+    """
+
+    stop: threading.Event = field(default_factory=threading.Event)
+    evaluated: Callable[[Row], None] | None = None
+    progress: int = 0
+    is_training: bool = False
+
+
 class RecorderClient:
     """One rank's side of the connection.
 
     Args:
-        stop: Stop event of a process that is its own driver, or None to use heartbeats.
+        control: Shared with a driver in this process, or None to use heartbeats.
 
     Attributes:
         stop: Set when the workers should save and exit.
     """
 
-    def __init__(self, recorder: RecorderHandle, rank: int, stop: threading.Event | None) -> None:
+    def __init__(self, recorder: RecorderHandle, rank: int, control: RankControl | None) -> None:
         self._recorder, self._rank = recorder, rank
+        self._control = control or RankControl()
         self._rows: list[Row] = []
         self._sent_at = 0.0
         self._call_numbers = itertools.count()
         self._wait_for_last_call: Callable[[], Any] = lambda: None
-        self._progress = 0
         self._closed = False
         self._decisions: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.stop = stop or threading.Event()
-        if stop is None:
+        self.stop = self._control.stop
+        if control is None:
             threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def progress(self) -> None:
         """Count a unit of work, as proof that this rank does not hang."""
-        self._progress += 1
+        self._control.progress += 1
+
+    def training_started(self) -> None:
+        """Tell the recorder that the first step starts."""
+        self._control.is_training = True
+        self.call("training_started")
 
     def call(self, method: str, *args: Any) -> None:
         """Call a method of the recorder, after this rank's earlier calls, without waiting."""
@@ -80,8 +103,18 @@ class RecorderClient:
             self.call("add_rows", self._rows)
             self._rows, self._sent_at = [], time.monotonic()
 
-    def await_scheduler(self) -> bool:
-        """Wait for the driver's `continue_run` or `stop`; the wait does not count as hanging."""
+    def await_scheduler(self, evaluation: Row) -> bool:
+        """Wait for the decision on a trial's evaluation; the wait does not count as hanging.
+
+        Returns:
+            Whether to continue.
+        """
+        if self._control.evaluated is not None:
+            self._wait_for_last_call()  # the driver reads the rows from their file
+            self._control.evaluated(evaluation)
+            return not self.stop.is_set()
+        if self._rank == 0:
+            self.call("evaluated", evaluation)
         while True:
             try:
                 return self._decisions.get(timeout=SEND_EVERY_S) == "continue_run"
@@ -90,6 +123,7 @@ class RecorderClient:
 
     def close(self) -> None:
         """Send waiting rows and wait until the recorder has taken everything."""
+        self._control.is_training = False
         self.rows([], force=True)
         self._wait_for_last_call()
         self._closed = True
@@ -101,7 +135,7 @@ class RecorderClient:
         while True:
             try:
                 orders = self._recorder.ask(
-                    "beat", self._rank, self._progress, os.getpid(), node, seen
+                    "beat", self._rank, self._control.progress, os.getpid(), node, seen
                 )
                 unheard_since = None
             except Exception as error:
@@ -122,10 +156,11 @@ class RecorderClient:
             if "stop" in orders:
                 self.stop.set()
             if "dump" in orders:
-                self._recorder.send("add_stacks", self._rank, _stacks())
+                self._recorder.send("add_stacks", self._rank, stacks())
 
 
-def _stacks() -> str:
+def stacks() -> str:
+    """Format the stacks of this process's other threads."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame))

@@ -14,11 +14,11 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import ray.train
 import ray.train.torch
@@ -46,12 +46,15 @@ from raytrain_gpt.tracking.recorder_handle import ConsoleRecorder, ThreadRecorde
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import preflight
 from raytrain_gpt.train.attempt import POLL_S, STOPPING, Attempt
+from raytrain_gpt.train.heartbeat import RankControl
 from raytrain_gpt.train.policy import AttemptEnd, classify_end
 from raytrain_gpt.train.supervisor import Run, TrainLoop
 from raytrain_gpt.train.worker_group import AttemptSpec, WorkerSpec
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _WAIT_FOR_RANK_0 = timedelta(days=7)
+
+T = TypeVar("T")
 
 
 def train_locally(
@@ -92,11 +95,15 @@ def train_locally(
         finally:
             ranks.release_followers()
 
+    return in_local_mode(run)
+
+
+def in_local_mode(run: Callable[[], T]) -> T:
+    """Call a function in Ray Train's local mode, which initializes the process group of `torchrun`."""
     logging.getLogger("ray.train").setLevel(logging.ERROR)
     local = ray.train.ScalingConfig(num_workers=0)
-    # Ray Train's local mode initializes the process group of `torchrun`.
-    summary: RunSummary = ray.train.torch.TorchTrainer(run, scaling_config=local).fit().return_value
-    return summary
+    result: T = ray.train.torch.TorchTrainer(run, scaling_config=local).fit().return_value
+    return result
 
 
 _Orders = tuple[AttemptSpec, Choices | None] | None
@@ -166,7 +173,9 @@ class LaunchRanks:
             signals.defer()
             attempt, choices = orders
             spec = WorkerSpec(**vars(attempt), hellaswag=choices)
-            train_loop(replace(spec, recorder=ConsoleRecorder(log), stop=signals.stop))
+            train_loop(
+                replace(spec, recorder=ConsoleRecorder(log), control=RankControl(signals.stop))
+            )
         dist.destroy_process_group()
         sys.exit(Interrupted.exit_code if signals.stop.is_set() else 0)
 
@@ -182,10 +191,15 @@ class LaunchRanks:
 
 @dataclass
 class InProcess:
-    """The processes of this launch as a `Place`; this one is rank 0."""
+    """The processes of this launch as a `Place`; this one is rank 0.
+
+    Attributes:
+        control: Of the attempt that is training, or of the last one.
+    """
 
     ranks: LaunchRanks
     cpus_per_worker: int
+    control: RankControl = field(default_factory=RankControl, init=False)
     retries = False
     recorder = staticmethod(ThreadRecorder)
 
@@ -206,7 +220,8 @@ class InProcess:
 
     def train(self, attempt: Attempt) -> AttemptEnd:
         ended, error = threading.Event(), None
-        spec = replace(attempt.spec, recorder=attempt.recorder, stop=attempt.stop)
+        self.control = RankControl(attempt.stop, attempt.evaluated)
+        spec = replace(attempt.spec, recorder=attempt.recorder, control=self.control)
         with ThreadPoolExecutor(1, "console") as console:
             shown = console.submit(_show, attempt, ended)
             try:
@@ -218,6 +233,7 @@ class InProcess:
                 error = raised
             finally:
                 ended.set()
+                self.control.is_training = False
         error = error or shown.result()
         outcome = attempt.recorder.ask("outcome")
         return classify_end(outcome, error, stopping=attempt.stop.is_set(), hung=False)

@@ -90,7 +90,7 @@ def fit_memory(
         fit, why = saved, f", from the checkpoint of step {resumed.step}"
     elif config.cluster.is_local and config.cluster.use_gpu:
         fit, why = _fit_gpu(config, world_size, vocab_size)
-        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.set_per_process_memory_fraction(config.cluster.num_gpus)
         torch.cuda.empty_cache()
     elif config.cluster.use_gpu:
         fit, why = _probe_gpu(config, world_size, vocab_size, stop or threading.Event())

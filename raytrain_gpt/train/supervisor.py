@@ -245,7 +245,8 @@ class Run:
                 return replace(end, user_error=error)
             raise
         attempt.record_end(end, newest)
-        self.output.write_report()
+        if self.trial is None:  # charts take longer than many a trial's steps
+            self.output.write_report()
         attempt.close(end, newest)
         self.output.sync.push()
         return end

@@ -142,7 +142,7 @@ class Worker:
         rank = self.collectives.rank
         check_same_code(self.config, self.collectives)
         assert spec.recorder is not None, "the attempt starts the recorder"
-        self.recorder = RecorderClient(spec.recorder, rank, spec.stop)
+        self.recorder = RecorderClient(spec.recorder, rank, spec.control)
         self.step = resume_step(spec.resumed)
         cpus = self.config.cluster.cpus_per_worker
         torch.set_num_threads(cpus)
@@ -232,7 +232,7 @@ class Worker:
         self.exchange_requests()
         if self.is_leaving:
             return
-        self.recorder.call("training_started")
+        self.recorder.training_started()
         self._record_start()
         self.log.start_clock()
         results = train_steps(
@@ -347,9 +347,7 @@ class Worker:
         """Wait for the sweep's decision on the last evaluation; returns whether to continue."""
         self.checkpoints.collect()
         started = time.perf_counter()
-        if self.collectives.rank == 0:
-            self.recorder.call("evaluated", self._evaluated)
-        continues = self.recorder.await_scheduler()
+        continues = self.recorder.await_scheduler(self._evaluated)
         if not continues:
             self._leaves_for = "stopped"
         self.log.exclude_time(time.perf_counter() - started)

@@ -21,6 +21,7 @@ from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.recorder_handle import RecorderHandle
 from raytrain_gpt.tracking.run_files import Row
+from raytrain_gpt.train.heartbeat import RankControl
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,12 @@ class WorkerSpec(AttemptSpec):
     Attributes:
         hellaswag: HellaSwag, or on a cluster Ray's reference to it; None if it is not scored here.
         recorder: Set before the workers start.
-        stop: In local mode, asks this process to save and exit; None if heartbeats do.
+        control: Shared with the driver in local mode, or None on Ray, which has heartbeats.
     """
 
     hellaswag: Any
     recorder: RecorderHandle | None = None
-    stop: threading.Event | None = None
+    control: RankControl | None = None
 
 
 class TorchConfig(ray.train.torch.TorchConfig):  # type: ignore[misc]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ray
 
-from raytrain_gpt.errors import DataError, Diverged, TrainingFailed
+from raytrain_gpt.errors import Interrupted, TrainingFailed
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.callback import SweepCallback
 from raytrain_gpt.sweep.history import History
@@ -26,7 +26,7 @@ def test_the_table_of_trials_is_for_terminals(
     history = History(Location.of(tmp_path))
     history.add("started", "000", values={"peak_lr": 1e-3})
     sweep = sweep_of({"peak_lr": {"grid": [1e-3, 2e-3]}}, budget_tokens=40_960)
-    context: Any = SimpleNamespace(sweep=sweep, barrier=None)
+    context: Any = SimpleNamespace(sweep=sweep, coordinator=None)
     lines: list[str] = []
     lease: Any = None
     callback = SweepCallback(context, history, threading.Event(), lease, lines.append)
@@ -44,27 +44,70 @@ class NamedTrial(SimpleNamespace):
         return "000"
 
 
+@pytest.fixture
+def told() -> list[tuple[Any, ...]]:
+    return []
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> History:
+    return History(Location.of(tmp_path))
+
+
+@pytest.fixture
+def callback(history: History, told: list[tuple[Any, ...]]) -> SweepCallback:
+    """Make a callback whose calls to the coordinator are listed in `told`."""
+
+    class Told:
+        def __getattr__(self, method: str) -> Any:
+            return SimpleNamespace(remote=lambda *args: told.append((method, *args)))
+
+    sweep = sweep_of({"peak_lr": {"grid": [1.0]}})
+    context: Any = SimpleNamespace(sweep=sweep, coordinator=Told())
+    lease: Any = None
+    return SweepCallback(context, history, threading.Event(), lease, print)
+
+
 @pytest.mark.parametrize(
-    ("error", "state", "message"),
+    ("error", "message"),
     [
-        (Diverged("val/loss is not finite"), "diverged", "val/loss is not finite"),
-        (TrainingFailed("out of memory"), "failed", "TrainingFailed: out of memory"),
-        (DataError("no manifest"), "failed", "DataError: no manifest"),
-        (None, "failed", "Ray Tune could not start it"),
+        (TrainingFailed("out of memory"), "TrainingFailed: out of memory"),
+        (None, "Ray Tune could not start it"),
     ],
 )
-def test_a_trial_that_diverged_did_not_fail(
-    error: Exception | None, state: str, message: str, tmp_path: Path
+def test_a_process_that_died_too_often_fails_its_trial(
+    callback: SweepCallback,
+    history: History,
+    told: list[tuple[Any, ...]],
+    error: Exception | None,
+    message: str,
+    tmp_path: Path,
 ) -> None:
     file = tmp_path / "error.pkl"
     file.write_bytes(ray.cloudpickle.dumps(error))
-    left: list[str] = []
-    barrier = SimpleNamespace(leave=SimpleNamespace(remote=left.append))
-    context: Any = SimpleNamespace(sweep=sweep_of({"peak_lr": {"grid": [1.0]}}), barrier=barrier)
-    history = History(Location.of(tmp_path))
-    lease: Any = None
-    callback = SweepCallback(context, history, threading.Event(), lease, print)
     failed: Any = NamedTrial(pickled_error_file=error and str(file))
     callback.on_trial_error(failed)
-    assert [(t.state, t.error) for t in history.trials()] == [(state, message)]
-    assert left == ["000"]
+    assert [(t.state, t.error) for t in history.trials()] == [("failed", message)]
+    assert told == [("ended", "000"), ("leave", "000")]
+
+
+@pytest.mark.parametrize("state", ["diverged", "failed"])
+def test_a_trial_that_cannot_continue_says_why(
+    callback: SweepCallback, history: History, told: list[tuple[Any, ...]], state: str
+) -> None:
+    trial: Any = NamedTrial()
+    callback.on_trial_result(trial, {"ended": {"state": state, "error": "why"}, "objective": None})
+    callback.on_trial_complete(trial)
+    assert [(t.state, t.error) for t in history.trials()] == [(state, "why")]
+    assert told == [("ended", "000")]
+
+
+@pytest.mark.parametrize(("error", "more"), [(Interrupted("leaves"), 1), (ValueError("x"), 0)])
+def test_leaving_a_node_is_no_failure(
+    callback: SweepCallback, error: Exception, more: int, tmp_path: Path
+) -> None:
+    file = tmp_path / "error.pkl"
+    file.write_bytes(ray.cloudpickle.dumps(error))
+    trial: Any = NamedTrial(pickled_error_file=str(file), max_failures=3)
+    callback.on_trial_recover(trial)
+    assert trial.max_failures == 3 + more

@@ -9,7 +9,12 @@ import pytest
 from raytrain_gpt.cluster.capacity import Node, Resources, fit_to_cluster
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.sweep import resources
-from raytrain_gpt.sweep.resources import cpus_to_start, one_worker_for_auto, trials_at_once
+from raytrain_gpt.sweep.resources import (
+    cpus_to_start,
+    data_cpus,
+    one_worker_for_auto,
+    trials_at_once,
+)
 from raytrain_gpt.sweep.spec import Sweep
 from raytrain_gpt.sweep.trial_plan import base_config
 
@@ -24,25 +29,27 @@ def sweep(overrides: dict[str, Any] | None = None, **more: Any) -> Sweep:
 
 
 def at_once(one: Sweep, *nodes: Node) -> int:
-    given = Resources(nodes, ours=False)
-    config, _ = fit_to_cluster(one_worker_for_auto(base_config(one)), given)
+    sized = one_worker_for_auto(base_config(one))
+    given = Resources(nodes, ours=False, data_cpus=data_cpus(sized))
+    config, _ = fit_to_cluster(sized, given)
     return trials_at_once(one, config, given)
 
 
 @pytest.mark.parametrize(
     ("overrides", "nodes", "fit"),
     [
-        ({}, [Node(4, 0)], 2),  # one worker and one CPU for data per trial
-        ({}, [Node(3, 0)], 1),
-        ({}, [Node(2, 0)], 1),
+        ({}, [Node(4, 0)], 4),
+        ({}, [Node(1, 0)], 1),
+        ({"cpus_per_worker": 2}, [Node(2, 0)], 1),
         ({}, [Node(64, 0)], 8),  # all of the trials
-        ({"num_workers": 2}, [Node(6, 0)], 2),
-        ({"cpus_per_worker": 4}, [Node(4, 0), Node(8, 0)], 2),  # no node has room for a third
+        ({"num_workers": 2}, [Node(6, 0)], 2),  # two workers and one CPU for data per trial
+        ({"num_workers": 2}, [Node(5, 0)], 1),
+        ({"cpus_per_worker": 4}, [Node(7, 0), Node(8, 0)], 3),  # no node has room for a fourth
         ({"use_gpu": True}, [Node(64, 4)], 4),
         ({"use_gpu": True, "num_workers": 2}, [Node(64, 4)], 2),
         ({"use_gpu": True, "gpus_per_worker": 0.5}, [Node(64, 2)], 4),
         ({"use_gpu": True, "gpus_per_worker": 0.3}, [Node(64, 2)], 6),  # 3 per GPU
-        ({"use_gpu": True, "gpus_per_worker": 0.5}, [Node(4, 2)], 2),  # limited by CPUs
+        ({"use_gpu": True, "gpus_per_worker": 0.5}, [Node(3, 2)], 3),  # limited by CPUs
         ({"use_gpu": True, "num_workers": "auto"}, [Node(64, 4)], 4),
     ],
 )
@@ -52,7 +59,7 @@ def test_trials_that_fit(overrides: dict[str, Any], nodes: list[Node], fit: int)
 
 def test_a_limit_of_the_file_holds() -> None:
     assert at_once(sweep(max_concurrent_trials=3), Node(64, 0)) == 3
-    assert at_once(sweep(max_concurrent_trials=30), Node(4, 0)) == 2
+    assert at_once(sweep(max_concurrent_trials=30), Node(4, 0)) == 4
 
 
 @pytest.mark.fault(
@@ -60,7 +67,7 @@ def test_a_limit_of_the_file_holds() -> None:
 )
 def test_a_trial_that_never_fits_is_refused() -> None:
     with pytest.raises(ClusterError, match=r"1 worker × 4 CPUs do not fit"):
-        at_once(sweep({"cpus_per_worker": 4}), Node(4, 0))
+        at_once(sweep({"cpus_per_worker": 4}), Node(3, 0))
     with pytest.raises(ClusterError, match=r"2 workers × 1 CPU and 1 GPU do not fit"):
         at_once(sweep({"use_gpu": True, "num_workers": 2, "min_workers": None}), Node(64, 1))
 
@@ -69,15 +76,15 @@ def test_a_population_has_to_fit_as_a_whole() -> None:
     pbt = {"kind": "pbt", "perturb_every_tokens": 40_960, "mutate": ["peak_lr"]}
     space = {"peak_lr": {"loguniform": [1e-3, 1e-2]}, "min_lr": {"expression": "peak_lr / 10"}}
     four = sweep(space=space, num_trials=4, scheduler=pbt)
-    assert at_once(four, Node(8, 0)) == 4
+    assert at_once(four, Node(4, 0)) == 4
     with pytest.raises(ClusterError, match=r"compares 4 trials at the same time.* room for 3 "):
-        at_once(four, Node(7, 0))
-    assert cpus_to_start(four, base_config(four)) == 8
+        at_once(four, Node(3, 0))
+    assert cpus_to_start(four, base_config(four)) == 4
 
 
 def test_a_cluster_of_its_own_has_a_trial_for_each_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cpus_to_start(sweep(max_concurrent_trials=99), base_config(sweep())) == 8 * 2
+    assert cpus_to_start(sweep(max_concurrent_trials=99), base_config(sweep())) == 8
     monkeypatch.setattr(resources.os, "cpu_count", lambda: 6)
     one = sweep({"num_workers": 2})
     assert cpus_to_start(one, base_config(one)) == 3 * (2 + 1)
-    assert cpus_to_start(sweep(max_concurrent_trials=1), base_config(sweep())) == 2
+    assert cpus_to_start(sweep(max_concurrent_trials=1), base_config(sweep())) == 1

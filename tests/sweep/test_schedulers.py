@@ -1,113 +1,91 @@
-"""Successive halving makes the same decisions after a restart as without one."""
+"""Decisions of successive halving and of population-based training: the same in any order of events."""
 
 from __future__ import annotations
 
+import itertools
+import random
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from ray.tune.experiment import Trial as TuneTrial
-from ray.tune.schedulers import TrialScheduler
 
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.history import History
-from raytrain_gpt.sweep.schedulers import Population, TokenHalving
+from raytrain_gpt.sweep.schedulers import Halving, Population
 from raytrain_gpt.sweep.spec import Asha, Pbt
 
 from .conftest import sweep_of
 
-BUDGET = 90
+NAMES = [f"{number:03d}" for number in range(6)]
 
 
-class Named:
-    """Stub of Ray Tune's trial for halving, which uses only its name."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.trial_id = f"another id of {name}"
-
-    def __str__(self) -> str:
-        return self.name
+def halving() -> Halving:
+    """Make the rule for a budget of 90 tokens: rungs at 10 and 30."""
+    return Halving(Asha(kind="asha", grace_tokens=10, reduction_factor=3), 90, NAMES)
 
 
-def halving() -> TokenHalving:
-    """Make a scheduler with rungs at 10 and 30 tokens."""
-    return TokenHalving(Asha(kind="asha", grace_tokens=10, reduction_factor=3), BUDGET)
-
-
-def decisions(scheduler: TokenHalving, reports: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return (trial, decision) for each report, except reports of stopped trials."""
-    known: dict[str, Named] = {}
-    stopped: set[str] = set()
-    decided = []
-    for report in reports:
-        name = report["trial"]
-        if name in stopped:
+def outcomes(rule: Halving, losses: list[list[float]], order: list[int]) -> dict[str, int]:
+    """Run all trials; whose turn it is follows `order`. Returns the tokens at which each stopped."""
+    reached, asked, ended = dict.fromkeys(NAMES, 0), set[str](), dict[str, int]()
+    turns = itertools.cycle([*order, *range(6)])
+    while len(ended) < len(NAMES):
+        name = NAMES[next(turns)]
+        if name in ended:
             continue
-        if name not in known:
-            known[name] = Named(name)
-            scheduler.on_trial_add(None, known[name])
-        action = scheduler.on_trial_result(None, known[name], report)
-        if action == TrialScheduler.STOP:
-            stopped.add(name)
-        decided.append((name, action))
-    return decided
-
-
-def made_reports(losses: list[list[float]], order: list[int]) -> list[dict[str, Any]]:
-    """Make reports every 10 tokens, in the given order of the trials."""
-    reached = [0] * len(losses)
-    reports = []
-    for number in order:
-        trial = number % len(losses)
-        if reached[trial] < len(losses[trial]):
-            objective = losses[trial][reached[trial]]
-            reached[trial] += 1
-            tokens = 10 * reached[trial]
-            reports.append({"trial": f"{trial:03d}", "tokens_seen": tokens, "objective": objective})
-    return reports
+        if name not in asked:
+            reached[name] += 10
+            rule.report(name, reached[name], losses[NAMES.index(name)][reached[name] // 10 - 1])
+            asked.add(name)
+        if rule.missing(name, reached[name]):
+            continue  # it waits
+        asked.remove(name)
+        if reached[name] == 90 or not rule.passes(name, reached[name]):
+            ended[name] = reached[name]
+            rule.end(name)
+    return dict(sorted(ended.items()))
 
 
 @given(
-    losses=st.lists(st.lists(st.floats(0, 10), min_size=9, max_size=9), min_size=2, max_size=6),
-    order=st.lists(st.integers(0, 5), min_size=10, max_size=60),
-    cut=st.integers(0, 60),
+    losses=st.lists(st.lists(st.floats(0, 10), min_size=9, max_size=9), min_size=6, max_size=6),
+    order=st.lists(st.integers(0, 5), max_size=60),
 )
-def test_a_new_scheduler_that_is_told_the_reports_goes_on_alike(
-    losses: list[list[float]], order: list[int], cut: int, tmp_path_factory: Any
-) -> None:
-    reports = made_reports(losses, order)
-    whole = decisions(halving(), reports)
-    made = [r for r in reports if r["trial"] in {name for name, _ in whole}]
-    before, after = made[:cut], made[cut:]
-    history = History(Location.of(tmp_path_factory.mktemp("history")))
-    first = decisions(halving(), before)
-    counts: dict[str, int] = {}
-    for report in before:
-        name = report["trial"]
-        counts[name] = counts.get(name, 0) + 1
-        if counts[name] <= sum(one == name for one, _ in first):
-            history.add("report", **report)
-    again = halving()
-    stopped = again.replay(history)
-    assert set(stopped) == {name for name, action in first if action == TrialScheduler.STOP}
-    left = [report for report in after if report["trial"] not in stopped]
-    assert first + decisions(again, left) == whole
+def test_no_verdict_depends_on_who_comes_first(losses: list[list[float]], order: list[int]) -> None:
+    one_after_another = [number for number in range(6) for _ in range(9)]
+    assert outcomes(halving(), losses, order) == outcomes(halving(), losses, one_after_another)
 
 
-def test_a_trial_is_stopped_at_a_rung_only_if_others_were_better_there() -> None:
-    reports = made_reports([[1.0, 1.0, 1.0], [2.0, 2.0, 2.0], [0.5, 3.0, 3.0]], [0, 1, 2, 2, 0, 2])
-    assert decisions(halving(), reports) == [
-        ("000", TrialScheduler.CONTINUE),
-        ("001", TrialScheduler.STOP),
-        ("002", TrialScheduler.CONTINUE),
-        ("002", TrialScheduler.CONTINUE),  # 20 tokens is not a rung
-        ("000", TrialScheduler.CONTINUE),
-        ("002", TrialScheduler.CONTINUE),  # the first trial at 30 tokens
-    ]
+def test_a_trial_is_stopped_at_a_rung_only_if_earlier_ones_were_better_there() -> None:
+    losses = [[1.0] * 9, [2.0] * 9, [0.5, 3.0, 3.0, *[3.0] * 6], [0.4] * 9, [1.5] * 9, [9.0] * 9]
+    assert [*outcomes(halving(), losses, []).values()] == [90, 10, 30, 90, 10, 10]
+
+
+def test_a_verdict_waits_for_earlier_trials_until_they_end() -> None:
+    rule = halving()
+    rule.report("002", 10, 1.0)
+    assert rule.missing("002", 10) == ["000", "001"]
+    rule.report("000", 10, 0.5)
+    rule.end("001")
+    assert rule.missing("002", 10) == []
+    assert not rule.passes("002", 10)
+    assert rule.missing("002", 20) == []
+    assert rule.passes("002", 20), "20 tokens is not a rung"
+
+
+def test_a_history_that_is_replayed_has_the_same_verdicts(tmp_path: Path) -> None:
+    history = History(Location.of(tmp_path))
+    numbers = {"tokens_per_s": 1.0, "elapsed_s": 1.0, "run_dir": "r", "values": {}, "step": 1}
+    for name, loss in (("000", 1.0), ("001", 2.0)):
+        history.add("report", name, tokens_seen=10, objective=loss, **numbers)
+    history.add("ended", "000", state="failed")
+    rule = halving()
+    rule.replay(History(Location.of(tmp_path)).events)
+    assert not rule.passes("001", 10)
+    assert rule.missing("001", 30) == ["000", "001"], "a failed trial runs again"
 
 
 def test_the_history_is_there_again_after_a_restart(tmp_path: Path) -> None:
@@ -141,6 +119,12 @@ class Member:
         self.run_metadata.checkpoint_manager.checkpoint_config.num_to_keep = None
         self.temporary_state = MagicMock(saving_to=None)
 
+    def __str__(self) -> str:
+        return f"{int(self.trial_id):03d}"
+
+    def should_recover(self) -> bool:
+        return False
+
     def is_finished(self) -> bool:
         return self.status in (TuneTrial.TERMINATED, TuneTrial.ERROR)
 
@@ -173,7 +157,7 @@ def population() -> tuple[Population, Tune]:
     )
     scheduler = Population(sweep, pbt)
     scheduler._exploit = MagicMock()
-    tune = Tune([Member(n, 1e-3) for n in range(3)])
+    tune = Tune([Member(n, 1.5e-3) for n in range(3)])
     scheduler.replay([0])
     for member in tune.members:
         scheduler.on_trial_add(tune, member)
@@ -214,3 +198,22 @@ def test_what_is_mutated_stays_in_its_domain(population: tuple[Population, Tune]
     for _ in range(50):
         config, _operations = scheduler._get_new_config(tune.members[0], tune.members[1])
         assert 1e-3 <= config["values"]["peak_lr"] <= 2e-3
+
+
+@pytest.mark.parametrize("global_seed", [1, 2])
+def test_draws_of_a_population_depend_on_no_global_generator(
+    population: tuple[Population, Tune], global_seed: int
+) -> None:
+    scheduler, tune = population
+    chosen: list[str] = []
+
+    def exploit(_: Any, trial: Member, better: Member) -> None:
+        config, _ = scheduler._get_new_config(trial, better)
+        chosen.append(f"{trial} {better} {config['values']['peak_lr']:.6f}")
+
+    scheduler._exploit = exploit
+    random.seed(global_seed)
+    np.random.seed(global_seed)
+    for number, loss in enumerate((1.0, 3.0, 2.0)):
+        report(scheduler, tune, number, loss)
+    assert chosen == ["001 000 0.001200"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import ctypes
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import pytest
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.errors import ClusterError, ConfigError
+from raytrain_gpt.storage.lease import LEASE_FILE, _holder
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.history import History
 from raytrain_gpt.sweep.spec import Sweep
@@ -69,7 +71,6 @@ def test_a_sweep_stops_bad_trials_survives_failing_ones_and_finds_the_best(
         steps=40,
         report=10,
         scheduler={"kind": "asha", "grace_tokens": 10 * BATCH_TOKENS, "reduction_factor": 2},
-        max_concurrent_trials=1,  # of two at once, the worse one may report first and so not be stopped
         overrides={"mlflow_uri": uri, "schedule": "constant"},
     )
     lines: list[str] = []
@@ -122,6 +123,38 @@ def test_a_sweep_stops_bad_trials_survives_failing_ones_and_finds_the_best(
     assert pictures | {"results.csv", "best.yaml"} <= artifacts
 
 
+def hangs_once(spec: WorkerSpec) -> None:
+    """Train, but once stand still with Python's lock held after the first evaluation; runs in the trial."""
+    seen = spec.run_dir.path.parent / "has-hung"
+    assert spec.control is not None
+    decide = spec.control.evaluated
+
+    def evaluated(row: Row) -> None:
+        assert decide is not None
+        decide(row)
+        if not seen.exists():
+            seen.touch()
+            ctypes.PyDLL(None).sleep(600)
+
+    spec.control.evaluated = evaluated
+    train_worker(spec)
+
+
+@pytest.mark.fault("rank frozen or hanging")
+def test_a_trial_that_hangs_is_killed_and_continued(make_sweep: MakeSweep) -> None:
+    def curves(name: str, train_loop: Callable[[WorkerSpec], None]) -> list[Any]:
+        space = {"peak_lr": {"grid": [1e-3, 2e-3]}}
+        changes = {"hang_timeout_s": 3, "max_failures": 1}
+        sweep = make_sweep(name, space, steps=10, report=5, overrides=changes)
+        summary = run_sweep(sweep, resume=False, log=lines.append, train_loop=train_loop)
+        return [(trial.state, trial.curve) for trial in summary.trials]
+
+    lines: list[str] = []
+    assert curves("hangs", hangs_once) == curves("steady", train_worker)
+    (killed,) = [line for line in lines if "killing it" in line]
+    assert "no progress for" in killed
+
+
 @pytest.mark.fault("sweep larger than the cluster")
 def test_two_trials_run_at_once_and_queue_where_one_fits(
     make_sweep: MakeSweep, tmp_path: Path
@@ -134,27 +167,29 @@ def test_two_trials_run_at_once_and_queue_where_one_fits(
         assert [t.state for t in summary.trials] == ["finished", "finished"]
         return sorted(running(t.run_dir) for t in summary.trials), lines[0]
 
-    # The cluster's 6 CPUs have room for two trials of 1 + 1 CPUs, but only one of 4 + 1.
+    # The cluster's 6 CPUs have room for two trials of 1 CPU, but only one of two workers with 2.
     (_, first_end), (second_begin, _) = (both := intervals("both"))[0]
     assert "2 at once" in both[1]
     assert second_begin < first_end
-    (_, first_end), (second_begin, _) = (one := intervals("one", cpus_per_worker=4))[0]
+    (_, first_end), (second_begin, _) = (one := intervals("one", num_workers=2, cpus_per_worker=2))[
+        0
+    ]
     assert "1 at once" in one[1]
     assert first_end <= second_begin
 
 
-@pytest.mark.timeout(900)  # four commands, six sequential trials
+@pytest.mark.timeout(900)  # four commands, eight trials
 def test_a_sweep_that_was_stopped_and_killed_ends_with_the_same_results(
     write_sweep: WriteSweep, cluster: str, tmp_path: Path, run_cli: RunCli
 ) -> None:
-    """One trial runs at a time, which fixes the order of reports: halving depends on it."""
+    """One trial after another in one process, or all at once, stopped, one killed, and all killed."""
     file = write_sweep(
         "killed",
-        {"peak_lr": {"grid": [2e-3, 1e-5, 3e-3]}, "min_lr": {"expression": "peak_lr / 10"}},
-        steps=20,
+        {"peak_lr": {"grid": [2e-3, 1e-5, 3e-3, 1e-3]}, "min_lr": {"expression": "peak_lr / 10"}},
+        steps=40,
         report=5,
         scheduler={"kind": "asha", "grace_tokens": 5 * BATCH_TOKENS, "reduction_factor": 2},
-        max_concurrent_trials=1,
+        overrides={"max_failures": 3},
     )
 
     def start(*flags: str) -> subprocess.Popen[str]:
@@ -178,10 +213,26 @@ def test_a_sweep_that_was_stopped_and_killed_ends_with_the_same_results(
 
         return condition
 
-    process = start("--sweep_name", "whole")
+    def weights(name: str) -> dict[str, bytes]:
+        files = (tmp_path / "runs" / name / "trials").glob("*/checkpoints/*/*.safetensors")
+        return {"/".join(f.parts[-4:]): f.read_bytes() for f in files}
+
+    def a_trial_trains() -> bool:
+        """Kill the process of the last trial once that has a checkpoint."""
+        assert process.poll() is None, process.communicate()
+        run = tmp_path / "runs" / "killed" / "trials" / "003"
+        if Catalog(Location.of(run)).complete() and (
+            holder := _holder(Location.of(run / LEASE_FILE))
+        ):
+            os.kill(holder.pid, signal.SIGKILL)
+            return True
+        return False
+
+    process = start("--sweep_name", "whole", "--max_concurrent_trials", "1")
     assert process.wait(200) == 0, process.communicate()
 
     process = start()
+    wait_until(a_trial_trains, "the last trial's checkpoint")
     wait_until(ended(1), "the end of a trial")
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
@@ -195,6 +246,7 @@ def test_a_sweep_that_was_stopped_and_killed_ends_with_the_same_results(
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
     assert results("killed") == results("whole")
+    assert weights("whole").items() <= weights("killed").items()  # and what SIGTERM made them save
     assert {state for _, state, *_ in results("whole")} == {"finished", "stopped"}
 
     before = (tmp_path / "runs" / "killed" / "results.csv").read_text()
@@ -279,10 +331,10 @@ def test_what_cannot_run_is_said_before_the_first_trial(
         "crowd",
         {"peak_lr": {"uniform": [1e-3, 2e-3]}, "min_lr": {"expression": "peak_lr / 10"}},
         **sizes,
-        num_trials=4,
+        num_trials=7,
         scheduler={"kind": "pbt", "perturb_every_tokens": 5 * BATCH_TOKENS, "mutate": ["peak_lr"]},
     )
-    with pytest.raises(ClusterError, match=r"compares 4 trials at the same time.*room for 3"):
+    with pytest.raises(ClusterError, match=r"compares 7 trials at the same time.*room for 6"):
         run_sweep(population, resume=False, log=print)
     indivisible = make_sweep(
         "odd",

@@ -13,7 +13,7 @@ import ray.exceptions
 
 from raytrain_gpt.tracking.recorder_handle import RecorderHandle
 from raytrain_gpt.train import heartbeat
-from raytrain_gpt.train.heartbeat import RecorderClient
+from raytrain_gpt.train.heartbeat import RankControl, RecorderClient
 
 # Where a rank would kill its process, its heartbeat thread here ends with SystemExit.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -110,6 +110,28 @@ def wait_until(condition: Callable[[], bool]) -> None:
     raise AssertionError("the condition did not become true in time")
 
 
+ROW = {"step": 5, "val/loss": 2.0}
+
+
+def test_a_driver_in_this_process_decides_after_all_rows_are_written(
+    exits: threading.Event,
+) -> None:
+    recorder, control = FakeRecorder(), RankControl()
+    client = RecorderClient(recorder, 0, control)
+    client.training_started()
+    client.rows([ROW], force=True)
+    seen: list[Any] = []
+    control.evaluated = lambda row: seen.append((row, recorder.called()))
+    assert client.await_scheduler(ROW) is True
+    assert seen == [(ROW, [("training_started", ()), ("add_rows", ([ROW],))])]
+    control.stop.set()
+    assert client.await_scheduler(ROW) is False
+    assert control.is_training
+    client.close()
+    assert not control.is_training
+    assert no_heartbeats()
+
+
 def test_heartbeats_tell_how_far_a_rank_has_come(connect: Connect) -> None:
     client, recorder = connect(3)
     for _ in range(5):
@@ -123,20 +145,21 @@ def test_orders_reach_the_rank_once(connect: Connect) -> None:
     client, recorder = connect(0)
     assert not client.stop.is_set()
     recorder.orders.put(["dump", "continue_run"])
-    assert client.await_scheduler() is True
+    assert client.await_scheduler(ROW) is True
     recorder.orders.put(["stop"])
     assert client.stop.wait(WAIT_S)
-    assert client.await_scheduler() is False
+    assert client.await_scheduler(ROW) is False
     wait_until(lambda: recorder.beats[-1][4] == 3)
-    ((name, (rank, stacks)),) = recorder.called()
+    (name, (rank, stacks)), *evaluated = sorted(recorder.called())
     assert (name, rank) == ("add_stacks", 0)
+    assert evaluated == [("evaluated", (ROW,))] * 2
     assert "MainThread" in stacks
     assert "test_heartbeat.py" in stacks
 
 
 def test_a_rank_that_waits_for_the_scheduler_does_not_hang(connect: Connect) -> None:
     client, recorder = connect(0)
-    waiting = threading.Thread(target=client.await_scheduler)
+    waiting = threading.Thread(target=client.await_scheduler, args=(ROW,))
     waiting.start()
     wait_until(lambda: bool(recorder.beats) and recorder.beats[-1][1] >= 2)
     recorder.orders.put(["continue_run"])

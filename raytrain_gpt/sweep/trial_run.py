@@ -1,0 +1,196 @@
+"""The run of a trial, in a thread that pauses at every evaluation.
+
+A trial of one worker trains in that thread, as in local mode; more workers are Ray Train's. At an evaluation
+the state is saved, the ranks wait, and the report goes to Ray Tune. So a trial that is stopped has seen
+exactly the tokens of its report, and one that continues loses none. After a restart, finished evaluations are
+reported, not repeated.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from dataclasses import dataclass
+from math import fsum
+from typing import Any
+
+from raytrain_gpt.checkpoint.catalog import Catalog, read_checkpoint
+from raytrain_gpt.cluster.capacity import Resources
+from raytrain_gpt.cluster.connection import cluster_resources
+from raytrain_gpt.cluster.signals import StopSignals
+from raytrain_gpt.config.resolved import FittedConfig
+from raytrain_gpt.data.locations import data_of, location, run_location
+from raytrain_gpt.errors import Diverged, Interrupted, TrainingFailed
+from raytrain_gpt.format import own_scores
+from raytrain_gpt.sweep.spec import Sweep
+from raytrain_gpt.tracking.run_files import Row, merge_rows, read_rows
+from raytrain_gpt.tracking.sync import RunSync
+from raytrain_gpt.train.attempt import OnRay
+from raytrain_gpt.train.heartbeat import stacks
+from raytrain_gpt.train.local_mode import InProcess, LaunchRanks, in_local_mode
+from raytrain_gpt.train.supervisor import Run, TrainLoop, TrialHooks
+
+OBJECTIVE = "objective"
+TOKENS_SEEN = "tokens_seen"
+
+Report = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SweepContext:
+    sweep: Sweep
+    base: FittedConfig
+    """Configuration of all trials, with every `auto` resolved and absolute paths."""
+    tracker_tags: dict[str, str]
+    coordinator: Any
+    """Handle of the actor."""
+    begun: dict[str, tuple[int, str | None]]
+    """Name of a trial that ran before -> tokens of its newest report, and, if a different run made it, the
+    checkpoint to continue from.
+    """
+    train_loop: TrainLoop
+
+
+class InTrial(InProcess):
+    """The process of a trial as a `Place`: it shares the nodes with other trials."""
+
+    def resources(self) -> Resources:
+        return cluster_resources()
+
+
+class TrialRun:
+    """A run in a thread, paused at every evaluation.
+
+    Args:
+        origin: Checkpoint of another run to continue from, or None.
+        reported_tokens: Tokens up to which evaluations were reported.
+    """
+
+    def __init__(
+        self, config: FittedConfig, context: SweepContext, origin: str | None, reported_tokens: int
+    ) -> None:
+        self._config, self._context, self._origin = config, context, origin
+        self._objective = context.sweep.objective
+        self._reported_tokens = reported_tokens
+        self._batch_tokens = config.train.global_batch_tokens
+        self._all_tokens = config.train.max_steps * self._batch_tokens
+        self.run_dir = run_location(config)
+        assert reported_tokens < self._all_tokens, "the trial has already ended"
+        self._sync = RunSync(self.run_dir)
+        cluster = config.cluster
+        self._place = InTrial(LaunchRanks(0, 1, 1), cluster.cpus_per_worker)
+        self._signals = StopSignals("")
+        self._killed = threading.Event()
+        self._reports: queue.SimpleQueue[Report | BaseException] = queue.SimpleQueue()
+        self._continue = threading.Semaphore(0)
+        self._pauses = False
+        self._error: TrainingFailed | None = None
+        self._thread = threading.Thread(target=self._train, name="trial", daemon=True)
+        self._thread.start()
+
+    def next_report(self) -> Report:
+        """Wait for the next evaluation, after which the run pauses.
+
+        Raises:
+            Interrupted: the run was stopped.
+            Diverged: the objective is not finite.
+            TrainingFailed: the run failed.
+        """
+        if isinstance(report := self._reports.get(), BaseException):
+            raise report
+        return report
+
+    def continue_run(self) -> None:
+        self._continue.release()
+
+    @property
+    def progress(self) -> int | None:
+        """Count that grows with work, or None while the run may stand still."""
+        control = self._place.control
+        return control.progress if control.is_training and not self._pauses else None
+
+    def dump_stacks(self) -> None:
+        """Write the stacks of a hanging run to its directory."""
+        (self.run_dir / "stacks.txt").write_text(stacks() + "\n")
+
+    def stop(self, *, killed: bool = False) -> None:
+        """Make the run save and stop, and wait; if `killed`, the sweep was interrupted and will resume it."""
+        if killed:
+            self._killed.set()
+        self._signals.stop.set()
+        self._continue.release()
+        self._thread.join()
+
+    def _train(self) -> None:
+        try:
+            self._report_new()
+            if self._reported_tokens < self._all_tokens:
+                if self._signals.stop.is_set():
+                    raise Interrupted("stopped before the run continued")
+                self._go()
+                self._report_new()
+                if self._reported_tokens < self._all_tokens:
+                    raise TrainingFailed(f"{self.run_dir} has no evaluation of its last step")
+        except BaseException as error:
+            self._reports.put(self._error or error)
+
+    def _go(self) -> None:
+        config, context = self._config, self._context
+        origin = None if self._origin is None else read_checkpoint(location(config, self._origin))
+        trial = TrialHooks(lambda _: self._report_new(), self._killed, origin, context.tracker_tags)
+        data, shared = data_of(config), (self._signals, print, context.train_loop, trial)
+        if config.cluster.is_local:
+            run = Run(config, 1, data, self._place, *shared)
+            in_local_mode(run.train)
+        else:
+            Run(config, config.cluster.num_workers, data, OnRay(), *shared).train()
+
+    def _report_new(self) -> None:
+        """Report every unreported evaluation, and pause after each but the last."""
+        rows = self._kept_rows()
+        for row in rows:
+            tokens = row["step"] * self._batch_tokens
+            if "val/loss" not in row or tokens <= self._reported_tokens:
+                continue
+            if row.get(self._objective) is None:
+                self._error = Diverged(
+                    f"{self._objective} is not finite at step {row['step']}, after {tokens} tokens"
+                )
+                if self._objective not in row:
+                    keys = ", ".join(own_scores(row)) or "this row"
+                    self._error = TrainingFailed(f"no key {self._objective} in {keys}")
+                self._killed.set()  # trackers shall not count such a trial as finished
+                self._signals.stop.set()
+                return
+            report = self._report(row, rows)
+            self._reported_tokens = tokens
+            self._reports.put(report)
+            if tokens < self._all_tokens:
+                self._pauses = True
+                self._continue.acquire()
+                self._pauses = False
+            if self._signals.stop.is_set():
+                return
+
+    def _kept_rows(self) -> list[Row]:
+        """Return rows up to the newest checkpoint, which the run does not repeat."""
+        if not (complete := Catalog(self.run_dir).complete()):
+            return []
+        saved = [row for checkpoint in complete for row in checkpoint.rows()]
+        return merge_rows(read_rows(self._sync.pull().work_dir), saved, complete[-1].state.step)
+
+    def _report(self, row: Row, rows: list[Row]) -> Report:
+        steps = [r for r in rows if "train/loss" in r and r["step"] <= row["step"]]
+        since = self._reported_tokens // self._batch_tokens
+        recent = [r["perf/step_time_s"] for r in steps if r["step"] > since]
+        evaluations = [r for r in rows if "val/loss" in r and r["step"] <= row["step"]]
+        return {
+            "step": row["step"],
+            TOKENS_SEEN: row["step"] * self._batch_tokens,
+            OBJECTIVE: row[self._objective],
+            "tokens_per_s": self._batch_tokens * len(recent) / fsum(recent) if recent else None,
+            "elapsed_s": fsum(r["perf/step_time_s"] for r in steps)
+            + fsum(r["perf/eval_s"] for r in evaluations),
+            "run_dir": str(self.run_dir),
+            "done": row["step"] == self._config.train.max_steps,
+        }
