@@ -149,7 +149,7 @@ def _too_small(config: FittedConfig, resources: Resources, room: int) -> Cluster
     c, evaluations = config.cluster, num_async_evaluations(config)
     have = f"{count(resources.cpus, 'CPU', form='g')} and {count(resources.gpus, 'GPU')} on "
     have += count(len(resources.nodes), "node")
-    free = f"{DATA_CPUS} CPU is reserved for data" if resources.data_cpus else "none for data"
+    free = f"; {DATA_CPUS} CPU is reserved for data" if resources.data_cpus else ""
     ways = [f"set num_workers to at most {room}"] if room > 0 else []
     if evaluations:
         free += ", and the resources of one worker for eval_mode=async"
@@ -157,7 +157,7 @@ def _too_small(config: FittedConfig, resources: Resources, room: int) -> Cluster
     gpus = f" and {c.num_gpus:g} GPU" if c.use_gpu else ""
     return ClusterError(
         f"{count(c.least_workers, 'worker')} × {count(c.cpus_per_worker, 'CPU')}{gpus} do not fit "
-        f"the cluster ({have}; {free}); {' or '.join(ways) or 'use a larger cluster'}"
+        f"the cluster ({have}{free}); {' or '.join(ways) or 'use a larger cluster'}"
     )
 
 

@@ -20,7 +20,7 @@ from raytrain_gpt.format import Log
 from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.sweep.history import REPORTED, History
 from raytrain_gpt.sweep.results import progress_table
-from raytrain_gpt.sweep.trial_actor import ENDED
+from raytrain_gpt.sweep.trial_actor import END_KEY
 from raytrain_gpt.sweep.trial_plan import tied_values, trial_config
 from raytrain_gpt.sweep.trial_run import OBJECTIVE, TOKENS_SEEN, SweepContext
 from raytrain_gpt.sweep.trials import Trial
@@ -54,8 +54,8 @@ class SweepCallback(tune.Callback):  # type: ignore[misc]
         self._add("started", trial, values=values)
 
     def on_trial_result(self, trial: TuneTrial, result: Any, **_info: Any) -> None:
-        if ENDED in result:
-            self._ended[str(trial)] = result[ENDED]
+        if END_KEY in result:
+            self._ended[str(trial)] = result[END_KEY]
             return
         self._add("report", trial, **{key: result[key] for key in ("step", *REPORTED)})
         told = str(trial), result[TOKENS_SEEN], result[OBJECTIVE]
@@ -69,7 +69,7 @@ class SweepCallback(tune.Callback):  # type: ignore[misc]
         self._coordinator.ended.remote(str(trial))
 
     def on_trial_recover(self, trial: TuneTrial, **_info: Any) -> None:
-        """Make room for the trial's next process; leaving a place or a node is no failure."""
+        """Unregister the dead process; an interrupted one does not count as a failure."""
         raised = _raised(trial)
         if raised is not None and isinstance(user_error_in(raised), Interrupted):
             trial.max_failures += 1
@@ -109,7 +109,7 @@ class SweepCallback(tune.Callback):  # type: ignore[misc]
         self._paused = paused
 
     def _watch(self) -> None:
-        """Kill hanging processes, which also a busy Python cannot prevent, and leave draining nodes."""
+        """Kill hanging processes, even those that hold Python's lock, interrupt runs on draining nodes."""
         if draining := list(ray._private.state.state.get_draining_nodes()):
             self._coordinator.leave_nodes.remote(draining)
         for name, node_id, pid, stalled_s in ray.get(self._coordinator.hanging.remote()):

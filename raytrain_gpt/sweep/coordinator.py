@@ -1,7 +1,6 @@
 """The actor between a sweep's driver and its trials' processes.
 
-Trials ask it whether to continue and send it heartbeats; the driver tells it what trials reported, and which
-of them shall end.
+Trials send it heartbeats and ask it whether to continue. The driver passes on their reports and decisions.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ BEAT_S = 3.0
 FETCH_TIMEOUT_S = 15.0
 """Longest time until a living process fetches an order."""
 MAKE_ROOM_AFTER_S = 60.0
-"""Time after which a trial gives up its place to an earlier one that it waits for and that has none."""
+"""Longest wait for an earlier trial that has no process; then the waiting one frees its resources."""
 
 Verdict = Literal["continue", "stop", "interrupt"]
 Order = Literal["end", "interrupt", "dump", "left"]
@@ -41,8 +40,8 @@ class _Inside:
         progress: Count that grows with work, or None while the run may stand still.
         changed_at: Time of its last progress, or of a heartbeat without a count (monotonic clock).
         dumped: Whether its stacks were asked for since.
-        killed: Whether the driver was told that it hangs.
-        told: Whether it was told to end, and so sends no more heartbeats.
+        killed: Whether it was reported to the driver as hanging.
+        told: Whether it has received the order to end, and so sends no more heartbeats.
     """
 
     number: int
@@ -62,7 +61,7 @@ class Coordinator:
 
     Args:
         halving: Rule that stops trials early, or None.
-        hang_timeout_s: Time without progress after which a process counts as hanging; 0: never.
+        hang_timeout_s: Time without progress after which a process counts as hanging, or 0 for never.
     """
 
     def __init__(self, halving: Halving | None, hang_timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Optuna's search, as a function of seed and results: a sweep that was killed continues as if it were not."""
+"""Optuna's search, a function of seed and results: a killed sweep resumes with the same values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class OptunaSearch(Searcher):  # type: ignore[misc]
     """Optuna's TPE (Bergstra et al., 2011), without a state: values follow from seed, trial and ended trials.
 
     Args:
-        history: Of the sweep that runs; trials that started before keep their values.
+        history: The running sweep's history; trials that started before keep their values.
         names: Trials to suggest, in this order.
     """
 

@@ -1,7 +1,7 @@
 """Successive halving, and population-based training by Ray Tune.
 
-Ray Tune does not save the latter's state, and its draws do not come out again. Here they follow from seed,
-trial and tokens, so that a sweep that was killed continues as if it were not.
+Ray Tune does not save the latter's state, and its draws cannot be repeated. Here they follow from seed, trial
+and tokens, so that a killed sweep resumes with the same values.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Halving:
         return [one for one in needed if one not in scores and one not in self._ended]
 
     def passes(self, name: str, tokens_seen: int) -> bool:
-        """Whether a trial continues after a report of which no score is missing."""
+        """Whether a trial continues after a report; no score may be missing."""
         scores = self._scores.get(tokens_seen, {})
         earlier = [s for one, s in scores.items() if self._places[one] < self._places[name]]
         if not earlier:

@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray import tune
 from ray.tune.schedulers import FIFOScheduler
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.cluster.shared_storage import check_storage
@@ -126,6 +127,8 @@ class SweepRun:
             TrainingFailed: no trial has a result.
             UserError: the storage is full, or another process took the sweep over.
         """
+        # Trials of one worker only check their own node.
+        check_storage(self._directory, [one.directory for one in data_of(self._base).datasets])
         parent = ParentRun(self._directory, self._base, self._sweep.model_dump(), self._log)
         remaining = self._remaining()
         if not remaining.names:
@@ -136,9 +139,11 @@ class SweepRun:
             f"{count(self._sweep.budget_tokens, 'token', form=',')} to run, {at_once} at once, each "
             f"{count(self._cpus, 'CPU')}{f', {self._data_cpus} of them for data' if self._data_cpus else ''}"
         )
-        check_storage(self._directory, [one.directory for one in data_of(self._base).datasets])
-        start: Any = Coordinator.remote  # type: ignore[attr-defined]
-        coordinator = start(remaining.halving, self._fitted.cluster.hang_timeout_s or 0.0)
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        kind: Any = Coordinator
+        coordinator = kind.options(scheduling_strategy=here).remote(
+            remaining.halving, self._fitted.cluster.hang_timeout_s or 0.0
+        )
         context = SweepContext(
             sweep=self._sweep,
             base=self._fitted,
@@ -238,7 +243,7 @@ class SweepRun:
             trial_name_creator=lambda _trial: next(names),
             callbacks=[callback],
             reuse_actors=cluster.is_local,
-            # With several workers, the run itself starts them again.
+            # A run of several workers restarts them itself.
             max_failures=cluster.max_failures if cluster.is_local else 0,
             raise_on_failed_trial=False,
             verbose=0,

@@ -38,7 +38,7 @@ from raytrain_gpt.sweep.trial_plan import tied_values, trial_config
 from raytrain_gpt.sweep.trial_run import OBJECTIVE, TOKENS_SEEN, Report, SweepContext, TrialRun
 
 POINTER_FILE = "pointer.json"
-ENDED = "ended"
+END_KEY = "ended"
 """Key of a report without an evaluation: state and error of a trial that cannot continue."""
 
 
@@ -120,7 +120,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
         Path(checkpoint_dir, POINTER_FILE).write_text(json.dumps(pointer), "utf-8")
 
     def step(self) -> Report:
-        """Return the next evaluation's report, or one with `ENDED` if the trial cannot continue."""
+        """Return the next evaluation's report, or one with `END_KEY` if the trial cannot continue."""
         try:
             entry = self._entry or self._enter()
             asked = self._coordinator.verdict.remote(entry.name, self._reported_tokens)
@@ -128,7 +128,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
                 case "stop":
                     return {RESULT_DUPLICATE: True, DONE: True}
                 case "interrupt":
-                    raise Interrupted("it leaves its place")
+                    raise Interrupted("stopped, or an earlier trial needs its resources")
             run = entry.continued(lambda: self._new_run(entry.name))
             self._report = {**run.next_report(), "values": self._tied_values}
         except (Diverged, UserError) as error:
@@ -136,7 +136,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
             ended = {"state": "diverged", "error": str(error)}
             if not diverged:
                 ended = {"state": "failed", "error": root_cause(error)}
-            return {TOKENS_SEEN: self._reported_tokens, OBJECTIVE: None, ENDED: ended, DONE: True}
+            return {TOKENS_SEEN: self._reported_tokens, OBJECTIVE: None, END_KEY: ended, DONE: True}
         self._reported_tokens = self._report[TOKENS_SEEN]
         return self._report
 

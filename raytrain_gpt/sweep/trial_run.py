@@ -77,8 +77,7 @@ class TrialRun:
         self.run_dir = run_location(config)
         assert reported_tokens < self._all_tokens, "the trial has already ended"
         self._sync = RunSync(self.run_dir)
-        cluster = config.cluster
-        self._place = InTrial(LaunchRanks(0, 1, 1), cluster.cpus_per_worker)
+        self._place = InTrial(LaunchRanks(0, 1, 1), config.cluster.cpus_per_worker)
         self._signals = StopSignals("")
         self._killed = threading.Event()
         self._reports: queue.SimpleQueue[Report | BaseException] = queue.SimpleQueue()
@@ -140,8 +139,7 @@ class TrialRun:
         trial = TrialHooks(lambda _: self._report_new(), self._killed, origin, context.tracker_tags)
         data, shared = data_of(config), (self._signals, print, context.train_loop, trial)
         if config.cluster.is_local:
-            run = Run(config, 1, data, self._place, *shared)
-            in_local_mode(run.train)
+            in_local_mode(Run(config, 1, data, self._place, *shared).train)
         else:
             Run(config, config.cluster.num_workers, data, OnRay(), *shared).train()
 

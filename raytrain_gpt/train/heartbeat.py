@@ -32,7 +32,7 @@ before another process may take over the run's name."""
 
 @dataclass
 class RankControl:
-    """What a rank and its driver tell each other.
+    """State that a rank shares with its driver.
 
     Attributes:
         stop: Set when the workers should save and exit.

@@ -47,7 +47,7 @@ def test_the_cost_is_said_before_a_sweep_starts(monkeypatch: pytest.MonkeyPatch)
     assert lines[0].split() == ["trial", "peak_lr", "steps"]
     assert lines[9].split() == ["008", "9e-3", "90"]
     each, tokens, time = lines[10:]
-    assert each == ("each trial: 1 CPU | on this machine: 1 at once")
+    assert each == "each trial: 1 CPU | on this machine: 1 at once"
     assert tokens.startswith("tokens: 9 × 46.1k = 414.7k at most; 107.5k if all trials are stopped")
     assert time.startswith("time: at most 7m 0s: 6m 45s of steps at 1,024 tok/s per trial")
     assert "15s of 9 starts" in time
