@@ -1,4 +1,4 @@
-"""Clean up after Ray Train: worker groups of dead controllers, and hanging controllers."""
+"""Find and end what dies or hangs: worker groups of dead controllers, controllers and processes."""
 
 from __future__ import annotations
 
@@ -51,6 +51,11 @@ def kill_controllers(grace_s: float = 0.0) -> None:
                         os.kill(actor.pid, signal.SIGKILL)
                         break
                     time.sleep(0.1)
+
+
+def has_died(actor_id: str) -> bool:
+    """Ask Ray's control service, which needs no dashboard; a process that only hangs has not died."""
+    return bool(ray._private.state.actors(actor_id).get("State", "DEAD") == "DEAD")
 
 
 def kill_process(node_id: str, pid: int) -> None:

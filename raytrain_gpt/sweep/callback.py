@@ -14,10 +14,11 @@ from ray import tune
 from ray.tune.experiment import Trial as TuneTrial
 
 from raytrain_gpt.cluster.failures import root_cause, user_error_in
-from raytrain_gpt.cluster.orphans import kill_process
+from raytrain_gpt.cluster.orphans import has_died, kill_process
 from raytrain_gpt.errors import ConfigError, Interrupted
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.lease import Lease
+from raytrain_gpt.sweep.coordinator import STOP_TIMEOUT_S
 from raytrain_gpt.sweep.history import REPORTED, History
 from raytrain_gpt.sweep.results import progress_table
 from raytrain_gpt.sweep.trial_actor import END_KEY
@@ -123,8 +124,15 @@ class SweepCallback(tune.Callback):  # type: ignore[misc]
         self._changed = True
 
     def _wait_for_runs(self) -> None:
-        if late := ray.get(self._coordinator.wait_until_empty.remote()):
-            self._log(f"trials {', '.join(late)} did not stop in time; unsaved steps are lost")
+        until = time.monotonic() + STOP_TIMEOUT_S
+        while inside := ray.get(self._coordinator.wait_until_empty.remote(WATCH_EVERY_S)):
+            if time.monotonic() >= until:
+                late = ", ".join(name for name, *_ in inside)
+                self._log(f"trials {late} did not stop in time; unsaved steps are lost")
+                return
+            for name, number, actor_id in inside:
+                if has_died(actor_id):
+                    ray.get(self._coordinator.leave.remote(name, number))
 
     def _show(self, trials: list[TuneTrial]) -> None:
         self._changed, self._shown_at = False, time.monotonic()

@@ -21,8 +21,6 @@ STOP_TIMEOUT_S = 120.0
 """Time for a run to save and stop before Ray Tune ends its processes."""
 BEAT_S = 3.0
 """Longest time between a process's heartbeats."""
-FETCH_TIMEOUT_S = 15.0
-"""Longest time until a living process fetches an order."""
 MAKE_ROOM_AFTER_S = 60.0
 """Longest wait for an earlier trial that has no process; then the waiting one frees its resources."""
 
@@ -41,10 +39,10 @@ class _Inside:
         changed_at: Time of its last progress, or of a heartbeat without a count (monotonic clock).
         dumped: Whether its stacks were asked for since.
         killed: Whether it was reported to the driver as hanging.
-        told: Whether it has received the order to end, and so sends no more heartbeats.
     """
 
     number: int
+    actor_id: str
     node_id: str = ""
     pid: int = 0
     progress: int | None = None
@@ -52,7 +50,6 @@ class _Inside:
     order: Order | None = None
     dumped: bool = False
     killed: bool = False
-    told: bool = False
 
 
 @ray.remote(num_cpus=0, max_concurrency=10_000)
@@ -72,7 +69,7 @@ class Coordinator:
         self._changed = asyncio.Condition()
         self._stopping = False
 
-    async def enter(self, name: str) -> tuple[int, int]:
+    async def enter(self, name: str, actor_id: str) -> tuple[int, int]:
         """Register a run, after the earlier one of the same name has ended.
 
         Returns:
@@ -82,7 +79,7 @@ class Coordinator:
             with contextlib.suppress(TimeoutError):
                 left = self._changed.wait_for(lambda: name not in self._inside)
                 await asyncio.wait_for(left, STOP_TIMEOUT_S)
-            self._inside[name] = _Inside(next(self._numbers))
+            self._inside[name] = _Inside(next(self._numbers), actor_id)
             return self._inside[name].number, self._tokens.get(name, 0)
 
     async def leave(self, name: str, number: int | None = None) -> None:
@@ -158,8 +155,6 @@ class Coordinator:
         async with self._changed:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait_for(is_over), BEAT_S)
-            run.told = is_over()
-            self._changed.notify_all()
         if self._inside.get(name) is not run:
             return "left"
         return "interrupt" if self._stopping else run.order
@@ -190,18 +185,10 @@ class Coordinator:
             if run.node_id in node_ids:
                 await self.order(name, "interrupt")
 
-    async def wait_until_empty(self) -> list[str]:
-        """Wait until all runs have ended; return the names of those that exceed STOP_TIMEOUT_S.
-
-        A process that does not fetch the order to end is dead.
-        """
+    async def wait_until_empty(self, within_s: float) -> list[tuple[str, int, str]]:
+        """Wait until all runs have ended; return name, number and actor of those that have not."""
         async with self._changed:
-            for within_s, is_done in (
-                (FETCH_TIMEOUT_S, lambda: all(run.told for run in self._inside.values())),
-                (STOP_TIMEOUT_S, lambda: not self._inside),
-            ):
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait_for(is_done), within_s)
-                self._inside = {name: run for name, run in self._inside.items() if run.told}
-                self._changed.notify_all()
-            return sorted(self._inside)
+            with contextlib.suppress(TimeoutError):
+                empty = self._changed.wait_for(lambda: not self._inside)
+                await asyncio.wait_for(empty, within_s)
+        return [(name, run.number, run.actor_id) for name, run in sorted(self._inside.items())]

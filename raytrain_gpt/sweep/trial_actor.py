@@ -150,8 +150,8 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
         self._config = config
         self._tied_values = tied_values(self._context.sweep, self._values, config)
         self._forget_other_graphs(config)
-        name = self.trial_name
-        number, tokens_seen = ray.get(self._coordinator.enter.remote(name))
+        name, actor_id = self.trial_name, ray.get_runtime_context().get_actor_id()
+        number, tokens_seen = ray.get(self._coordinator.enter.remote(name, actor_id))
         # After a failure in this session, more is known than at its start.
         self._reported_tokens = max(self._reported_tokens, tokens_seen)
         self._entry = entry = _Entry(name, number)

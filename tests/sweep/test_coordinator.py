@@ -14,6 +14,7 @@ from raytrain_gpt.sweep.schedulers import Halving
 from raytrain_gpt.sweep.spec import Asha
 
 ME = ("node-1", 7)
+ACTOR = "a1"
 
 
 @pytest.fixture
@@ -22,7 +23,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(coordinator, "BEAT_S", 0.001)
     monkeypatch.setattr(coordinator, "STOP_TIMEOUT_S", 0.001)
-    monkeypatch.setattr(coordinator, "FETCH_TIMEOUT_S", 0.001)
     monkeypatch.setattr(coordinator, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
@@ -38,7 +38,7 @@ def make(clock: SimpleNamespace) -> Callable[[], Any]:
 def test_a_verdict_comes_once_the_earlier_trial_has_reported(make: Callable[[], Any]) -> None:
     async def sweep() -> None:
         one = make()
-        await one.enter("000")
+        await one.enter("000", ACTOR)
         assert await one.verdict("001", 0) == "continue"
         await one.reported("001", 10, 2.0)
         waiting = asyncio.create_task(one.verdict("001", 10))
@@ -72,7 +72,7 @@ def test_a_process_that_stands_still_writes_its_stacks_and_is_reported_once(
 ) -> None:
     async def sweep() -> None:
         one = make()
-        number, tokens_seen = await one.enter("000")
+        number, tokens_seen = await one.enter("000", ACTOR)
         assert tokens_seen == 0
         for progress in (1, 2, 2):
             assert await one.beat("000", number, *ME, progress) is None
@@ -92,7 +92,7 @@ def test_a_run_that_may_stand_still_never_hangs(
 ) -> None:
     async def sweep() -> None:
         one = make()
-        number, _ = await one.enter("000")
+        number, _ = await one.enter("000", ACTOR)
         for _ in range(3):
             await one.beat("000", number, *ME, None)
             clock.now += 40
@@ -106,7 +106,7 @@ def test_a_run_that_may_stand_still_never_hangs(
 def test_orders_reach_the_run_that_they_are_for(make: Callable[[], Any]) -> None:
     async def sweep() -> None:
         one = make()
-        old, _ = await one.enter("000")
+        old, _ = await one.enter("000", ACTOR)
         await one.beat("000", old, *ME, None)
         await one.reported("000", 10, 1.0)
         await one.leave_nodes(["node-2"])
@@ -114,7 +114,7 @@ def test_orders_reach_the_run_that_they_are_for(make: Callable[[], Any]) -> None
         await one.leave_nodes(["node-1"])
         assert await one.beat("000", old, *ME, None) == "interrupt"
         await one.leave("000")  # by the driver, which has seen the process die
-        new, tokens_seen = await one.enter("000")
+        new, tokens_seen = await one.enter("000", ACTOR)
         assert tokens_seen == 10, "a new process does not report again"
         await one.leave("000", old)  # by the old process, late
         assert await one.beat("000", old, *ME, None) == "left"
@@ -123,17 +123,14 @@ def test_orders_reach_the_run_that_they_are_for(make: Callable[[], Any]) -> None
     asyncio.run(sweep())
 
 
-def test_a_stop_waits_for_processes_that_know_of_it_and_not_for_dead_ones(
-    make: Callable[[], Any],
-) -> None:
+def test_a_stop_waits_for_all_runs(make: Callable[[], Any]) -> None:
     async def sweep() -> None:
         one = make()
-        await one.enter("000")
-        alive, _ = await one.enter("001")
+        number, _ = await one.enter("000", ACTOR)
         await one.stop_all()
-        assert await one.beat("001", alive, *ME, None) == "interrupt"
-        assert await one.wait_until_empty() == ["001"], "it saves for too long"
-        await one.leave("001", alive)
-        assert await one.wait_until_empty() == []
+        assert await one.beat("000", number, *ME, None) == "interrupt"
+        assert await one.wait_until_empty(0.001) == [("000", number, ACTOR)], "it saves"
+        await one.leave("000", number)
+        assert await one.wait_until_empty(0.001) == []
 
     asyncio.run(sweep())

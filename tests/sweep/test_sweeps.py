@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import ctypes
+import itertools
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ import pytest
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.errors import ClusterError, ConfigError
-from raytrain_gpt.storage.lease import LEASE_FILE, _holder
+from raytrain_gpt.storage.lease import LEASE_FILE, _holder, live_holder
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.history import History
 from raytrain_gpt.sweep.spec import Sweep
@@ -182,7 +183,7 @@ def test_two_trials_run_at_once_and_queue_where_one_fits(
 def test_a_sweep_that_was_stopped_and_killed_ends_with_the_same_results(
     write_sweep: WriteSweep, cluster: str, tmp_path: Path, run_cli: RunCli
 ) -> None:
-    """One trial after another in one process, or all at once, stopped, one killed, and all killed."""
+    """One after another, or all at once: one killed, stopped while one dies, and all killed."""
     file = write_sweep(
         "killed",
         {"peak_lr": {"grid": [2e-3, 1e-5, 3e-3, 1e-3]}, "min_lr": {"expression": "peak_lr / 10"}},
@@ -234,9 +235,18 @@ def test_a_sweep_that_was_stopped_and_killed_ends_with_the_same_results(
     process = start()
     wait_until(a_trial_trains, "the last trial's checkpoint")
     wait_until(ended(1), "the end of a trial")
+    runs = (tmp_path / "runs" / "killed" / "trials").iterdir()
+    leases = [Location.of(run / LEASE_FILE) for run in runs]
+    held = [found.pid for one in leases if live_holder(one) and (found := _holder(one))]
+    for pid in held[:1]:
+        os.kill(pid, signal.SIGSTOP)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 130, output
+    assert process.stdout is not None
+    lines = list(itertools.takewhile(lambda line: "stopping:" not in line, process.stdout))
+    for pid in held[:1]:  # the driver waits for it
+        os.kill(pid, signal.SIGKILL)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 130, [*lines, output]
     assert "interrupted, all trials saved" in output
     process = start("--resume")
     wait_until(ended(2), "the end of two trials")
