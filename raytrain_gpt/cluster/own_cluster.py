@@ -75,7 +75,7 @@ def start_own_cluster(num_cpus: int, **options: Any) -> None:
         end_own_cluster()
         why = " ".join(str(error).split())
         raise ClusterError(f"Ray does not start on this machine ({why}); try again") from None
-    _at_end.callback(ray.shutdown)
+    _at_end.callback(_end_ray)
     # The log monitor reads all workers' output ten times a second, which log_to_driver=False makes useless.
     ray._private.worker._global_node.kill_log_monitor(check_alive=False)
 
@@ -83,6 +83,14 @@ def start_own_cluster(num_cpus: int, **options: Any) -> None:
 def end_own_cluster() -> None:
     """End the cluster that this process started, if any, and remove its files."""
     _at_end.close()
+
+
+def _end_ray() -> None:
+    if (node := ray._private.worker._global_node) is not None:
+        # Ray would wait a second for each of them to end by itself.
+        node.kill_monitor(check_alive=False)
+        node.kill_dashboard(check_alive=False)
+    ray.shutdown()
 
 
 atexit.register(end_own_cluster)

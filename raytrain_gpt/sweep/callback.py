@@ -19,12 +19,11 @@ from raytrain_gpt.errors import ConfigError, Interrupted
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.sweep.coordinator import STOP_TIMEOUT_S
-from raytrain_gpt.sweep.history import REPORTED, History
+from raytrain_gpt.sweep.history import OBJECTIVE, REPORTED, TOKENS_SEEN, History, Trial
 from raytrain_gpt.sweep.results import progress_table
 from raytrain_gpt.sweep.trial_actor import END_KEY
 from raytrain_gpt.sweep.trial_plan import tied_values, trial_config
-from raytrain_gpt.sweep.trial_run import OBJECTIVE, TOKENS_SEEN, SweepContext
-from raytrain_gpt.sweep.trials import Trial
+from raytrain_gpt.sweep.trial_run import SweepContext
 
 SHOW_EVERY_S = 10.0
 WATCH_EVERY_S = 2.0

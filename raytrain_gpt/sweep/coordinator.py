@@ -15,7 +15,7 @@ from typing import Literal
 
 import ray
 
-from raytrain_gpt.sweep.schedulers import Halving
+from raytrain_gpt.sweep.halving import Halving
 
 STOP_TIMEOUT_S = 120.0
 """Time for a run to save and stop before Ray Tune ends its processes."""

@@ -15,9 +15,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from raytrain_gpt.config.schema import FIELDS
 from raytrain_gpt.format import amount
+from raytrain_gpt.sweep.history import value_text
 from raytrain_gpt.sweep.rules import OBJECTIVES
 from raytrain_gpt.sweep.space import is_number
-from raytrain_gpt.sweep.trials import value_text
 
 INK, SOFT, PALE = "#1b1f24", "#5b6672", "#b4bcc4"
 COLORS = ("#0b67b2", "#c44601", "#0a7f5e", "#9b4a97", "#806000")

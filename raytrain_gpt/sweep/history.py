@@ -1,27 +1,71 @@
-"""The history of a sweep, one event per line: the input of `--resume`.
+"""The history of a sweep, one event per line: the input of `--resume`; and the trials that follow from it.
 
 Ray Tune saves its state, but not its scheduler's. So the reports are stored in order, and replayed to a new
-scheduler (`schedulers`).
+scheduler. Trials are compared at equal tokens: one that was stopped early never ranks above one that used its
+full budget. A failed trial and one with a non-finite objective cannot be the best.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import field, replace
+from typing import Any, Literal
+
+from pydantic.dataclasses import dataclass
 
 from raytrain_gpt.errors import ConfigError, reason
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.sweep.trials import Trial
 
+OBJECTIVE = "objective"
+TOKENS_SEEN = "tokens_seen"
 HISTORY_FILE = "sweep.jsonl"
 ENDED = ("finished", "stopped", "diverged")
 REPORTED = ("values", "objective", "tokens_seen", "tokens_per_s", "elapsed_s", "run_dir")
 """Fields of a trial in a `report`."""
 
 Event = dict[str, Any]
+State = Literal["pending", "running", "finished", "stopped", "diverged", "failed"]
+"""`stopped`: by the sweep's scheduler, before its full budget; `diverged`: its objective is not
+finite, a result; `failed`: any other error, and so no result."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    name: str
+    state: State = "pending"
+    values: dict[str, Any] = field(default_factory=dict)
+    """Searched or tied field -> value, in the sweep file's order."""
+    objective: float | None = None
+    tokens_seen: int = 0
+    tokens_per_s: float | None = None
+    elapsed_s: float | None = None
+    run_dir: str = ""
+    """Directory or URL of the run, or of its newest copy (population-based training)."""
+    error: str | None = None
+    curve: tuple[tuple[int, float | None], ...] = ()
+    """(tokens_seen, objective) of every evaluation, None or NaN if not finite."""
+    maximize: bool = False
+    """Whether a higher objective is better."""
+
+    @property
+    def judged_tokens(self) -> int:
+        """Tokens seen when the objective was measured."""
+        return self.curve[-1][0] if self.curve else self.tokens_seen
+
+    @property
+    def score(self) -> float | None:
+        """The objective, or None if the trial failed or it is not finite."""
+        return None if self.state == "failed" or self.diverged else self.objective
+
+    @property
+    def diverged(self) -> bool:
+        if self.objective is None:
+            return self.state == "diverged" or bool(self.curve)
+        return self.state == "diverged" or not math.isfinite(self.objective)
 
 
 class History:
@@ -76,3 +120,39 @@ def _after(trial: Trial, event: Event) -> Trial:
     point = event["tokens_seen"], event["objective"]
     curve = (*(before for before in trial.curve if before[0] < point[0]), point)
     return replace(trial, curve=curve, **{name: event[name] for name in REPORTED})
+
+
+def compared_tokens(trial: Trial, budget_tokens: int) -> int:
+    """Return the tokens at which a trial is compared: the full budget if it finished."""
+    return budget_tokens if trial.state == "finished" else min(trial.judged_tokens, budget_tokens)
+
+
+def ranking(trials: Iterable[Trial], budget_tokens: int) -> list[Trial]:
+    """Rank all trials: by tokens, then score; those without a score; failed ones. Ties are by name."""
+
+    def key(trial: Trial) -> tuple[bool, bool, int, float, str]:
+        tokens = compared_tokens(trial, budget_tokens)
+        score = math.inf if trial.score is None else trial.score * (-1 if trial.maximize else 1)
+        return trial.state == "failed", trial.score is None, -tokens, score, trial.name
+
+    return sorted(trials, key=key)
+
+
+def best_trial(trials: Iterable[Trial], budget_tokens: int) -> Trial | None:
+    """Return the trial with the best objective among those with the most tokens, or None."""
+    first = next(iter(ranking(trials, budget_tokens)), None)
+    return None if first is None or first.score is None else first
+
+
+def value_text(value: Any) -> str:
+    """Format a field's value: `6e-4`, `0.95`, `524,288`, `cosine`, `true`, `null`."""
+    if isinstance(value, bool) or value is None:
+        return json.dumps(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        if 0 < abs(value) <= 0.01:
+            digits, _, exponent = f"{value:.2e}".partition("e")
+            return f"{float(digits):g}e{int(exponent)}"
+        return f"{value:.4g}"
+    return str(value)

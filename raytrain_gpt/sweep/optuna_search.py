@@ -9,11 +9,9 @@ from typing import Any
 import optuna
 from ray.tune.search import Searcher
 
-from raytrain_gpt.sweep.history import ENDED, History
+from raytrain_gpt.sweep.history import ENDED, OBJECTIVE, History, Trial
 from raytrain_gpt.sweep.space import LogUniform, RandInt, Uniform
 from raytrain_gpt.sweep.spec import Sweep
-from raytrain_gpt.sweep.trial_run import OBJECTIVE
-from raytrain_gpt.sweep.trials import Trial
 
 
 class OptunaSearch(Searcher):  # type: ignore[misc]

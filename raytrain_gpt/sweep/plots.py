@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from raytrain_gpt.sweep import drawing
 from raytrain_gpt.sweep.drawing import INK, MARKERS, PALE, SOFT, LineStyle, value_label
+from raytrain_gpt.sweep.history import Trial, best_trial, compared_tokens, ranking
 from raytrain_gpt.sweep.space import is_number
-from raytrain_gpt.sweep.trials import Trial, best_trial, compared_tokens, ranking
 
 MAX_DISCRETE_VALUES = 12
 """Maximum number of values of a field that get a curve, row or column each."""

@@ -15,9 +15,9 @@ from typing import Any, get_args
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.format import amount, count, cut, duration, table
+from raytrain_gpt.sweep.history import State, Trial, best_trial, ranking, value_text
 from raytrain_gpt.sweep.space import Domain, Grid, is_number
 from raytrain_gpt.sweep.spec import Sweep
-from raytrain_gpt.sweep.trials import State, Trial, best_trial, ranking, value_text
 
 RESULTS_FILE, BEST_FILE = "results.csv", "best.yaml"
 

@@ -28,7 +28,9 @@ from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.callback import SweepCallback, SweepStopped
 from raytrain_gpt.sweep.coordinator import Coordinator
-from raytrain_gpt.sweep.history import ENDED, History
+from raytrain_gpt.sweep.halving import Halving
+from raytrain_gpt.sweep.history import ENDED, History, State, Trial, best_trial
+from raytrain_gpt.sweep.population import Population
 from raytrain_gpt.sweep.resources import data_cpus, trial_cpus
 from raytrain_gpt.sweep.results import (
     BEST_FILE,
@@ -39,12 +41,10 @@ from raytrain_gpt.sweep.results import (
     final_table,
     results_csv,
 )
-from raytrain_gpt.sweep.schedulers import Halving, Population
 from raytrain_gpt.sweep.spec import Asha, Pbt, Sweep
 from raytrain_gpt.sweep.trial_actor import TrialActor, checkpoint_of
 from raytrain_gpt.sweep.trial_plan import num_trials, planned_trials, trial_config
 from raytrain_gpt.sweep.trial_run import SweepContext
-from raytrain_gpt.sweep.trials import State, Trial, best_trial
 from raytrain_gpt.tracking.configured import mark_interrupted, tracker_warnings
 from raytrain_gpt.tracking.mlflow_run import ParentRun, tracking_uri
 from raytrain_gpt.tracking.trackers import End
@@ -129,8 +129,14 @@ class SweepRun:
         """
         # Trials of one worker only check their own node.
         check_storage(self._directory, [one.directory for one in data_of(self._base).datasets])
-        parent = ParentRun(self._directory, self._base, self._sweep.model_dump(), self._log)
         remaining = self._remaining()
+        # Its process starts while this one imports MLflow.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        kind: Any = Coordinator
+        coordinator = kind.options(scheduling_strategy=here).remote(
+            remaining.halving, self._fitted.cluster.hang_timeout_s or 0.0
+        )
+        parent = ParentRun(self._directory, self._base, self._sweep.model_dump(), self._log)
         if not remaining.names:
             self._log(f"{self._sweep.title} has already ended")
             return self._finish(parent)
@@ -138,11 +144,6 @@ class SweepRun:
             f"{self._sweep.title}: {count(len(remaining.names), 'trial')} of "
             f"{count(self._sweep.budget_tokens, 'token', form=',')} to run, {at_once} at once, each "
             f"{count(self._cpus, 'CPU')}{f', {self._data_cpus} of them for data' if self._data_cpus else ''}"
-        )
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        kind: Any = Coordinator
-        coordinator = kind.options(scheduling_strategy=here).remote(
-            remaining.halving, self._fitted.cluster.hang_timeout_s or 0.0
         )
         context = SweepContext(
             sweep=self._sweep,

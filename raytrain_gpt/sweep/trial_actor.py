@@ -34,8 +34,9 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import forget_peak_memory
 from raytrain_gpt.data.locations import location
 from raytrain_gpt.errors import Diverged, Interrupted, UserError
+from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN
 from raytrain_gpt.sweep.trial_plan import tied_values, trial_config
-from raytrain_gpt.sweep.trial_run import OBJECTIVE, TOKENS_SEEN, Report, SweepContext, TrialRun
+from raytrain_gpt.sweep.trial_run import Report, SweepContext, TrialRun
 
 POINTER_FILE = "pointer.json"
 END_KEY = "ended"
@@ -98,6 +99,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
         self.cleanup()
         del self._entry
         gc.collect()
+        gc.freeze()  # the next collection need not look at what the imports made
         torch.use_deterministic_algorithms(False)
         forget_peak_memory()
         self._begin(new_config)

@@ -19,10 +19,10 @@ from raytrain_gpt.config.arithmetic import nearest_multiples
 from raytrain_gpt.config.batch import check_shares
 from raytrain_gpt.config.schema import FIELDS, Config, check_kinds
 from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.sweep.history import value_text
 from raytrain_gpt.sweep.rules import OBJECTIVES
 from raytrain_gpt.sweep.space import Grid, SampledDomain, Searched, with_expressions
 from raytrain_gpt.sweep.spec import Pbt, Sweep
-from raytrain_gpt.sweep.trials import value_text
 
 MAX_CORNERS = 2000
 """Limit of the corners of the space that are checked before an adaptive search, over all trials."""

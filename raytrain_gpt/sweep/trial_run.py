@@ -22,6 +22,7 @@ from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.data.locations import data_of, location, run_location
 from raytrain_gpt.errors import Diverged, Interrupted, TrainingFailed
 from raytrain_gpt.format import own_scores
+from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN
 from raytrain_gpt.sweep.spec import Sweep
 from raytrain_gpt.tracking.run_files import Row, merge_rows, read_rows
 from raytrain_gpt.tracking.sync import RunSync
@@ -29,9 +30,6 @@ from raytrain_gpt.train.attempt import OnRay
 from raytrain_gpt.train.heartbeat import stacks
 from raytrain_gpt.train.local_mode import InProcess, LaunchRanks, in_local_mode
 from raytrain_gpt.train.supervisor import Run, TrainLoop, TrialHooks
-
-OBJECTIVE = "objective"
-TOKENS_SEEN = "tokens_seen"
 
 Report = dict[str, Any]
 

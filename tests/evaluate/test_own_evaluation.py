@@ -28,10 +28,9 @@ from raytrain_gpt.evaluate.inference import evaluate_checkpoint, open_checkpoint
 from raytrain_gpt.export.model_card import _scores
 from raytrain_gpt.format import ROW_PREFIXES
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.sweep.history import History
+from raytrain_gpt.sweep.history import History, best_trial
 from raytrain_gpt.sweep.plots import sweep_plots
 from raytrain_gpt.sweep.trial_plan import base_config
-from raytrain_gpt.sweep.trials import best_trial
 from raytrain_gpt.tracking.run_files import read_rows
 from raytrain_gpt.train.launch import train
 from tests.conftest import RunCli, raises_line

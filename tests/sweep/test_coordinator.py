@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raytrain_gpt.sweep import coordinator
-from raytrain_gpt.sweep.schedulers import Halving
+from raytrain_gpt.sweep.halving import Halving
 from raytrain_gpt.sweep.spec import Asha
 
 ME = ("node-1", 7)

@@ -11,6 +11,7 @@ from matplotlib.cbook import is_math_text
 from matplotlib.text import Text
 
 from raytrain_gpt.sweep import drawing
+from raytrain_gpt.sweep.history import State, Trial
 from raytrain_gpt.sweep.plots import (
     MAX_NAMED_CURVES,
     curves_figure,
@@ -19,7 +20,6 @@ from raytrain_gpt.sweep.plots import (
     sweep_plots,
     upper_limit,
 )
-from raytrain_gpt.sweep.trials import State, Trial
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

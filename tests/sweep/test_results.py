@@ -12,6 +12,7 @@ import pytest
 
 from raytrain_gpt import cli
 from raytrain_gpt.config.load import load_config_file, load_preset
+from raytrain_gpt.sweep.history import State, Trial, best_trial, ranking, value_text
 from raytrain_gpt.sweep.results import (
     MAX_PROGRESS_ROWS,
     best_yaml,
@@ -22,7 +23,6 @@ from raytrain_gpt.sweep.results import (
     results_csv,
 )
 from raytrain_gpt.sweep.space import Grid
-from raytrain_gpt.sweep.trials import State, Trial, best_trial, ranking, value_text
 
 from .conftest import sweep_of
 

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from ray.tune.experiment import Trial as TuneTrial
 
 from raytrain_gpt.storage.location import Location
+from raytrain_gpt.sweep.halving import Halving
 from raytrain_gpt.sweep.history import History
-from raytrain_gpt.sweep.schedulers import Halving, Population
+from raytrain_gpt.sweep.population import Population
 from raytrain_gpt.sweep.spec import Asha, Pbt
 
 from .conftest import sweep_of

@@ -1,13 +1,13 @@
-"""Successive halving, and population-based training by Ray Tune.
+"""Population-based training by Ray Tune, whose state and draws come out again.
 
-Ray Tune does not save the latter's state, and its draws cannot be repeated. Here they follow from seed, trial
+Ray Tune does not save its state, and its draws cannot be repeated. Here they follow from seed, trial
 and tokens, so that a killed sweep resumes with the same values.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -15,67 +15,9 @@ from ray import tune
 from ray.tune.experiment import Trial as TuneTrial
 from ray.tune.schedulers import PopulationBasedTraining
 
-from raytrain_gpt.sweep.history import ENDED, Event
+from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN
 from raytrain_gpt.sweep.space import Choice, LogUniform, RandInt, Uniform
-from raytrain_gpt.sweep.spec import Asha, Pbt, Sweep
-from raytrain_gpt.sweep.trial_run import OBJECTIVE, TOKENS_SEEN
-
-
-class Halving:
-    """Successive halving (Li et al., 2020), judged in the plan's order: scores at the rungs, and verdicts.
-
-    At a rung a trial is compared with the trials before it in the plan, as if they ran one after another. So
-    no decision depends on speed, on the number of concurrent trials, or on a restart. The price is that a
-    trial waits at a rung until the earlier ones have reached it or ended.
-
-    Args:
-        names: All trials, in the plan's order.
-        maximize: Whether a higher objective is better.
-    """
-
-    def __init__(
-        self, scheduler: Asha, budget_tokens: int, names: Sequence[str], maximize: bool = False
-    ) -> None:
-        self._factor, self._sign = scheduler.reduction_factor, 1 if maximize else -1
-        self._places = {name: place for place, name in enumerate(names)}
-        self._ended: set[str] = set()
-        self._scores: dict[int, dict[str, float]] = {}
-        rung = scheduler.grace_tokens
-        while rung < budget_tokens:
-            self._scores[rung] = {}
-            rung *= self._factor
-
-    def replay(self, events: Iterable[Event]) -> None:
-        """Add the events of a history."""
-        for event in events:
-            if event["event"] == "report":
-                self.report(event["trial"], event["tokens_seen"], event["objective"])
-            elif event["event"] == "ended" and event["state"] in ENDED:
-                self.end(event["trial"])
-
-    def report(self, name: str, tokens_seen: int, objective: float) -> None:
-        if tokens_seen in self._scores:
-            self._scores[tokens_seen].setdefault(name, self._sign * objective)
-
-    def end(self, name: str) -> None:
-        """Note that a trial reaches no further rung."""
-        self._ended.add(name)
-
-    def missing(self, name: str, tokens_seen: int) -> list[str]:
-        """Return the trials whose scores the verdict on a report still needs."""
-        scores = self._scores.get(tokens_seen)
-        if scores is None:
-            return []
-        needed = [*self._places][: self._places[name] + 1]
-        return [one for one in needed if one not in scores and one not in self._ended]
-
-    def passes(self, name: str, tokens_seen: int) -> bool:
-        """Whether a trial continues after a report; no score may be missing."""
-        scores = self._scores.get(tokens_seen, {})
-        earlier = [s for one, s in scores.items() if self._places[one] < self._places[name]]
-        if not earlier:
-            return True
-        return bool(scores[name] >= np.percentile(earlier, 100 * (1 - 1 / self._factor)))
+from raytrain_gpt.sweep.spec import Pbt, Sweep
 
 
 class Population(PopulationBasedTraining):  # type: ignore[misc]
