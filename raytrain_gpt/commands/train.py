@@ -180,8 +180,12 @@ def checkpoints(options: RunOptions) -> None:
 
 @command("report", ReportOptions)
 def report(options: ReportOptions) -> None:
-    """Write the report of a run, or a page that compares several."""
-    _runs("report", options.runs, options)
+    """Write the report of a run or a sweep, or a page that compares several runs."""
+    from raytrain_gpt.sweep.sweep_page import report_sweep
+
+    one = options.runs[0] if len(options.runs) == 1 else None
+    if one is None or not report_sweep(one, options.storage_path, options.as_json, say):
+        _runs("report", options.runs, options)
 
 
 def _runs(action: str, names: list[str], options: StorageOptions) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from pydantic.dataclasses import dataclass
 
 from raytrain_gpt.errors import ConfigError, reason
+from raytrain_gpt.format import preview
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location
 
@@ -78,7 +79,7 @@ class History:
     """
 
     def __init__(self, directory: Location, maximize: bool = False) -> None:
-        self._maximize = maximize
+        self.directory, self._maximize = directory, maximize
         self._file = directory / HISTORY_FILE
         content = self._file.read_bytes() if self._file.is_file() else b""
         lines = enumerate(content.splitlines(), 1)
@@ -88,6 +89,7 @@ class History:
         try:
             event: Event = parse_json(line)
             _after(Trial(event["trial"]), event)
+            _check_numbers(event)
             return event
         except (ValueError, TypeError, LookupError) as error:
             raise ConfigError(
@@ -110,6 +112,14 @@ class History:
     def last_report(self, trial: str) -> Event | None:
         reports = [e for e in self.events if (e["event"], e["trial"]) == ("report", trial)]
         return reports[-1] if reports else None
+
+
+def _check_numbers(event: Event) -> None:
+    """Raise a TypeError for what `Trial` would convert, but the page would not."""
+    objective = event.get("objective")
+    for value in (event["time"], 0.0 if objective is None else objective):
+        if not isinstance(value, float | int):
+            raise TypeError(f"{preview(value, 20)} is no number")
 
 
 def _after(trial: Trial, event: Event) -> Trial:

@@ -74,19 +74,19 @@ def loss_figure(
     full budget, and the y axis is scaled to these.
     """
     figure, axes = drawing.new_figure(_WIDTH, _HEIGHT)
-    x_field, line_field = _x_and_line(trials, searched)
+    x_field, line_field = x_and_line(trials, searched)
     place = drawing.scale_x(axes, x_field, [trial.values[x_field] for trial in trials])
     looks = drawing.line_styles(trial.values.get(line_field) for trial in trials)
     entries = [(f"{line_field} {value_label(v)}", look) for v, look in looks.items() if line_field]
     best = best_trial(trials, budget_tokens)
-    limit = _loss_limit(trials, budget_tokens)
+    limit = loss_limit(trials, budget_tokens)
     better = max if trials[0].maximize else min
     best_at: dict[Any, dict[float, float]] = {value: {} for value in looks}
     above: list[Trial] = []
     marks: list[tuple[float, str, LineStyle]] = []
     for trial in trials:
         value, x, score = trial.values.get(line_field), place[trial.values[x_field]], trial.score
-        is_full = _full_score(trial, budget_tokens) is not None
+        is_full = full_score(trial, budget_tokens) is not None
         point = looks[value] | {"linestyle": ""} | ({} if is_full else _HOLLOW)
         if score is not None and score <= limit:
             axes.plot(x, score, zorder=3, gid="point", **point)
@@ -140,15 +140,15 @@ def curves_figure(
     stopped or failed trial is faded and has a hollow end, at the upper edge if it is above the scale.
     """
     figure, axes = drawing.new_figure(_WIDTH, _HEIGHT)
-    x_field, line_field = _x_and_line(trials, searched)
+    x_field, line_field = x_and_line(trials, searched)
     drawn = [trial for trial in ranking(trials, budget_tokens) if trial.curve]
     groups = [t.values[line_field] if line_field else t.name for t in drawn[:MAX_NAMED_CURVES]]
     looks = drawing.line_styles(groups)
-    limit, best = _curves_limit(drawn, budget_tokens), best_trial(trials, budget_tokens)
+    limit, best = curves_limit(drawn, budget_tokens), best_trial(trials, budget_tokens)
     entries: list[tuple[str, LineStyle]] = []
     marks: list[tuple[float, str, LineStyle]] = []
     for rank, trial in enumerate(drawn):
-        tokens, values = _curve(trial)
+        tokens, values = curve_points(trial)
         is_above = not values[-1] <= limit  # also if not finite
         end: LineStyle = {"color": PALE, "marker": "."}
         if rank >= MAX_NAMED_CURVES:
@@ -168,7 +168,7 @@ def curves_figure(
             marks.append((tokens[-1], trial.name, end))
     if len(drawn) > MAX_NAMED_CURVES:
         entries.append((f"other trials: {len(drawn) - MAX_NAMED_CURVES}", {"color": PALE}))
-    shown = [v for trial in drawn for v in _curve(trial)[1] if v <= limit]
+    shown = [v for trial in drawn for v in curve_points(trial)[1] if v <= limit]
     pad = 0.05 * (max(max(shown) - min(shown), _MIN_SPAN * abs(min(shown))) or 1)
     axes.set_ylim(min(shown) - pad, max(shown) + pad)
     axes.set_xlim(0, 1.02 * max(budget_tokens, *(trial.judged_tokens for trial in drawn)))
@@ -189,7 +189,7 @@ def heat_map_figure(
     A cell shows the best of its trials, colored if that one used its full budget, hatched if
     it did not, and white if there is no trial.
     """
-    x_field, y_field = _x_and_line(trials, discrete_fields(trials, searched))
+    x_field, y_field = x_and_line(trials, discrete_fields(trials, searched))
     columns = drawing.in_order(trial.values[x_field] for trial in trials)
     rows = drawing.in_order(trial.values[y_field] for trial in trials)
     figure, axes = drawing.new_figure(3 + 1.25 * len(columns), 2.4 + 0.9 * len(rows))
@@ -199,7 +199,7 @@ def heat_map_figure(
     for trial in ranking(trials, budget_tokens):
         column, row = columns.index(trial.values[x_field]), rows.index(trial.values[y_field])
         cells.setdefault((column, row), []).append(trial)
-        score = _full_score(cells[column, row][0], budget_tokens)
+        score = full_score(cells[column, row][0], budget_tokens)
         scores[row, column] = np.nan if score is None else score
     full = scores[np.isfinite(scores)]
     highest = full.max() if len(full) else 1.0
@@ -261,7 +261,7 @@ def discrete_fields(trials: Sequence[Trial], names: Sequence[str]) -> list[str]:
     return fields
 
 
-def _x_and_line(trials: Sequence[Trial], names: Sequence[str]) -> tuple[str, str]:
+def x_and_line(trials: Sequence[Trial], names: Sequence[str]) -> tuple[str, str]:
     """Return the field of the x axis, and the one with a curve (or row) per value, or ""."""
     numbers = [n for n in names if all(is_number(trial.values[n]) for trial in trials)]
     x_field = "peak_lr" if "peak_lr" in numbers else [*numbers, *names][0]
@@ -270,7 +270,7 @@ def _x_and_line(trials: Sequence[Trial], names: Sequence[str]) -> tuple[str, str
     return x_field, batch if batch in others else next(iter(others), "")
 
 
-def _full_score(trial: Trial, budget_tokens: int) -> float | None:
+def full_score(trial: Trial, budget_tokens: int) -> float | None:
     """Return the objective of a trial that used its full budget, else None."""
     return trial.score if compared_tokens(trial, budget_tokens) == budget_tokens else None
 
@@ -283,14 +283,14 @@ def upper_limit(values: Sequence[float] | NDArray[np.float64]) -> float:
     return float(middle + max(10 * (middle - low), 0.25 * abs(low)))
 
 
-def _loss_limit(trials: Sequence[Trial], budget_tokens: int) -> float:
+def loss_limit(trials: Sequence[Trial], budget_tokens: int) -> float:
     """Return the upper end of the y axis, for the finished trials if there are enough, else for all.
 
     Infinity if higher values are better: none of them is an outlier.
     """
     if trials[0].maximize:
         return math.inf
-    full = [s for trial in trials if (s := _full_score(trial, budget_tokens)) is not None]
+    full = [s for trial in trials if (s := full_score(trial, budget_tokens)) is not None]
     if len(full) < MIN_TO_CUT:
         return max(trial.score for trial in trials if trial.score is not None)
     inside = [score for score in full if score <= upper_limit(full)]
@@ -298,14 +298,14 @@ def _loss_limit(trials: Sequence[Trial], budget_tokens: int) -> float:
     return high + max(0.5 * (high - low), _MIN_SPAN * abs(low))
 
 
-def _curves_limit(trials: Sequence[Trial], budget_tokens: int) -> float:
+def curves_limit(trials: Sequence[Trial], budget_tokens: int) -> float:
     """Return the upper end of the y axis, about the trials' first losses."""
-    curves = [_curve(trial)[1] for trial in trials]
+    curves = [curve_points(trial)[1] for trial in trials]
     begins = [float(v[np.isfinite(v)][0]) for v in curves if np.isfinite(v).any()]
-    return max(1.05 * statistics.median_low(begins), _loss_limit(trials, budget_tokens))
+    return max(1.05 * statistics.median_low(begins), loss_limit(trials, budget_tokens))
 
 
-def _curve(trial: Trial) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def curve_points(trial: Trial) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return a trial's tokens and objectives, with a gap where it copied a different trial's weights."""
     tokens = np.array([point[0] for point in trial.curve], np.float64)
     values = np.array([point[1] for point in trial.curve], np.float64)

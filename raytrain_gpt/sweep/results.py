@@ -41,9 +41,9 @@ def progress_table(trials: Sequence[Trial], objective: str, budget_tokens: int) 
     started.sort(key=lambda trial: _STATES.index(trial.state))
     shown, hidden = started[:MAX_PROGRESS_ROWS], started[MAX_PROGRESS_ROWS:]
     best = best_trial(trials, budget_tokens)
-    lines = [f"{count(len(trials), 'trial')}: {_counts(trials)}" + _best_text(best, objective)]
+    lines = [f"{count(len(trials), 'trial')}: {counts_text(trials)}" + _best_text(best, objective)]
     lines += _table(shown, objective, budget_tokens) if shown else []
-    lines += [f"and {len(hidden)} more: {_counts(hidden)}"] if hidden else []
+    lines += [f"and {len(hidden)} more: {counts_text(hidden)}"] if hidden else []
     return "\n".join(lines)
 
 
@@ -57,7 +57,7 @@ def final_table(trials: Sequence[Trial], objective: str, budget_tokens: int) -> 
     trained, full = sum(t.tokens_seen for t in trials), len(trials) * budget_tokens
     saved = sum(max(budget_tokens - t.tokens_seen, 0) for t in trials if t.state == "stopped")
     lines.append(
-        f"{count(len(trials), 'trial')}: {_counts(trials)} | {amount(trained)} of {amount(full)} tokens "
+        f"{count(len(trials), 'trial')}: {counts_text(trials)} | {amount(trained)} of {amount(full)} tokens "
         f"trained, stopping early saved {saved / max(full, 1):.0%}"
         + _best_text(best_trial(trials, budget_tokens), objective)
     )
@@ -96,7 +96,7 @@ def edge_lines(best: Trial, space: Mapping[str, Domain]) -> list[str]:
 
 def results_csv(trials: Sequence[Trial], objective: str, budget_tokens: int) -> str:
     """Format `results.csv`: full precision, by rank; unknown values and ranks without a score are empty."""
-    fields = _field_names(trials)
+    fields = field_names(trials)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     measured = ("tokens_seen", "tokens_per_s", "elapsed_s")
@@ -126,7 +126,7 @@ def best_yaml(config: Config, trial: Trial, sweep: Sweep) -> str:
 def _table(
     trials: Sequence[Trial], objective: str, budget_tokens: int, ranks: bool = False
 ) -> list[str]:
-    fields = _field_names(trials)
+    fields = field_names(trials)
     rows = []
     for rank, trial in enumerate(trials, 1):
         row = [
@@ -145,7 +145,7 @@ def _table(
     return table(names, [objective, "tokens", "share", "tokens/s", "time", *fields], rows)
 
 
-def _counts(trials: Iterable[Trial]) -> str:
+def counts_text(trials: Iterable[Trial]) -> str:
     """Format as `2 running, 3 stopped`."""
     counts = Counter(trial.state for trial in trials)
     return ", ".join(f"{counts[state]} {state}" for state in _STATES if counts[state])
@@ -158,7 +158,7 @@ def _best_text(best: Trial | None, objective: str) -> str:
     return f" | best {best.name}: {objective} {_objective_text(best)} at {tokens} tokens"
 
 
-def _field_names(trials: Iterable[Trial]) -> list[str]:
+def field_names(trials: Iterable[Trial]) -> list[str]:
     return list(dict.fromkeys(name for trial in trials for name in trial.values))
 
 

@@ -49,6 +49,10 @@ SET_BY_SWEEP = {
 """Field that the sweep sets in every trial -> what to do instead of setting it."""
 
 
+SWEEP_FILE = "sweep.yaml"
+"""The resolved sweep in its directory."""
+
+
 class Base(Strict):
     preset: str | None = None
     """Name of a preset."""

@@ -28,10 +28,10 @@ from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.callback import SweepCallback, SweepStopped
 from raytrain_gpt.sweep.coordinator import Coordinator
+from raytrain_gpt.sweep.cost import data_cpus, trial_cpus
 from raytrain_gpt.sweep.halving import Halving
 from raytrain_gpt.sweep.history import ENDED, History, State, Trial, best_trial
 from raytrain_gpt.sweep.population import Population
-from raytrain_gpt.sweep.resources import data_cpus, trial_cpus
 from raytrain_gpt.sweep.results import (
     BEST_FILE,
     RESULTS_FILE,
@@ -251,7 +251,10 @@ class SweepRun:
         )
 
     def _finish(self, parent: ParentRun) -> SweepSummary:
-        from raytrain_gpt.sweep.plots import sweep_plots  # here: matplotlib is slow to import
+        # Here, because matplotlib is slow to import.
+        from raytrain_gpt.sweep.plots import sweep_plots
+        from raytrain_gpt.sweep.sweep_page import SweepFacts, sweep_page
+        from raytrain_gpt.tracking.report import REPORT_FILE
 
         sweep, trials = self._sweep, self._history.trials()
         objective, budget_tokens = sweep.objective, sweep.budget_tokens
@@ -267,6 +270,7 @@ class SweepRun:
             config = config.updated({name: original[name] for name in restored})
             files[BEST_FILE] = best_yaml(config, best, sweep).encode()
             metrics = {f"best/{objective}": best.objective or 0.0}
+        files[REPORT_FILE] = sweep_page(self._history, SweepFacts.of(sweep)).encode()
         for name, content in files.items():
             (self._directory / name).write_bytes(content)
         failure = failure_text(trials, sweep.title, resumable=not isinstance(sweep.scheduler, Pbt))

@@ -23,13 +23,13 @@ from raytrain_gpt.format import Log
 from raytrain_gpt.parsing import parse_yaml
 from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.sweep.resources import (
+from raytrain_gpt.sweep.cost import (
     cpus_to_start,
     data_cpus,
     one_worker_for_auto,
     trials_at_once,
 )
-from raytrain_gpt.sweep.spec import Sweep
+from raytrain_gpt.sweep.spec import SWEEP_FILE, Sweep
 from raytrain_gpt.sweep.sweep_run import SweepRun, SweepSummary
 from raytrain_gpt.sweep.trial_plan import base_config, check_sweep
 from raytrain_gpt.tracking.run_files import CONFIG_FILE
@@ -37,7 +37,6 @@ from raytrain_gpt.train import preflight
 from raytrain_gpt.train.supervisor import TrainLoop
 from raytrain_gpt.train.worker import train_worker
 
-SWEEP_FILE = "sweep.yaml"
 BASE_FILE = "base.yaml"
 MAY_CHANGE = frozenset({"max_concurrent_trials", "base", "overrides"})
 """Fields that may differ on `--resume`; for base and overrides, their configuration is compared."""

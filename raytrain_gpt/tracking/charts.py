@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -45,7 +45,13 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over `x`; `marks` are the steps at which the run was resumed."""
+    """Curves over `x`.
+
+    Attributes:
+        marks: Steps at which the run was resumed.
+        ticks: Labels of positions on the x axis, or None for round numbers.
+        log: Whether the x axis is logarithmic.
+    """
 
     title: str
     unit: str
@@ -53,6 +59,8 @@ class Chart:
     marks: Sequence[int] = ()
     from_zero: bool = False
     x: str = "step"
+    ticks: Mapping[float, str] | None = None
+    log: bool = False
 
     def after(self, step: int) -> Chart:
         """Return the chart from a step (or token count) on, with a separate scale."""
@@ -97,11 +105,16 @@ def draw(chart: Chart) -> Markup:
         for step in chart.marks:
             axes.axvline(step, color=_MARK, linewidth=1.2, linestyle=(0, (3, 3)), gid="resume")
         axes.margins(x=0.02)
-        left, right = axes.get_xlim()
-        axes.set_xlim(min(left, right - 1), max(right, left + 1))  # for a run of one step
         axes.set_ylim(bottom=0 if chart.from_zero else None)
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        if chart.ticks is None:
+            left, right = axes.get_xlim()
+            axes.set_xlim(min(left, right - 1), max(right, left + 1))  # for a run of one step
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        else:
+            axes.set_xscale("log" if chart.log else "linear")
+            axes.set_xticks([*chart.ticks], [*chart.ticks.values()])
+            axes.minorticks_off()
         if axes.get_ylim()[1] >= 1000:
             axes.yaxis.set_major_formatter(EngFormatter(sep=""))
         axes.set_xlabel(chart.x, color=_TEXT)

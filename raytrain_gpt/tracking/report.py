@@ -8,15 +8,11 @@
 from __future__ import annotations
 
 import ast
-import functools
-import json
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 
 from raytrain_gpt.checkpoint.branch import read_branch
@@ -25,18 +21,11 @@ from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import (
     Log,
-    amount,
-    duration,
     is_loss_spike,
-    look_at_batch,
-    number,
     own_scores,
-    short_duration,
-    size,
 )
-from raytrain_gpt.redact import printable
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.charts import Chart, Curve, Floats, draw, running_mean
+from raytrain_gpt.tracking.charts import Chart, Curve, Floats, running_mean
 from raytrain_gpt.tracking.goodput import (
     BAD_STEP_EVENTS,
     LOST_TO,
@@ -44,12 +33,13 @@ from raytrain_gpt.tracking.goodput import (
     read_attempts,
     run_speed,
 )
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, Row, event_text, read_rows, read_samples
+from raytrain_gpt.tracking.page import page, yaml_text
+from raytrain_gpt.tracking.run_files import CONFIG_FILE, Row, read_rows, read_samples
 from raytrain_gpt.tracking.step_time import StepTimeBreakdown
 from raytrain_gpt.tracking.sync import RunSync
-from raytrain_gpt.version import VERSION
 
 REPORT_FILE = "report.html"
+_TEMPLATE = "tracking/report_template.html"
 MAX_SAMPLE_SETS = 8
 _DASHES, _MARKERS, _NUM_COLORS, _FAINT = ("", "7 3", "2 2", "8 2 2 2"), "Do^svP", 5, 6
 
@@ -192,7 +182,7 @@ class RunHistory:
         keys = {key for row in self.evals for key in row if key.startswith("val/loss/")}
         curves = []
         for i, key in enumerate(sorted(keys)):
-            curves += self.evaluations(key, key.removeprefix("val/loss/"), *_style(i))
+            curves += self.evaluations(key, key.removeprefix("val/loss/"), *curve_style(i))
         if not curves:
             return []
         name = curves[0].label if len(curves) == 1 else "by dataset"
@@ -227,7 +217,7 @@ def write_comparison(syncs: list[RunSync], out: Path, tell: Log | None = None) -
     steps = [set(run.order_hashes) for run in runs if run.order_hashes]
     common = sorted(set.intersection(*steps)) if steps else []
     keys = dict.fromkeys(key for run in runs for key in run.fields if key != "run_name")
-    values = {key: [_yaml_text(run.fields.get(key, "–")) for run in runs] for key in keys}
+    values = {key: [yaml_text(run.fields.get(key, "–")) for run in runs] for key in keys}
     return _write_page(
         out,
         runs,
@@ -242,7 +232,7 @@ def _compared(runs: list[RunHistory], window: int, by_tokens: bool = False) -> l
     train, val, hellaswag = [], [], []
     own: dict[str, list[Curve]] = {key: [] for run in runs for key in run.own_keys}
     for i, run in enumerate(runs):
-        color, dash, marker = _style(i)
+        color, dash, marker = curve_style(i)
         scale = run.fields.get("global_batch_tokens") if by_tokens else 1
         if scale is None:
             continue
@@ -266,7 +256,7 @@ def _compared(runs: list[RunHistory], window: int, by_tokens: bool = False) -> l
     return [c for full in charts for c in (full, full.after(ends[0] // 2)) if c.curves]
 
 
-def _style(i: int) -> tuple[int, str, str]:
+def curve_style(i: int) -> tuple[int, str, str]:
     """Return color, dash and marker of the i-th of several curves; no two have all three equal."""
     return i % _NUM_COLORS + 1, _DASHES[i % len(_DASHES)], _MARKERS[i % len(_MARKERS)]
 
@@ -282,31 +272,11 @@ def _same_data(run: RunHistory, first: RunHistory, common: Sequence[int]) -> str
     return "yes" if run.manifest_hash == first.manifest_hash else "no, same order of different data"
 
 
-@functools.cache
-def _page_template() -> jinja2.Template:
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"draw": draw, "fixed": _fixed, "yaml": _yaml_text, "utc": _utc}
-    environment.filters |= {"amount": amount, "size": size, "thousands": "{:,}".format}
-    environment.filters |= {"duration": duration, "short_duration": short_duration}
-    environment.filters |= {"event_text": event_text, "look_at": look_at_batch}
-    return environment.get_template("report_template.html")
-
-
 def _write_page(path: Path, runs: list[RunHistory], charts: list[Chart], **more: Any) -> Path:
-    html = _page_template().render(
-        runs=runs,
-        one="differing" not in more,
-        charts=charts,
-        bad_step_events=BAD_STEP_EVENTS,
-        version=VERSION,
-        now=_utc(datetime.now(UTC).timestamp()),
-        **more,
-    )
     path.parent.mkdir(parents=True, exist_ok=True)
-    Location.of(path).write_text(printable(html))
+    values = {"runs": runs, "charts": charts, "bad_step_events": BAD_STEP_EVENTS, **more}
+    html = page(_TEMPLATE, one="differing" not in more, **values)
+    Location.of(path).write_text(html)
     return path
 
 
@@ -316,16 +286,3 @@ def _sample(line: str) -> str:
         return str(ast.literal_eval(line.partition(": ")[2]))
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return line
-
-
-def _fixed(row: Row | None, key: str, form: str = ".4f") -> str:
-    """Format a row's number, with a dash if it is missing and words if it is null."""
-    return "–" if row is None or key not in row else number(row[key], form)
-
-
-def _utc(seconds: float) -> str:
-    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}"
-
-
-def _yaml_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from raytrain_gpt.config.schema import FIELDS
-from raytrain_gpt.sweep.cost import halved_tokens
-from raytrain_gpt.sweep.resources import one_worker_for_auto
+from raytrain_gpt.sweep.cost import halved_tokens, one_worker_for_auto
 from raytrain_gpt.sweep.results import plan_table
 from raytrain_gpt.sweep.spec import Asha, Base, Pbt, Sweep, load_sweep
 from raytrain_gpt.sweep.trial_plan import base_config, check_sweep, num_trials, planned_trials

@@ -8,8 +8,8 @@ import pytest
 
 from raytrain_gpt.cluster.capacity import Node, Resources, fit_to_cluster
 from raytrain_gpt.errors import ClusterError
-from raytrain_gpt.sweep import resources
-from raytrain_gpt.sweep.resources import (
+from raytrain_gpt.sweep import cost
+from raytrain_gpt.sweep.cost import (
     cpus_to_start,
     data_cpus,
     one_worker_for_auto,
@@ -84,7 +84,7 @@ def test_a_population_has_to_fit_as_a_whole() -> None:
 
 def test_a_cluster_of_its_own_has_a_trial_for_each_core(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpus_to_start(sweep(max_concurrent_trials=99), base_config(sweep())) == 8
-    monkeypatch.setattr(resources.os, "cpu_count", lambda: 6)
+    monkeypatch.setattr(cost.os, "cpu_count", lambda: 6)
     one = sweep({"num_workers": 2})
     assert cpus_to_start(one, base_config(one)) == 3 * (2 + 1)
     assert cpus_to_start(sweep(max_concurrent_trials=1), base_config(sweep())) == 1

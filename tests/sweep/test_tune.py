@@ -12,10 +12,10 @@ from raytrain_gpt.errors import ConfigError, TrainingFailed
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep import tune
 from raytrain_gpt.sweep.history import History
-from raytrain_gpt.sweep.spec import Sweep
+from raytrain_gpt.sweep.spec import SWEEP_FILE, Sweep
 from raytrain_gpt.sweep.sweep_run import SweepRun, SweepSummary
 from raytrain_gpt.sweep.trial_plan import base_config
-from raytrain_gpt.sweep.tune import BASE_FILE, SWEEP_FILE, check_known, to_yaml
+from raytrain_gpt.sweep.tune import BASE_FILE, check_known, to_yaml
 from raytrain_gpt.tracking.mlflow_run import ParentRun
 from tests.conftest import RunCli, raises_line
 

@@ -1,0 +1,270 @@
+"""`report.html` of a sweep: curves, objective by learning rate, trials, decisions, and what stopping saved.
+
+It needs only the sweep's history and file, and no code of its user.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field, TypeAdapter, ValidationError
+
+from raytrain_gpt.errors import CheckpointError, ConfigError, reason
+from raytrain_gpt.format import Log, amount, cut
+from raytrain_gpt.parsing import parse_yaml
+from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location, is_url
+from raytrain_gpt.sweep import drawing, plots
+from raytrain_gpt.sweep.halving import Halving
+from raytrain_gpt.sweep.history import (
+    HISTORY_FILE,
+    Event,
+    History,
+    Trial,
+    best_trial,
+    compared_tokens,
+    ranking,
+    value_text,
+)
+from raytrain_gpt.sweep.results import counts_text, field_names
+from raytrain_gpt.sweep.space import is_number
+from raytrain_gpt.sweep.spec import SWEEP_FILE, Asha, NoScheduler, Pbt, Sweep
+from raytrain_gpt.tracking.charts import Chart, Curve
+from raytrain_gpt.tracking.page import page
+from raytrain_gpt.tracking.report import REPORT_FILE, curve_style
+
+_TEMPLATE = "sweep/sweep_template.html"
+_FAINT = 6  # color of what is not compared
+_LOG_FROM = 8  # largest value by smallest, above which an axis is logarithmic
+_COPY = re.compile(r"-from-(\w+)-0*(\d+)-\w+$")
+"""Name of a run that continues from another trial's checkpoint."""
+
+
+@dataclass(frozen=True)
+class SweepFacts:
+    """What the page needs of a sweep's file.
+
+    Attributes:
+        searched: Fields that are not computed from others.
+    """
+
+    title: str
+    objective: str
+    budget_tokens: Annotated[int, Field(ge=1)]
+    maximize: bool
+    searched: list[str]
+    scheduler: NoScheduler | Asha | Pbt
+
+    @classmethod
+    def of(cls, sweep: Sweep) -> SweepFacts:
+        facts = sweep.title, sweep.objective, sweep.budget_tokens
+        return cls(*facts, sweep.mode == "max", sweep.searched, sweep.scheduler)
+
+    @classmethod
+    def read(cls, directory: Location) -> SweepFacts:
+        """Read the sweep's file without its user's code; raises a ConfigError if it is damaged."""
+        try:
+            raw = parse_yaml((directory / SWEEP_FILE).read_text())
+            searched = [name for name, domain in raw["space"].items() if "expression" not in domain]
+            facts = {name: raw[name] for name in ("objective", "budget_tokens", "scheduler")}
+            more = {"maximize": raw["objective_mode"] == "max", "searched": searched}
+            return _FACTS.validate_python({"title": raw["sweep_name"], **facts, **more})
+        except (ValueError, LookupError, TypeError, AttributeError, ValidationError) as error:
+            raise ConfigError(f"{directory / SWEEP_FILE} is damaged: {reason(error)}") from None
+
+
+_FACTS = TypeAdapter(SweepFacts)
+
+
+def report_sweep(name: str, storage_path: str, as_json: bool, say: Log) -> bool:
+    """Write the page of a sweep, given by its name or path; return False if there is none."""
+    storage = Location.of(storage_path, retry_for_s=COMMAND_RETRY_S)
+    for path in (Location.of(name),) if is_url(name) else (storage / name, Location.of(name)):
+        if (path / SWEEP_FILE).is_file() and (path / HISTORY_FILE).is_file():
+            facts = SweepFacts.read(path)
+            history = History(path, facts.maximize)
+            if not history.events:
+                raise CheckpointError(f"{path} has no trial yet; wait for the first one")
+            (path / REPORT_FILE).write_text(sweep_page(history, facts))
+            say(f"report {path / REPORT_FILE}")
+            say("next: open it in a browser")
+            if as_json:
+                say(json.dumps({"report": str(path / REPORT_FILE)}))
+            return True
+    return False
+
+
+def sweep_page(history: History, facts: SweepFacts) -> str:
+    trials, budget_tokens = history.trials(), facts.budget_tokens
+    ranked = ranking(trials, budget_tokens)
+    stopped = [(t, budget_tokens - t.tokens_seen) for t in trials if t.state == "stopped"]
+    return page(
+        _TEMPLATE,
+        facts=facts,
+        trials=ranked,
+        best=best_trial(trials, budget_tokens),
+        states=counts_text(trials),
+        charts=_charts(ranked, facts),
+        trained_tokens=sum(t.tokens_seen for t in trials),
+        saved_tokens=sum(tokens for _, tokens in stopped),
+        saved_s=math.fsum(tokens / t.tokens_per_s for t, tokens in stopped if t.tokens_per_s),
+        fields=field_names(ranked),
+        rows=_rows(ranked, facts),
+        lanes=_lanes(history),
+        elapsed_s=history.events[-1]["time"] - history.events[0]["time"],
+        decisions=list(_decisions(history, facts)),
+        directory=history.directory,
+        value_text=value_text,
+    )
+
+
+def _rows(ranked: list[Trial], facts: SweepFacts) -> list[list[tuple[str, Any]]]:
+    """Return a row of cells per trial: text, and the value to sort by."""
+    rows, fields = [], field_names(ranked)
+    for rank, trial in enumerate(ranked, 1):
+        share = compared_tokens(trial, facts.budget_tokens) / facts.budget_tokens
+        score, speed, spent_s = trial.score, trial.tokens_per_s, trial.elapsed_s
+        row: list[tuple[str, Any]] = [
+            (str(rank), rank) if score is not None else ("–", math.inf),
+            (trial.name, trial.name),
+            (trial.state, trial.state),
+            ("not finite" if trial.diverged else "–" if score is None else f"{score:.4f}", score),
+            (f"{amount(trial.tokens_seen)}, {share:.0%}", trial.tokens_seen),
+            ("–" if speed is None else f"{speed:,.0f}", speed),
+            ("–" if spent_s is None else f"{spent_s:,.1f} s", spent_s),
+        ]
+        values = [trial.values.get(name) for name in fields]
+        rows.append([*row, *((value_text(value), value) for value in values)])
+    return rows
+
+
+def _charts(ranked: list[Trial], facts: SweepFacts) -> list[Chart]:
+    drawn = [t for t in ranked if t.curve and t.values.keys() >= {*facts.searched}]
+    if all(trial.score is None for trial in drawn):
+        return []
+    unit = drawing.objective_label(facts.objective)
+    best, limit = (
+        best_trial(ranked, facts.budget_tokens),
+        plots.curves_limit(drawn, facts.budget_tokens),
+    )
+    curves = []
+    for rank, trial in enumerate(drawn):
+        tokens, values = plots.curve_points(trial)
+        values = np.where(values <= limit, values, np.nan)
+        color, dash, _ = curve_style(rank)
+        look = (trial.name, color, dash) if rank < plots.MAX_NAMED_CURVES else ("", _FAINT, "")
+        name, color, dash = look
+        curves.append(Curve(name, tokens, values, color, dash, width=3 if trial is best else 1.4))
+    charts = [Chart("Learning curves", unit, curves, x="tokens")]
+    by_field = _by_field(drawn, facts, unit)
+    return [*charts, by_field] if by_field else charts
+
+
+def _by_field(drawn: list[Trial], facts: SweepFacts, unit: str) -> Chart | None:
+    """Draw the objective over the learning rate for each batch size, or other fields as in the pictures."""
+    x_field, line_field = plots.x_and_line(drawn, facts.searched)
+    xs = sorted({trial.values[x_field] for trial in drawn if is_number(trial.values[x_field])})
+    if len(xs) < 2:
+        return None
+    full = [s for t in drawn if (s := plots.full_score(t, facts.budget_tokens)) is not None]
+    limit = plots.loss_limit(drawn, facts.budget_tokens)
+    if len(full) > 1 and not facts.maximize:  # the scale is for trials that can be compared
+        limit = min(limit, 2 * max(full) - min(full))
+    better = max if facts.maximize else min
+    lines: dict[Any, dict[float, float]] = {}
+    fewer: list[tuple[float, float]] = []
+    for trial in drawn:
+        x, score = trial.values[x_field], trial.score
+        if score is None or score > limit or not is_number(x):
+            continue
+        if plots.full_score(trial, facts.budget_tokens) is None:
+            fewer.append((x, score))
+        else:
+            line = lines.setdefault(trial.values.get(line_field), {})
+            line[x] = better(score, line.get(x, score))
+    # If a further field varies freely, neighbors on the axis are not neighbors in the space.
+    is_line = {*facts.searched} <= {x_field, line_field} or bool(
+        plots.discrete_fields(drawn, [x_field])
+    )
+    curves = []
+    for i, value in enumerate(drawing.in_order(lines)):
+        color, dash, marker = curve_style(i)
+        places, scores = np.array(sorted(lines[value].items()), np.float64).T
+        label = f"{line_field} {value_text(value)}" if line_field else facts.objective
+        curves.append(
+            Curve(label, places, scores, color, dash, marker, width=1.6 if is_line else 0)
+        )
+    if fewer:
+        places, scores = np.array(sorted(fewer), np.float64).T
+        curves.append(Curve("at fewer tokens", places, scores, _FAINT, marker="o", width=0))
+    is_log = xs[0] > 0 and (x_field == "peak_lr" or xs[-1] >= _LOG_FROM * xs[0])
+    shown = xs if len(xs) <= plots.MAX_DISCRETE_VALUES else [xs[0], xs[len(xs) // 2], xs[-1]]
+    ticks = {float(x): value_text(x) for x in shown}
+    title = f"Final {drawing.objective_words(facts.objective)[0]} by {x_field}"
+    return Chart(title, unit, curves, x=x_field, ticks=ticks, log=is_log) if curves else None
+
+
+def _lanes(history: History) -> list[tuple[Trial, list[tuple[float, float]], list[float]]]:
+    """Return per trial the start and width of its times in a process, and its reports, in percent."""
+    first, last = history.events[0]["time"], history.events[-1]["time"]
+    scale = 100 / ((last - first) or 1)
+    spans: dict[str, list[tuple[float, float]]] = {}
+    reports: dict[str, list[float]] = {}
+    for event in history.events:
+        name, at = event["trial"], scale * (event["time"] - first)
+        if event["event"] == "started":
+            spans.setdefault(name, []).append((at, at))
+        elif name in spans:
+            spans[name][-1] = spans[name][-1][0], at
+        if event["event"] == "report":
+            reports.setdefault(name, []).append(at)
+    return [
+        (t, [(a, b - a) for a, b in spans.get(t.name, [])], reports.get(t.name, []))
+        for t in history.trials()
+    ]
+
+
+def _decisions(history: History, facts: SweepFacts) -> Iterator[tuple[float, str, str]]:
+    """Yield the time since the start, in seconds, the trial, and what happened to it."""
+    first = history.events[0]["time"]
+    halving = None
+    if isinstance(facts.scheduler, Asha):
+        names = [trial.name for trial in history.trials()]
+        halving = Halving(facts.scheduler, facts.budget_tokens, names, facts.maximize)
+        halving.replay(history.events)
+    latest: dict[str, Event] = {}
+    begun: set[str] = set()
+    pauses = isinstance(facts.scheduler, Pbt)
+    for event in history.events:
+        name, kind, text = event["trial"], event["event"], ""
+        if kind == "started":
+            text = "starts again in another process" if name in begun and not pauses else ""
+            begun.add(name)
+        elif kind == "report":
+            before, latest[name] = latest.get(name), event
+            copy = _COPY.search(event["run_dir"])
+            if copy and (before is None or before["run_dir"] != event["run_dir"]):
+                values = ", ".join(f"{k} {value_text(v)}" for k, v in event["values"].items())
+                text = f"continues from step {int(copy[2]):,} of trial {copy[1]}, with {values}"
+        else:
+            text = _end_text(event, latest.get(name), facts.objective, halving)
+        if text:
+            yield event["time"] - first, name, text
+
+
+def _end_text(event: Event, report: Event | None, objective: str, halving: Halving | None) -> str:
+    if event.get("error"):
+        return f"{event['state']}: {cut(' '.join(event['error'].split()), 300)}"
+    if report is None or report["objective"] is None:
+        return str(event["state"])
+    tokens, score = report["tokens_seen"], f"{objective} {report['objective']:.4f}"
+    if event["state"] != "stopped":
+        return f"{event['state']} at {amount(tokens)} tokens with {score}"
+    text = f"stopped at {amount(tokens)} tokens with {score}"
+    needed = None if halving is None else halving.needed(event["trial"], tokens)
+    return f"{text}; {needed}" if needed else text
