@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import random
+import subprocess
+import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 
 from raytrain_gpt.cluster.capacity import DATA_CPUS, Resources
 from raytrain_gpt.config.resolved import FittedConfig, SizedConfig, decided
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.device import make_autocast, resolve_precision
+from raytrain_gpt.core.accumulation import FloatSum
+from raytrain_gpt.core.device import make_autocast, matmul_dtype, resolve_precision
+from raytrain_gpt.core.loop import train_steps
 from raytrain_gpt.core.memory import MemoryModel
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.core.registry import configured_model
+from raytrain_gpt.core.registry import build_optimizer, configured_model
+from raytrain_gpt.data.locations import data_is_there, data_of
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.format import amount, count, duration
+from raytrain_gpt.sweep.halving import Halving
 from raytrain_gpt.sweep.results import plan_table
 from raytrain_gpt.sweep.spec import Asha, Pbt, Sweep
 from raytrain_gpt.sweep.trial_plan import (
@@ -29,14 +40,19 @@ from raytrain_gpt.sweep.trial_plan import (
 from raytrain_gpt.train.memory_search import MemorySearch, gpu_limit_bytes
 from raytrain_gpt.train.preflight import expected_vocab_size
 
-PROBE_S = 5.0
-"""Duration of the speed measurement, which takes at least one forward and backward pass."""
-START_S = 35.0
-"""Time of a trial of several workers besides its steps (processes, imports, evaluations); two sweeps on two
-cores: 33, 51 s."""
-NEW_PROCESS_S, USED_PROCESS_S = 6.0, 1.0
-"""The same for one worker: in a new process, and in a used one, on two cores. Fifty tiny trials took 0.6 s
-each besides steps and evaluations, the nine of the quickstart 1.3 s."""
+PROBE_S = 6.0
+"""Duration of the speed measurement, which takes at least one step of every shape."""
+TRIAL_IMPORTS = [sys.executable, "-c", "import raytrain_gpt.sweep.trial_actor"]
+"""Imports of a trial's process. The other starts are multiples of their time: ratios from the quickstart's
+sweep on two cores, where they take 3.2 s."""
+FIXED = 4.7
+"""Start of the command, of Ray and of the first processes; pictures and the end: 15 s."""
+NEW_PROCESS, USED_PROCESS = 0.9, 0.12
+"""First trial of a process besides its steps and evaluations (MLflow's imports), 2.9 s; later ones, 0.4 s."""
+SEVERAL_WORKERS = 11.0
+"""A trial of several workers besides its steps: 33 and 51 s in two sweeps."""
+DRAWS = 2000
+"""Trials drawn for the expected tokens of early stopping."""
 
 
 def one_worker_for_auto(config: Config) -> SizedConfig:
@@ -91,6 +107,32 @@ def trials_at_once(sweep: Sweep, config: FittedConfig, resources: Resources) -> 
     return at_once
 
 
+@dataclass(frozen=True)
+class Speed:
+    """Measured times of one worker, in seconds.
+
+    Attributes:
+        first_s: A step of one micro-batch, with the optimizer.
+        further_s: Each further micro-batch of a step.
+        eval_s: Evaluation of one token.
+    """
+
+    sequences: int
+    first_s: float
+    further_s: float
+    eval_s: float
+
+    def step_s(self, config: SizedConfig) -> float:
+        here = config.batch_sequences / config.cluster.num_workers
+        return self.first_s + max(0.0, here / self.sequences - 1) * self.further_s
+
+    def evaluation_s(self, config: SizedConfig) -> float:
+        tokens = config.eval.eval_tokens
+        if data_is_there(config):
+            tokens = len(data_of(config).val_ids(config.data.seq_len, tokens)) * config.data.seq_len
+        return tokens * self.eval_s / config.cluster.num_workers
+
+
 def cost_lines(sweep: Sweep) -> list[str]:
     """Format the trials, the resources of each, and their total tokens and time; may raise ConfigError."""
     base = one_worker_for_auto(base_config(sweep))
@@ -111,46 +153,92 @@ def cost_lines(sweep: Sweep) -> list[str]:
     lines.append(
         f"each trial: {count(trial_cpus(base), 'CPU')}{for_data}{gpus} | on this machine: {at_once} at once"
     )
-    full, least, stops = number * sweep.budget_tokens, halved_tokens(sweep, number), ""
-    if least < full:
-        stops = f"; {amount(least)} if all trials are stopped as early as possible"
+    full, share, stops = number * sweep.budget_tokens, trained_share(sweep, number), ""
+    if share < 1:
+        stops = f"; about {amount(share * full)} if early stopping meets losses in any order"
     lines.append(
         f"tokens: {number} × {amount(sweep.budget_tokens)} = {amount(full)} at most{stops}"
     )
     on_gpu = c.use_gpu is not False and torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
-    measured = measured_tokens_per_s(one_worker_for_auto(configs[0]) if configs else base, device)
-    if measured is None:
+    trials = [one_worker_for_auto(config) for config in configs] or [base] * number
+    steps_s = all_steps_s(sweep, trials, device)
+    if steps_s is None:
         return [*lines, "time: unknown; a trial does not fit in this machine's memory"]
-    # Trials that share a GPU share its speed.
-    speed = (c.gpus_per_worker if on_gpu else 1) * c.num_workers * measured
-    if device.type == "cpu":  # more of them share the same cores
+    if on_gpu:  # trials that share a GPU share its speed
+        steps_s /= c.gpus_per_worker
+    else:  # more of them share the same cores
         at_once = min(at_once, max(1, (os.cpu_count() or 1) // (c.num_workers * c.cpus_per_worker)))
-    first_s, each_s = (0, START_S) if c.num_workers > 1 else (NEW_PROCESS_S, USED_PROCESS_S)
-    steps_s, starts_s = full / speed / at_once, first_s + number * each_s / at_once
+    imports_s = measured_imports_s()
+    first, each = (0, SEVERAL_WORKERS) if c.num_workers > 1 else (NEW_PROCESS, USED_PROCESS)
+    starts_s = imports_s * (FIXED + first + number * each / at_once)
+    most_s, about_s = (part * steps_s / at_once for part in (1, share))
+    most = f" (at most {duration(starts_s + most_s)})" if share < 1 else ""
     lines.append(
-        f"time: at most {duration(steps_s + starts_s)}: {duration(steps_s)} of steps at {speed:,.0f} tok/s "
-        f"per trial (measured here, {device.type}), {duration(starts_s)} of {count(number, 'start')}, "
-        f"{at_once} at full speed at once"
+        f"time: about {duration(starts_s + about_s)}{most}: {duration(about_s)} of steps and evaluations, "
+        f"measured here ({device.type}), {at_once} at full speed at once; {duration(starts_s)} of starts"
     )
     return lines
 
 
-def halved_tokens(sweep: Sweep, number: int) -> int:
-    """Return the tokens of all trials if only the best pass each rung, or all tokens without halving."""
+def trained_share(sweep: Sweep, number: int) -> float:
+    """Return the expected share of the tokens that early stopping leaves, if losses come in any order.
+
+    A trial that is better at one rung is so at all of them.
+    """
     if not isinstance(sweep.scheduler, Asha):
-        return number * sweep.budget_tokens
-    tokens, reached, left = 0, 0, number
-    rung = sweep.scheduler.grace_tokens
-    while rung < sweep.budget_tokens:
-        tokens += left * (rung - reached)
-        reached, left = rung, max(1, left // sweep.scheduler.reduction_factor)
-        rung *= sweep.scheduler.reduction_factor
-    return tokens + left * (sweep.budget_tokens - reached)
+        return 1.0
+    names, draws = [str(n) for n in range(number)], random.Random(sweep.sweep_seed)
+    shares = []
+    for _ in range(-(-DRAWS // number)):
+        halving = Halving(sweep.scheduler, sweep.budget_tokens, names)
+        for name in names:
+            loss, rung = draws.random(), sweep.scheduler.grace_tokens
+            while rung < sweep.budget_tokens:
+                halving.report(name, rung, loss)
+                if not halving.passes(name, rung):
+                    break
+                rung *= sweep.scheduler.reduction_factor
+            shares.append(min(rung, sweep.budget_tokens) / sweep.budget_tokens)
+    return fmean(shares)
 
 
-def measured_tokens_per_s(config: SizedConfig, device: torch.device) -> float | None:
-    """Measure one worker's tokens/s of forward and backward passes, or return None if it does not fit."""
+def all_steps_s(sweep: Sweep, trials: list[SizedConfig], device: torch.device) -> float | None:
+    """Measure each shape here; return the time of all trials' steps and evaluations, in seconds.
+
+    None if a trial does not fit.
+    """
+    shapes = {_shape(config): config for config in trials}
+    speeds = {}
+    for shape, config in shapes.items():
+        speed = measured_speed(config, device, PROBE_S / len(shapes))
+        if speed is None:
+            return None
+        speeds[shape] = speed
+    evaluations = sweep.budget_tokens // sweep.report_every_tokens
+    return math.fsum(
+        sweep.budget_tokens
+        / config.train.global_batch_tokens
+        * speeds[_shape(config)].step_s(config)
+        + evaluations * speeds[_shape(config)].evaluation_s(config)
+        for config in trials
+    )
+
+
+def _shape(config: SizedConfig) -> str:
+    """Return what decides the time of a micro-batch."""
+    train, optimizer = config.train, config.optim.optimizer
+    return repr([config.model, config.data.seq_len, train.micro_batch_sequences, optimizer])
+
+
+def measured_imports_s() -> float:
+    started = time.perf_counter()
+    subprocess.run(TRIAL_IMPORTS, check=True)
+    return time.perf_counter() - started
+
+
+def measured_speed(config: SizedConfig, device: torch.device, probe_s: float) -> Speed | None:
+    """Time steps of one and two micro-batches, and evaluation; None if the model does not fit."""
     torch.set_num_threads(config.cluster.cpus_per_worker)
     shape = GPTShape.of(config, expected_vocab_size(config))
     precision = resolve_precision(config.train.precision, device)
@@ -169,19 +257,44 @@ def measured_tokens_per_s(config: SizedConfig, device: torch.device) -> float | 
     model = configured_model(config, shape.vocab_size, last_id, fit.activation_checkpointing)
     model.init_weights(config.train.seed)
     model.to(device)
+    micro = config.train.micro_batch_sequences
+    sequences = micro if isinstance(micro, int) else fit.sequences if on_gpu else 1
+    ids = torch.randint(shape.vocab_size, (sequences, config.data.seq_len), device=device)
     autocast = make_autocast(precision, device)
-    size = (fit.sequences if on_gpu else 1, config.data.seq_len)
-    tokens = torch.randint(shape.vocab_size, size, device=device)
+    optimizer = build_optimizer(model, config.optim, matmul_dtype(precision))
 
-    def step() -> None:
-        with autocast():
-            loss = model(tokens, tokens)
-        loss.backward()
-        loss.item()  # waits for the device
+    def steps(number: int, micro_batches: int) -> None:
+        model.train()
+        for result in train_steps(
+            model,
+            optimizer,
+            itertools.repeat((ids, ids)),
+            FloatSum(model, micro_batches),
+            first_step=0,
+            max_steps=number,
+            learning_rate=lambda _: config.optim.peak_lr,
+            grad_clip=config.optim.grad_clip,
+            autocast=autocast,
+            seed=config.train.seed,
+        ):
+            result.loss.item()  # waits for the device
 
-    step()
-    started, steps = time.perf_counter(), 0
-    while (elapsed := time.perf_counter() - started) < PROBE_S or not steps:
-        step()
-        steps += 1
-    return steps * tokens.numel() / elapsed
+    @torch.no_grad()
+    def evaluate(number: int) -> None:
+        model.eval()
+        for _ in range(number):
+            with autocast():
+                model(ids, ids, reduction="none").sum().item()
+
+    def seconds(action: Callable[[int], None]) -> float:
+        """Repeat an action for its part of the probe; return its mean time."""
+        action(1)
+        started, times = time.perf_counter(), 0
+        while (elapsed := time.perf_counter() - started) < probe_s / 3 or not times:
+            action(1)
+            times += 1
+        return elapsed / times
+
+    one_s = seconds(lambda number: steps(number, 1))
+    two_s = seconds(lambda number: steps(number, 2))
+    return Speed(sequences, one_s, max(two_s - one_s, 0.0), seconds(evaluate) / ids.numel())

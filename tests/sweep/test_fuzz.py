@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from raytrain_gpt.config.schema import FIELDS
-from raytrain_gpt.sweep.cost import halved_tokens, one_worker_for_auto
+from raytrain_gpt.sweep.cost import one_worker_for_auto, trained_share
 from raytrain_gpt.sweep.results import plan_table
 from raytrain_gpt.sweep.spec import Asha, Base, Pbt, Sweep, load_sweep
 from raytrain_gpt.sweep.trial_plan import base_config, check_sweep, num_trials, planned_trials
@@ -44,7 +44,7 @@ def check(file: Path, content: bytes) -> None:
         configs = check_sweep(sweep, one_worker_for_auto(base_config(sweep)).cluster.num_workers)
         planned, num = planned_trials(sweep), num_trials(sweep)
         assert len(planned) == len(configs)
-        assert 0 < halved_tokens(sweep, num) <= num * sweep.budget_tokens
+        assert 0 < trained_share(sweep, num) <= 1
         if planned:
             steps = [config.train.max_steps for config in configs]
             assert len(plan_table(planned, steps)) == num + 1
