@@ -87,7 +87,7 @@ def end_own_cluster() -> None:
 
 def _end_ray() -> None:
     if (node := ray._private.worker._global_node) is not None:
-        # Ray would wait a second for each of them to end by itself.
+        # Ray would wait a second for each of them to exit.
         node.kill_monitor(check_alive=False)
         node.kill_dashboard(check_alive=False)
     ray.shutdown()

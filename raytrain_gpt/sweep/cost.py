@@ -35,6 +35,7 @@ from raytrain_gpt.sweep.trial_plan import (
     check_sweep,
     num_trials,
     planned_trials,
+    shapes_of,
     tied_values,
 )
 from raytrain_gpt.train.memory_search import MemorySearch, gpu_limit_bytes
@@ -112,6 +113,7 @@ class Speed:
     """Measured times of one worker, in seconds.
 
     Attributes:
+        sequences: Sequences of a micro-batch.
         first_s: A step of one micro-batch, with the optimizer.
         further_s: Each further micro-batch of a step.
         eval_s: Evaluation of one token.
@@ -182,7 +184,7 @@ def cost_lines(sweep: Sweep) -> list[str]:
 
 
 def trained_share(sweep: Sweep, number: int) -> float:
-    """Return the expected share of the tokens that early stopping leaves, if losses come in any order.
+    """Return the expected share of the tokens that trials train, if losses come in any order.
 
     A trial that is better at one rung is so at all of them.
     """
@@ -209,26 +211,23 @@ def all_steps_s(sweep: Sweep, trials: list[SizedConfig], device: torch.device) -
     None if a trial does not fit.
     """
     shapes = {_shape(config): config for config in trials}
-    speeds = {}
+    times = {}
     for shape, config in shapes.items():
         speed = measured_speed(config, device, PROBE_S / len(shapes))
         if speed is None:
             return None
-        speeds[shape] = speed
-    evaluations = sweep.budget_tokens // sweep.report_every_tokens
-    return math.fsum(
-        sweep.budget_tokens
-        / config.train.global_batch_tokens
-        * speeds[_shape(config)].step_s(config)
-        + evaluations * speeds[_shape(config)].evaluation_s(config)
-        for config in trials
-    )
+        times[shape] = speed, speed.evaluation_s(config)
+    total_s, evaluations = 0.0, sweep.budget_tokens // sweep.report_every_tokens
+    for config in trials:
+        speed, evaluation_s = times[_shape(config)]
+        steps = sweep.budget_tokens / config.train.global_batch_tokens
+        total_s += steps * speed.step_s(config) + evaluations * evaluation_s
+    return total_s
 
 
 def _shape(config: SizedConfig) -> str:
-    """Return what decides the time of a micro-batch."""
-    train, optimizer = config.train, config.optim.optimizer
-    return repr([config.model, config.data.seq_len, train.micro_batch_sequences, optimizer])
+    """Return the fields that decide the time of a step of one micro-batch."""
+    return f"{shapes_of(config)} {config.optim.optimizer}"
 
 
 def measured_imports_s() -> float:
@@ -263,7 +262,7 @@ def measured_speed(config: SizedConfig, device: torch.device, probe_s: float) ->
     autocast = make_autocast(precision, device)
     optimizer = build_optimizer(model, config.optim, matmul_dtype(precision))
 
-    def steps(number: int, micro_batches: int) -> None:
+    def step(micro_batches: int) -> None:
         model.train()
         for result in train_steps(
             model,
@@ -271,7 +270,7 @@ def measured_speed(config: SizedConfig, device: torch.device, probe_s: float) ->
             itertools.repeat((ids, ids)),
             FloatSum(model, micro_batches),
             first_step=0,
-            max_steps=number,
+            max_steps=1,
             learning_rate=lambda _: config.optim.peak_lr,
             grad_clip=config.optim.grad_clip,
             autocast=autocast,
@@ -280,21 +279,19 @@ def measured_speed(config: SizedConfig, device: torch.device, probe_s: float) ->
             result.loss.item()  # waits for the device
 
     @torch.no_grad()
-    def evaluate(number: int) -> None:
+    def evaluate() -> None:
         model.eval()
-        for _ in range(number):
-            with autocast():
-                model(ids, ids, reduction="none").sum().item()
+        with autocast():
+            model(ids, ids, reduction="none").sum().item()
 
-    def seconds(action: Callable[[int], None]) -> float:
-        """Repeat an action for its part of the probe; return its mean time."""
-        action(1)
+    def seconds(action: Callable[[], None]) -> float:
+        """Repeat an action for a third of the probe; return its mean time."""
+        action()
         started, times = time.perf_counter(), 0
         while (elapsed := time.perf_counter() - started) < probe_s / 3 or not times:
-            action(1)
+            action()
             times += 1
         return elapsed / times
 
-    one_s = seconds(lambda number: steps(number, 1))
-    two_s = seconds(lambda number: steps(number, 2))
+    one_s, two_s = seconds(lambda: step(1)), seconds(lambda: step(2))
     return Speed(sequences, one_s, max(two_s - one_s, 0.0), seconds(evaluate) / ids.numel())

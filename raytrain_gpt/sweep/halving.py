@@ -59,7 +59,7 @@ class Halving:
         return [one for one in needed if one not in scores and one not in self._ended]
 
     def needed(self, name: str, tokens_seen: int) -> str:
-        """Format what a trial needs to pass a rung, or "" if it passes with any objective."""
+        """Format the condition on which a trial passes a rung, or "" if it passes with any objective."""
         if (threshold := self._threshold(name, tokens_seen)) is None:
             return ""
         least = "at most" if self._sign < 0 else "at least"

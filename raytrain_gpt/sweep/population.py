@@ -1,4 +1,4 @@
-"""Population-based training by Ray Tune, whose state and draws come out again.
+"""Population-based training by Ray Tune, with reproducible state and draws.
 
 Ray Tune does not save its state, and its draws cannot be repeated. Here they follow from seed, trial
 and tokens, so that a killed sweep resumes with the same values.

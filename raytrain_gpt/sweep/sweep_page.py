@@ -39,7 +39,7 @@ from raytrain_gpt.tracking.page import page
 from raytrain_gpt.tracking.report import REPORT_FILE, curve_style
 
 _TEMPLATE = "sweep/sweep_template.html"
-_FAINT = 6  # color of what is not compared
+_FAINT = 6  # color of values that are not compared
 _LOG_FROM = 8  # largest value by smallest, above which an axis is logarithmic
 _COPY = re.compile(r"-from-(\w+)-0*(\d+)-\w+$")
 """Name of a run that continues from another trial's checkpoint."""
@@ -53,7 +53,7 @@ class SweepFacts:
         searched: Fields that are not computed from others.
     """
 
-    title: str
+    name: str
     objective: str
     budget_tokens: Annotated[int, Field(ge=1)]
     maximize: bool
@@ -62,7 +62,7 @@ class SweepFacts:
 
     @classmethod
     def of(cls, sweep: Sweep) -> SweepFacts:
-        facts = sweep.title, sweep.objective, sweep.budget_tokens
+        facts = sweep.sweep_name, sweep.objective, sweep.budget_tokens
         return cls(*facts, sweep.mode == "max", sweep.searched, sweep.scheduler)
 
     @classmethod
@@ -73,7 +73,7 @@ class SweepFacts:
             searched = [name for name, domain in raw["space"].items() if "expression" not in domain]
             facts = {name: raw[name] for name in ("objective", "budget_tokens", "scheduler")}
             more = {"maximize": raw["objective_mode"] == "max", "searched": searched}
-            return _FACTS.validate_python({"title": raw["sweep_name"], **facts, **more})
+            return _FACTS.validate_python({"name": raw["sweep_name"], **facts, **more})
         except (ValueError, LookupError, TypeError, AttributeError, ValidationError) as error:
             raise ConfigError(f"{directory / SWEEP_FILE} is damaged: {reason(error)}") from None
 

@@ -35,7 +35,7 @@ from raytrain_gpt.core.device import forget_peak_memory
 from raytrain_gpt.data.locations import location
 from raytrain_gpt.errors import Diverged, Interrupted, UserError
 from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN
-from raytrain_gpt.sweep.trial_plan import tied_values, trial_config
+from raytrain_gpt.sweep.trial_plan import shapes_of, tied_values, trial_config
 from raytrain_gpt.sweep.trial_run import Report, SweepContext, TrialRun
 
 POINTER_FILE = "pointer.json"
@@ -167,9 +167,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
 
     def _forget_other_graphs(self, config: Config) -> None:
         """Drop compiled graphs of other shapes: beyond a limit, torch silently stops to compile."""
-        train = config.train
-        shapes = [config.model, config.data.seq_len, train.micro_batch_sequences, train.precision]
-        compiled = repr([*shapes, train.activation_checkpointing])
+        compiled = shapes_of(config)
         if self._compiled not in (None, compiled) and "torch._dynamo" in sys.modules:
             torch._dynamo.reset()
         self._compiled = compiled

@@ -166,3 +166,10 @@ def _reachable(sweep: Sweep, trials: list[dict[str, Any]]) -> Iterator[dict[str,
         yield start | dict(zip(domains, reversed(ends), strict=True))
     if adaptive:
         yield from (_draw(sweep, index) for index in range(NUM_DRAWS_CHECKED))
+
+
+def shapes_of(config: Config) -> str:
+    """Return the fields that decide a trial's compiled graphs."""
+    train, sizes = config.train, (config.model, config.data.seq_len)
+    how = train.micro_batch_sequences, train.precision, train.activation_checkpointing
+    return repr([*sizes, *how])
