@@ -295,7 +295,10 @@ def _mark(field: FieldInfo) -> Metavar:
 def _kind(annotation: Any) -> str:
     if typing.get_origin(annotation) is typing.Literal:
         return "|".join(map(str, typing.get_args(annotation)))
-    if parts := typing.get_args(annotation):
+    parts = typing.get_args(annotation)
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _kind(parts[0])
+    if parts:
         return "|".join(map(_kind, parts))
     names = {bool: "true|false", types.NoneType: "null"}
     return names.get(annotation) or str(annotation.__name__)

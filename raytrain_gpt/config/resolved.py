@@ -18,6 +18,8 @@ from raytrain_gpt.config.schema import Config, ConfigT
 from raytrain_gpt.config.sections import ClusterSection, TrainSection
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
+USABLE_FRACTION = 0.92
+"""Fraction of a device's memory; on a GPU, CUDA and gaps between tensors take the rest."""
 
 
 class SizedCluster(ClusterSection):
@@ -37,6 +39,11 @@ class FittedCluster(SizedCluster):
     def num_gpus(self) -> float:
         """GPUs per worker, at most 1; 0 on CPUs."""
         return self.gpus_per_worker if self.use_gpu else 0.0
+
+    @property
+    def memory_fraction(self) -> float:
+        """Limit of a worker's tensors, as a fraction of its GPU's memory."""
+        return self.gpus_per_worker * USABLE_FRACTION if self.gpus_per_worker < 1 else 1.0
 
     @property
     def least_workers(self) -> int:

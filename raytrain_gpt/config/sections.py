@@ -228,7 +228,7 @@ class ClusterSection(SafeSection):
     use_gpu: bool | Literal["auto"] = "auto"
     """Training on GPUs; auto: if the cluster has any."""
     gpus_per_worker: float = Field(1.0, gt=0, le=1)
-    """GPUs per worker; below 1, for trials that share a GPU, only with one worker."""
+    """GPUs per worker; below 1, to share a GPU and its memory with others, only with one worker."""
     cpus_per_worker: CountOrAuto = "auto"
     """CPUs and torch threads per worker; auto: this machine's cores divided, or 1 on an existing cluster."""
     max_failures: int = Field(3, ge=0)
@@ -240,11 +240,10 @@ class ClusterSection(SafeSection):
 
     @model_validator(mode="after")
     def _counts(self) -> ClusterSection:
-        if self.gpus_per_worker < 1 and self.num_workers not in ("auto", 1):
+        if self.gpus_per_worker < 1 and self.num_workers not in ("auto", 0, 1):
             raise ValueError(
                 f"gpus_per_worker={self.gpus_per_worker:g} does not apply to num_workers="
-                f"{self.num_workers}: NCCL needs one GPU per worker, and local mode uses a whole GPU; "
-                "set num_workers to 1"
+                f"{self.num_workers}: NCCL needs one GPU per worker; set num_workers to 1"
             )
         if self.num_workers == 0 and self.min_workers is not None:
             raise ValueError(

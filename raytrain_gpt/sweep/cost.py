@@ -33,11 +33,14 @@ from raytrain_gpt.sweep.spec import Asha, Pbt, Sweep
 from raytrain_gpt.sweep.trial_plan import (
     base_config,
     check_sweep,
+    checked_configs,
+    gpu_share,
     num_trials,
     planned_trials,
     shapes_of,
     tied_values,
 )
+from raytrain_gpt.train.memory_fit import fit_sharing
 from raytrain_gpt.train.memory_search import MemorySearch, gpu_limit_bytes
 from raytrain_gpt.train.preflight import expected_vocab_size
 
@@ -81,7 +84,7 @@ def cpus_to_start(sweep: Sweep, config: SizedConfig) -> int:
     """Return the logical CPUs to start a cluster with, for as many trials as this machine can run."""
     c = config.cluster
     gpus = torch.cuda.device_count() if c.use_gpu is not False else 0
-    if gpus:
+    if gpus and (sweep.trials_per_gpu != "auto" or c.gpus_per_worker < 1):
         fit = int(gpus / (c.num_workers * c.gpus_per_worker) + 1e-9)
     else:
         fit = (os.cpu_count() or 1) // (c.num_workers * c.cpus_per_worker)
@@ -106,6 +109,24 @@ def trials_at_once(sweep: Sweep, config: FittedConfig, resources: Resources) -> 
             f"{max(fit, 1)}, remove max_concurrent_trials, or use a larger cluster"
         )
     return at_once
+
+
+def largest_trial(sweep: Sweep, base: SizedConfig) -> SizedConfig:
+    """Return the configuration that needs the most memory of all that trials may get, by prediction.
+
+    For `trials_per_gpu=auto`, which has no `auto` of `AUTO_MEMORY_FIELDS`.
+    """
+
+    def needed(config: SizedConfig) -> float:
+        shape = GPTShape.of(config, expected_vocab_size(config))
+        train, memory = config.train, MemoryModel.of(config, 1, shape, bf16=True)
+        assert train.micro_batch_sequences != "auto"
+        assert train.activation_checkpointing != "auto"
+        return memory.predict(train.micro_batch_sequences, train.activation_checkpointing).total
+
+    configs = checked_configs(sweep, 1)
+    sized = {_shape(config): config for config in map(one_worker_for_auto, configs)}
+    return max(sized.values(), key=needed, default=base)
 
 
 @dataclass(frozen=True)
@@ -138,8 +159,13 @@ class Speed:
 def cost_lines(sweep: Sweep) -> list[str]:
     """Format the trials, the resources of each, and their total tokens and time; may raise ConfigError."""
     base = one_worker_for_auto(base_config(sweep))
+    configs = check_sweep(sweep, base.cluster.num_workers)
+    on_gpu = base.cluster.use_gpu is not False and torch.cuda.is_available()
+    if sweep.trials_per_gpu == "auto" and on_gpu:
+        largest = largest_trial(sweep, base)
+        together = fit_sharing(largest, expected_vocab_size(largest))
+        base = base.updated({"gpus_per_worker": gpu_share(together)})
     c = base.cluster
-    configs = check_sweep(sweep, c.num_workers)
     planned = planned_trials(sweep)
     number = num_trials(sweep)
     if planned:
@@ -150,6 +176,8 @@ def cost_lines(sweep: Sweep) -> list[str]:
             f"{count(number, 'trial')}, whose values Optuna chooses from the losses of earlier ones"
         ]
     gpus = "" if c.use_gpu is False else f", with GPUs {c.gpus_per_worker:g} for each worker"
+    if sweep.trials_per_gpu == "auto" and not on_gpu:
+        gpus = ", with GPUs as many on each as its memory fits"
     for_data = f", {data_cpus(base)} of them for data" if data_cpus(base) else ""
     at_once = cpus_to_start(sweep, base) // trial_cpus(base)
     lines.append(
@@ -161,7 +189,6 @@ def cost_lines(sweep: Sweep) -> list[str]:
     lines.append(
         f"tokens: {number} × {amount(sweep.budget_tokens)} = {amount(full)} at most{stops}"
     )
-    on_gpu = c.use_gpu is not False and torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     trials = [one_worker_for_auto(config) for config in configs] or [base] * number
     steps_s = all_steps_s(sweep, trials, device)

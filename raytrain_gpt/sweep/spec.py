@@ -24,6 +24,7 @@ from raytrain_gpt.config.kinds import Strict
 from raytrain_gpt.config.load import load_config_file, load_preset, read_mapping
 from raytrain_gpt.config.open_section import Name
 from raytrain_gpt.config.schema import FIELDS, Config
+from raytrain_gpt.config.sections import CountOrAuto
 from raytrain_gpt.config.wording import MAX_SHOWN, refusal, suggestion
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import preview
@@ -36,6 +37,7 @@ SWEEP_FLAGS = (
     "report_every_tokens",
     "num_trials",
     "max_concurrent_trials",
+    "trials_per_gpu",
     "sweep_seed",
 )
 """Fields that can be set on the command line, besides all of the configuration."""
@@ -125,6 +127,8 @@ class Sweep(Strict):
     """Number of trials; null: one for each point of the grid."""
     max_concurrent_trials: int | None = Field(None, ge=1)
     """Maximum number of concurrent trials; null: as many as fit."""
+    trials_per_gpu: CountOrAuto | None = None
+    """Trials that share a GPU; auto: as many as fit, by measured memory; null: see gpus_per_worker."""
     sweep_seed: int = Field(0, ge=0)
     """Seed of the values drawn; the seed of training is the field seed."""
     scheduler: Annotated[NoScheduler | Asha | Pbt, Field(discriminator="kind")] = NoScheduler()
@@ -145,6 +149,8 @@ class Sweep(Strict):
         for name in (*self.overrides, *self.space):
             if name in SET_BY_SWEEP:
                 raise ConfigError(f"{name} is set by the sweep; {SET_BY_SWEEP[name]}")
+        if self.trials_per_gpu and "gpus_per_worker" in self.overrides:
+            raise ConfigError("trials_per_gpu sets gpus_per_worker; remove one of them")
         rules.check_objective(self.objective, self.objective_mode)
         rules.check_space(self.space, self.overrides, self.objective)
         rules.check_num_trials(self.space, self.searcher, self.num_trials)

@@ -266,7 +266,7 @@ class SweepRun:
             config = trial_config(sweep, self._base, values)
             # Restore fields that the sweep changes from base and overrides.
             original = sweep.base.load().field_values() | sweep.overrides
-            restored = ("num_workers", "cpus_per_worker", "spike_detection")
+            restored = ("num_workers", "cpus_per_worker", "gpus_per_worker", "spike_detection")
             config = config.updated({name: original[name] for name in restored})
             files[BEST_FILE] = best_yaml(config, best, sweep).encode()
             metrics = {f"best/{objective}": best.objective or 0.0}

@@ -18,6 +18,7 @@ from typing import Any
 from raytrain_gpt.config.arithmetic import nearest_multiples
 from raytrain_gpt.config.batch import check_shares
 from raytrain_gpt.config.schema import FIELDS, Config, check_kinds
+from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.sweep.history import value_text
 from raytrain_gpt.sweep.rules import OBJECTIVES
@@ -56,6 +57,14 @@ def base_config(sweep: Sweep) -> Config:
     """
     fields = sweep.base.load().field_values() | {"spike_detection": False} | sweep.overrides
     fields |= {"run_name": sweep.sweep_name, "resume": "auto"}
+    together = sweep.trials_per_gpu
+    if together not in (None, 1) and fields["num_workers"] not in ("auto", 0, 1):
+        raise ConfigError(
+            f"trials_per_gpu={together} needs trials of one worker, not num_workers="
+            f"{fields['num_workers']}; remove it, or set num_workers to 1 in overrides"
+        )
+    if isinstance(together, int):
+        fields["gpus_per_worker"] = gpu_share(together)
     if fields["eval_mode"] == "async":
         raise ConfigError(
             "eval_mode=async is useless in a sweep, whose trials pause at every evaluation; set "
@@ -79,6 +88,11 @@ def base_config(sweep: Sweep) -> Config:
     return _settled(sweep, fields, next(iter(planned_trials(sweep)), lowest))
 
 
+def gpu_share(number: int) -> float:
+    """Return the share of a GPU for this number of trials, which Ray counts in steps of 0.0001."""
+    return max(1, 10_000 // number) / 10_000
+
+
 def trial_config(sweep: Sweep, base: Config, values: Mapping[str, Any]) -> Config:
     """Return a trial's configuration, without a name, or raise a ConfigError for incompatible values."""
     assert set(values) == set(sweep.searched), f"values of {list(values)}, not {sweep.searched}"
@@ -95,8 +109,16 @@ def tied_values(sweep: Sweep, values: Mapping[str, Any], config: Config) -> dict
 def check_sweep(sweep: Sweep, num_workers: int) -> list[Config]:
     """Check everything possible before the first trial; return the planned trials' configurations.
 
-    Values that Optuna or PBT may choose are checked at the ends of all domains, and at some draws. Raises a
-    ConfigError that names the first impossible trial.
+    For errors see `checked_configs`.
+    """
+    return checked_configs(sweep, num_workers)[: len(planned_trials(sweep))]
+
+
+def checked_configs(sweep: Sweep, num_workers: int) -> list[Config]:
+    """Check the planned trials, then values that Optuna or PBT may choose; return their configurations.
+
+    Such values are the ends of all domains, and some draws. Raises a ConfigError that names the first
+    impossible trial.
     """
     base = base_config(sweep)
     trials = planned_trials(sweep)
@@ -111,8 +133,14 @@ def check_sweep(sweep: Sweep, num_workers: int) -> list[Config]:
                     f"warmup_steps={warmup} is not below its {steps} steps; set it lower, or tie it: "
                     "warmup_steps: {expression: max_steps / 20}"
                 )
+            memory = map(config.field_values().get, AUTO_MEMORY_FIELDS)
+            if sweep.trials_per_gpu == "auto" and "auto" in memory:
+                raise ConfigError(
+                    "trials_per_gpu=auto measures the memory of given micro-batches; set "
+                    "micro_batch_sequences and activation_checkpointing in overrides"
+                )
         configs.append(config)
-    return configs[: len(trials)]
+    return configs
 
 
 def _settled(sweep: Sweep, fields: Mapping[str, Any], values: Mapping[str, Any]) -> Config:

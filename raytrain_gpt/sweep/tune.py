@@ -26,19 +26,21 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.cost import (
     cpus_to_start,
     data_cpus,
+    largest_trial,
     one_worker_for_auto,
     trials_at_once,
 )
 from raytrain_gpt.sweep.spec import SWEEP_FILE, Sweep
 from raytrain_gpt.sweep.sweep_run import SweepRun, SweepSummary
-from raytrain_gpt.sweep.trial_plan import base_config, check_sweep
+from raytrain_gpt.sweep.trial_plan import base_config, check_sweep, gpu_share
 from raytrain_gpt.tracking.run_files import CONFIG_FILE
 from raytrain_gpt.train import preflight
+from raytrain_gpt.train.memory_fit import probe_sharing
 from raytrain_gpt.train.supervisor import TrainLoop
 from raytrain_gpt.train.worker import train_worker
 
 BASE_FILE = "base.yaml"
-MAY_CHANGE = frozenset({"max_concurrent_trials", "base", "overrides"})
+MAY_CHANGE = frozenset({"max_concurrent_trials", "trials_per_gpu", "base", "overrides"})
 """Fields that may differ on `--resume`; for base and overrides, their configuration is compared."""
 CHANGES_LOSS = frozenset({"eval_tokens", "evaluations", "data_path", "init_from", "branch_from"})
 """Fields that may change on resume, but change the objective of trials; besides settings of evaluations."""
@@ -68,8 +70,15 @@ def run_sweep(
         with connected(cpus_to_start(sweep, base), log) as resources:
             resources = replace(resources, data_cpus=data_cpus(base))
             fitted, _ = fit_to_cluster(base, resources)
-            at_once = trials_at_once(sweep, fitted, resources)
             check_sweep(sweep, fitted.cluster.num_workers)
+            if sweep.trials_per_gpu == "auto" and fitted.cluster.use_gpu:
+                largest = largest_trial(sweep, fitted)
+                together = probe_sharing(
+                    largest, preflight.expected_vocab_size(largest), signals.stop
+                )
+                log(f"trials_per_gpu auto: {together}, by the measured memory of the largest trial")
+                fitted = fitted.updated({"gpus_per_worker": gpu_share(together)})
+            at_once = trials_at_once(sweep, fitted, resources)
             with hold_lease(directory / LEASE_FILE, sweep.title, log) as lease:
                 (directory / BASE_FILE).write_text(base.to_yaml())
                 if base.code:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import ray
 import torch
@@ -26,7 +27,12 @@ from raytrain_gpt.cluster.compilers import check_compiler
 from raytrain_gpt.cluster.connection import cluster_resources
 from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.config.batch import for_workers, micro_batch_change
-from raytrain_gpt.config.resolved import FittedConfig, RunPlan
+from raytrain_gpt.config.resolved import (
+    USABLE_FRACTION,
+    FittedConfig,
+    RunPlan,
+    SizedConfig,
+)
 from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS
 from raytrain_gpt.core.device import resolve_precision
@@ -38,7 +44,6 @@ from raytrain_gpt.format import Log, amount, size
 from raytrain_gpt.train.memory_search import (
     NCCL_BYTES,
     NO_REMEDY,
-    USABLE_FRACTION,
     Limit,
     MeasureBytes,
     MemoryFit,
@@ -48,6 +53,8 @@ from raytrain_gpt.train.memory_search import (
 
 OTHER_MEMORY_FIELDS = ("compile", "parallel", "use_gpu", "gpus_per_worker")
 """Fields that may change on resume and invalidate a checkpoint's fit."""
+CONTEXT_BYTES = 2**29
+"""GPU memory that CUDA takes in every process; estimated."""
 PROCESS_BYTES = 2**30
 """Reserve for a CPU worker's process: Python, torch, Ray, batches."""
 POLL_S = 0.5
@@ -90,10 +97,12 @@ def fit_memory(
         fit, why = saved, f", from the checkpoint of step {resumed.step}"
     elif config.cluster.is_local and config.cluster.use_gpu:
         fit, why = _fit_gpu(config, world_size, vocab_size)
-        torch.cuda.set_per_process_memory_fraction(config.cluster.num_gpus)
         torch.cuda.empty_cache()
     elif config.cluster.use_gpu:
-        fit, why = _probe_gpu(config, world_size, vocab_size, stop or threading.Event())
+        found: Decision = _on_gpu(
+            stop or threading.Event(), _fit_gpu, config, world_size, vocab_size
+        )
+        fit, why = found
     else:
         search = _search(config, world_size, vocab_size, torch.device("cpu"))
         available = resources()
@@ -155,14 +164,31 @@ def cpu_limit_bytes(
     return min(shares, default=math.inf) * USABLE_FRACTION - PROCESS_BYTES - copy_bytes
 
 
-def _probe_gpu(
-    config: FittedConfig, world_size: int, vocab_size: int, stop: threading.Event
-) -> Decision:
+def probe_sharing(config: SizedConfig, vocab_size: int, stop: threading.Event) -> int:
+    """Return how many runs of one worker fit the memory of a GPU; for errors see `fit_memory`."""
+    number: int = _on_gpu(stop, fit_sharing, config, vocab_size)
+    return number
+
+
+def fit_sharing(config: SizedConfig, vocab_size: int) -> int:
+    """Measure how many runs like this one share this machine's GPU; at least one."""
+    device = torch.device("cuda")
+    train, usable = config.train, torch.cuda.get_device_properties(device).total_memory
+    search = _search(config, 1, vocab_size, device)
+    assert train.micro_batch_sequences != "auto"
+    assert train.activation_checkpointing != "auto"
+    needed = search.measure(train.micro_batch_sequences, train.activation_checkpointing, device)
+    return max(1, int(usable * USABLE_FRACTION // (needed + CONTEXT_BYTES)))
+
+
+def _on_gpu(
+    stop: threading.Event, measure: Callable[..., Any], config: SizedConfig, *args: Any
+) -> Any:
+    """Run a measurement with a worker's resources."""
     c = config.cluster
     # `max_calls=1` ends the process after the task, which frees its GPU memory.
     needs = {"num_cpus": c.cpus_per_worker, "num_gpus": c.gpus_per_worker}
-    fit_gpu = ray.remote(max_retries=0, max_calls=1, **needs)(_fit_gpu)
-    task = fit_gpu.remote(config, world_size, vocab_size)
+    task = ray.remote(max_retries=0, max_calls=1, **needs)(measure).remote(config, *args)
     deadline = time.monotonic() + PROBE_TIMEOUT_S
     while not ray.wait([task], timeout=POLL_S)[0]:
         if stop.is_set():
@@ -176,8 +202,7 @@ def _probe_gpu(
                 f"the GPU memory probe timed out after {PROBE_TIMEOUT_S:g} s"
             )
     try:
-        decision: Decision = ray.get(task)
-        return decision
+        return ray.get(task)
     except ray.exceptions.RayError as error:
         raise user_error_in(error) or error from None
 
@@ -201,7 +226,7 @@ def _fit_gpu(config: FittedConfig, world_size: int, vocab_size: int) -> Decision
 
 
 def _search(
-    config: FittedConfig, world_size: int, vocab_size: int, device: torch.device
+    config: SizedConfig, world_size: int, vocab_size: int, device: torch.device
 ) -> MemorySearch:
     bf16 = resolve_precision(config.train.precision, device) != "fp32"
     shape = GPTShape.of(config, vocab_size)

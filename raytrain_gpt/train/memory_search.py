@@ -23,7 +23,7 @@ import torch
 
 from raytrain_gpt.config.arithmetic import divisors
 from raytrain_gpt.config.batch import check_shares, micro_batch_for
-from raytrain_gpt.config.resolved import ActivationCheckpointing
+from raytrain_gpt.config.resolved import USABLE_FRACTION, ActivationCheckpointing
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.accumulation import FloatSum
 from raytrain_gpt.core.device import make_autocast, matmul_dtype, resolve_precision
@@ -36,8 +36,6 @@ from raytrain_gpt.format import count, size
 
 MODES: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full")
 """Modes of activation checkpointing, from fastest to least memory."""
-USABLE_FRACTION = 0.92
-"""Fraction of a device's memory; on a GPU, CUDA and gaps between tensors take the rest."""
 NCCL_BYTES = 2 * 2**30
 """Bytes of NCCL buffers on each of several GPUs; estimated."""
 MIN_EFFICIENT_TOKENS = 2048

@@ -154,6 +154,8 @@ class Worker:
         # In local mode Ray Train uses a GPU whenever it sees one.
         use_gpu = self.config.cluster.use_gpu
         device = ray.train.torch.get_device() if use_gpu else torch.device("cpu")
+        if use_gpu:  # one that shares its GPU takes no memory from the others
+            torch.cuda.set_per_process_memory_fraction(self.config.cluster.memory_fraction)
         check_compiler(self.config, use_gpu, f"node {socket.gethostname()}")
         self.setup = set_up_training(
             self.config, spec.ingest.data, spec.resumed, device, self.collectives

@@ -12,6 +12,7 @@ from raytrain_gpt.sweep import cost
 from raytrain_gpt.sweep.cost import (
     cpus_to_start,
     data_cpus,
+    largest_trial,
     one_worker_for_auto,
     trials_at_once,
 )
@@ -55,6 +56,35 @@ def at_once(one: Sweep, *nodes: Node) -> int:
 )
 def test_trials_that_fit(overrides: dict[str, Any], nodes: list[Node], fit: int) -> None:
     assert at_once(sweep(overrides), *nodes) == fit
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 7, 60])
+def test_trials_share_gpus(number: int) -> None:
+    rates = {"peak_lr": {"loguniform": [1e-4, 1e-2]}}
+    shared = sweep({"use_gpu": True}, space=rates, trials_per_gpu=number, num_trials=800)
+    assert at_once(shared, Node(1000, 2)) == 2 * number
+    config, _ = fit_to_cluster(
+        one_worker_for_auto(base_config(shared)), Resources((Node(8, 1),), ours=False)
+    )
+    # Ray counts GPUs in steps of 0.0001, and more than one GPU of trials would wait.
+    share = config.cluster.num_gpus
+    assert round(share * 10_000) * number <= 10_000
+    assert config.cluster.memory_fraction * number <= 1
+    in_process = config.updated({"num_workers": 0, "min_workers": None})
+    assert in_process.cluster.num_gpus == share
+
+
+def test_memory_of_shared_gpus_is_measured_for_the_largest_trial() -> None:
+    widths = {"embd_size": {"grid": [16, 64, 32]}, "peak_lr": {"grid": [1e-3, 2e-3]}}
+    fixed = {
+        "micro_batch_sequences": 1,
+        "activation_checkpointing": "none",
+        "num_heads": 2,
+        "num_workers": 1,
+    }
+    auto = sweep_of(space=widths, overrides=fixed, trials_per_gpu="auto")
+    largest = largest_trial(auto, one_worker_for_auto(base_config(auto)))
+    assert largest.model.embd_size == 64
 
 
 def test_a_limit_of_the_file_holds() -> None:

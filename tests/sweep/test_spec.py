@@ -160,6 +160,12 @@ def test_a_wrong_flag_is_one_line(load: Load, flags: dict[str, str], words: list
         ({"sweep_seed": -1}, ["sweep_seed=-1"]),
         ({"searcher": "grid"}, ["searcher='grid'", "'random' or 'optuna'"]),
         ({"max_concurrent_trials": 0}, ["max_concurrent_trials=0"]),
+        ({"trials_per_gpu": 0}, ["trials_per_gpu=0"]),
+        ({"trials_per_gpu": "many"}, ["trials_per_gpu='many'", "auto"]),
+        (
+            {"trials_per_gpu": 2, "overrides": {"gpus_per_worker": 0.5}},
+            ["trials_per_gpu sets gpus_per_worker", "remove one"],
+        ),
         ({"overrides": ["peak_lr"]}, ["overrides has no fields", "peak_lr"]),
         ({"overrides": {"peek_lr": 1}}, ["peek_lr", "did you mean peak_lr?"]),
         ({"overrides": {1: 1}}, ["unknown configuration key 1"]),

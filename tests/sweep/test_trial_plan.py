@@ -221,6 +221,16 @@ def test_values_tied_to_a_trial_follow_its_own() -> None:
             {"overrides": {"warmup_steps": 40}},
             ["warmup_steps=40 is not below its 40 steps", "expression: max_steps / 20"],
         ),
+        (
+            {"peak_lr": {"grid": [1e-3]}},
+            {"trials_per_gpu": 2, "overrides": {"num_workers": 2}},
+            ["trials_per_gpu=2 needs trials of one worker", "num_workers=2"],
+        ),
+        (
+            {"micro_batch_sequences": {"grid": [1, "auto"]}},
+            {"trials_per_gpu": "auto"},
+            ["trials_per_gpu=auto measures", "set micro_batch_sequences"],
+        ),
         ({"peak_lr": {"grid": [1e-3]}}, {"base": {"preset": "quickstar"}}, ["did you mean"]),
         ({"peak_lr": {"grid": [1e-3]}}, {"base": {"config": "no.yaml"}}, ["cannot read"]),
     ],
