@@ -1,18 +1,19 @@
 """Speed, MFU, memory, time breakdown and losses on one GPU; gpu.sh runs it.
 
-    benchmarks/gpu.sh 124m|350m [--modes compiled eager] [--ways core plain] [--sequences N]
-                                [--document_mask] [--narrow_residual] [--parallel fsdp]
-                                [--activation_checkpointing full]
+    benchmarks/gpu.sh 124m|350m|modern [--modes compiled eager] [--ways core plain] [--sequences N]
+                                       [--document_mask] [--narrow_residual] [--parallel fsdp]
+                                       [--activation_checkpointing full] [--num_heads N]
     benchmarks/gpu.sh run
 
 Each in a separate process:
 
 - `core`: the product's model and training loop with tokens from memory, without Ray;
-- `plain`: a plain PyTorch loop (plain_gpt2.py) from the same weights on the same batches;
+- `plain`: a plain PyTorch loop (plain_gpt2.py) from the same weights on the same batches, not of `modern`,
+  which is the preset modern-124m with Muon;
 - `run`: `raytrain-gpt train` with Ray and a dataset, of the 124M model.
 
 Without a GPU, or with `--tiny`, the model is tiny. `--sequences` is the size of a micro-batch,
-`--micro_batches` their number per step. The flags of the second and third line change `core`, which then
+`--micro_batches` their number per step. The flags of the last lines change `core`, which then
 runs without `plain`; `--narrow_residual` makes the residual stream bf16. The first of `--spans`, each of
 `--span_steps` steps, is not counted, since it compiles. Further steps are profiled, and the GPU's clocks are
 read during them. Cases that do not fit into `--within_s` are skipped. `core` and `plain` need only torch,
@@ -51,7 +52,6 @@ from harness import VOCAB_SIZE, data_wait_fraction, flags, quiet_config, run_row
 from plain_gpt2 import PlainGPT, Sizes, train_plainly
 
 from raytrain_gpt.config.load import load_preset
-from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.accumulation import FloatSum
 from raytrain_gpt.core.device import (
     best_device,
@@ -62,12 +62,11 @@ from raytrain_gpt.core.device import (
     peak_memory_bytes,
     synchronize,
 )
-from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.loop import train_steps
 from raytrain_gpt.core.memory import MemoryModel
 from raytrain_gpt.core.model import GPT, GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.parallel import mesh_of, shard
-from raytrain_gpt.core.registry import build_optimizer, count_model
+from raytrain_gpt.core.registry import build_optimizer, count_model, new_model
 from raytrain_gpt.tracking.step_time import StepTimeBreakdown
 
 MODES = ["compiled", "eager"]
@@ -78,6 +77,8 @@ DOCUMENT_TOKENS = 600
 """Mean length of a document, for `--document_mask`."""
 EVAL_MICRO_BATCHES = 32
 """Micro-batches per evaluation of a run, which evaluates in the middle and at the end."""
+PRESETS = {"350m": "gpt2-350m", "modern": "modern-124m"}
+"""What to measure -> preset; else gpt2-124m."""
 SETTINGS = ("precision", "document_mask", "narrow_residual", "parallel", "activation_checkpointing")
 
 Losses = Iterator[torch.Tensor]
@@ -112,13 +113,14 @@ def main() -> None:
 def parsed() -> argparse.Namespace:
     """Return the arguments, with `shape`, `sequences` of a micro-batch and `step_tokens` resolved."""
     parser = flags(__doc__, tiny=False, micro_batches=4, spans=8, span_steps=8, within_s=450.0)
-    parser.add_argument("what", choices=["124m", "350m", "run"])
+    parser.add_argument("what", choices=["124m", "350m", "modern", "run"])
     parser.add_argument("--modes", nargs="+", choices=MODES, help="default: both; run: compiled")
     parser.add_argument("--ways", nargs="+", choices=["core", "plain"], help="default: both")
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--sequences", type=int, help="default: the preset's")
     parser.add_argument("--document_mask", action="store_true")
     parser.add_argument("--narrow_residual", action="store_true")
+    parser.add_argument("--num_heads", type=int, help="default: the preset's")
     parser.add_argument("--parallel", choices=["ddp", "fsdp"], default="ddp")
     checkpointing = ["none", "selective", "full"]
     parser.add_argument("--activation_checkpointing", choices=checkpointing, default="none")
@@ -136,6 +138,9 @@ def parsed() -> argparse.Namespace:
     if is_run and importlib.util.find_spec("ray") is None:
         parser.error("run needs Ray and the product's other dependencies; 124m and 350m do not")
     args.modes = args.modes or (["compiled"] if is_run else MODES)
+    changes += [f"{args.num_heads}_heads"] if args.num_heads else []
+    if args.what == "modern":
+        changes += ["muon"]
     args.ways = ["run"] if is_run else args.ways or (["core"] if changes else ["core", "plain"])
     if changes and "plain" in args.ways:
         parser.error(f"the plain loop has no {', '.join(changes)}; set --ways to core")
@@ -144,11 +149,15 @@ def parsed() -> argparse.Namespace:
     args.out = args.out or Path(os.environ.get("OUT", "."), f"{name}.json")
     args.tiny = args.tiny or not torch.cuda.is_available()
     if args.tiny:
-        args.shape, default = GPTShape(2, 2, 64, 64, VOCAB_SIZE), 4
+        sizes = {"num_layers": 2, "num_heads": 2, "embd_size": 64, "seq_len": 64}
+        vocab_size, sizes = VOCAB_SIZE, sizes | {"global_batch_tokens": 1024}
     else:
-        config = load_preset("gpt2-350m" if args.what == "350m" else "gpt2-124m")
-        args.shape = GPTShape.of(config, GPT2_VOCAB_SIZE)
-        default = config.train.micro_batch_sequences
+        vocab_size, sizes = GPT2_VOCAB_SIZE, {}
+    config = load_preset(PRESETS.get(args.what, "gpt2-124m")).updated(sizes)
+    if args.num_heads:
+        config = config.updated({"num_heads": args.num_heads})
+    args.shape, args.optim = GPTShape.of(config, vocab_size), config.optim
+    default = 4 if args.tiny else config.train.micro_batch_sequences
     args.sequences = args.sequences or default
     args.step_tokens = args.micro_batches * args.sequences * args.shape.seq_len
     return args
@@ -232,7 +241,7 @@ def core_case(args: argparse.Namespace, compiled: bool) -> dict[str, Any]:
         shard(gpt, mesh_of(device), matmul_dtype(args.precision))
     steps = train_steps(
         gpt,
-        build_optimizer(gpt, OptimSection()),
+        build_optimizer(gpt, args.optim, matmul_dtype(args.precision)),
         on_device(made_blocks(args), device),
         FloatSum(gpt, args.micro_batches),
         first_step=0,
@@ -251,17 +260,15 @@ def core_case(args: argparse.Namespace, compiled: bool) -> dict[str, Any]:
 def initial(args: argparse.Namespace) -> GPT:
     """Return the model with the initial weights of all ways."""
     document_end = args.shape.vocab_size - 1 if args.document_mask else None
-    gpt = GPT2(args.shape, args.activation_checkpointing, document_end)
+    gpt = new_model(args.shape, args.activation_checkpointing, document_end)
     gpt.init_weights(0)
-    if args.narrow_residual:
-        embed = gpt.embed
-        gpt.embed = lambda ids, positions: embed(ids, positions).to(torch.bfloat16)  # type: ignore[method-assign]
+    gpt.narrow_residual = args.narrow_residual
     return gpt
 
 
 def counted_memory_mb(args: argparse.Namespace, compiled: bool) -> int:
     """Return the predicted device memory in MB, to compare with the peak."""
-    model = MemoryModel(args.shape, args.precision == "bf16", compiled)
+    model = MemoryModel(args.shape, args.precision == "bf16", compiled, optim=args.optim)
     return round(model.predict(args.sequences, args.activation_checkpointing).total / 1e6)
 
 

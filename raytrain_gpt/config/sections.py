@@ -126,6 +126,8 @@ class TrainSection(Strict):
     """Sequences per worker and forward pass; lowered to divide the worker's share; auto: as many as fit."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Precision of activations; auto: bf16 where the device has it, else fp32 (TF32 on GPUs)."""
+    residual_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type of the sums between blocks with precision bf16; bf16: less memory traffic on GPUs."""
     parallel: Annotated[Literal["ddp", "fsdp"], SAFE] = "ddp"
     """Parallelism; ddp: replicate the model; fsdp: shard weights, gradients and optimizer state."""
     exact: bool = False
@@ -160,6 +162,14 @@ class TrainSection(Strict):
                 raise ValueError(
                     f"exact=true and {name}={value} are mutually exclusive; set {name} to {instead}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _narrow_in_bf16_only(self) -> TrainSection:
+        if self.residual_dtype == "bf16" and self.precision in ("fp32", "fp16"):
+            raise ValueError(
+                f"residual_dtype=bf16 does not apply to precision={self.precision}; set precision to bf16"
+            )
         return self
 
     @model_validator(mode="after")

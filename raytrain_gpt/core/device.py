@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import random
 import re
@@ -43,12 +44,16 @@ GPU_SPECS = (
     GpuSpec("NVIDIA A100-PCIE-40GB", 312e12, 40e9),
     GpuSpec("NVIDIA A100-SXM4-80GB", 312e12, 80e9, is_sxm=True),
     GpuSpec("NVIDIA A100 80GB PCIe", 312e12, 80e9),
+    GpuSpec("NVIDIA H20", 148e12, 96e9, is_sxm=True),
     GpuSpec("NVIDIA H100 PCIe", 756e12, 80e9),
     GpuSpec("NVIDIA H100 NVL", 835e12, 94e9),
     GpuSpec("NVIDIA H100 80GB HBM3", 989e12, 80e9, is_sxm=True),
     GpuSpec("NVIDIA H200 NVL", 835e12, 141e9),
     GpuSpec("NVIDIA H200", 989e12, 141e9, is_sxm=True),
+    GpuSpec("NVIDIA GH200 480GB", 989e12, 96e9),
     GpuSpec("NVIDIA B200", 2250e12, 180e9, is_sxm=True),
+    GpuSpec("NVIDIA B300 SXM6 AC", 2250e12, 288e9, is_sxm=True),
+    GpuSpec("NVIDIA GB200", 2500e12, 186e9),
 )
 
 
@@ -191,6 +196,14 @@ def seed_everything(seed: int, rank: int) -> None:
     random.seed(seed * 100_003 + rank)
     np.random.seed((seed + rank) % 2**32)
     torch.manual_seed(seed * 100_003 + rank)
+
+
+def set_cuda_defaults() -> None:
+    """Set what CUDA reads when it starts, unless the user has; called before any use of a GPU."""
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
+        # A fragmented GPU has no room for large tensors.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for exact; torch's usual size
 
 
 def synchronize(device: torch.device) -> None:

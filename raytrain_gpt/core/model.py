@@ -149,6 +149,8 @@ class GPT(nn.Module, ABC):
     wte: nn.Embedding
     h: nn.ModuleList  # of `Block`
     ln_f: nn.Module
+    narrow_residual = False
+    """Whether the sums between blocks are in autocast's type."""
     fused_projections: ClassVar[Mapping[str, int]] = {}
     """Name of a weight in a block -> number of projections fused in its rows, for Muon."""
 
@@ -218,11 +220,17 @@ class GPT(nn.Module, ABC):
             positions = positions - starts
             attend = self._attend_within(starts, dropout)
         attend = self.positioned(positions)(attend)
-        x = F.dropout(self.embed(ids, positions), self.shape.dropout, self.training)  # (B, T, D)
+        x = F.dropout(
+            self._embedded(ids, positions), self.shape.dropout, self.training
+        )  # (B, T, D)
         for block in self.h:
             x = block(x, attend, self._recomputing)
         out: Tensor = self.ln_f(x)
         return out
+
+    def _embedded(self, ids: Tensor, positions: Tensor) -> Tensor:
+        x = self.embed(ids, positions)
+        return x.to(autocast_dtype(x)) if self.narrow_residual else x
 
     def _recomputing(self, layers: Layers, x: Tensor, attend: AttentionFn) -> Tensor:
         """Compute a block's layers, recomputing activations in the backward pass; gradients are unchanged.
@@ -265,7 +273,7 @@ class GPT(nn.Module, ABC):
 
         `ids` are int64 (B, T), `positions` int64 (B, T) or (T,), below seq_len.
         """
-        x, positioned = self.embed(ids, positions), self.positioned(positions)
+        x, positioned = self._embedded(ids, positions), self.positioned(positions)
         for block, attend in zip(self.h, attend_by_layer, strict=True):
             x = block(x, positioned(attend), self._recomputing)
         out: Tensor = self.ln_f(x)

@@ -66,32 +66,40 @@ class Muon(AdamW):
     @staticmethod
     def state_bytes(num_parameters: int, matrices: MatrixCounts) -> int:
         """Bytes of the state in fp32, without scalars: two moments per parameter, one in matrices."""
-        by_muon = sum(num * rows * columns for (rows, columns), num in matrices.items())
+        by_muon = sum(num * rows * columns for (rows, columns, _), num in matrices.items())
         return (2 * num_parameters - by_muon) * torch.float32.itemsize
 
     @staticmethod
     def update_bytes(matrices: MatrixCounts, num_shards: int) -> int:
         """Peak bytes of an update besides the state, in fp32.
 
-        Update, stack, Newton-Schulz input and output (4x the elements, sharded 5x) and two Gram matrices.
+        Stack of updates, Newton-Schulz input and output (3x the elements, sharded 4x), two Grams.
         """
         most = 0
-        for (rows, columns), num_alike in matrices.items():
+        for (rows, columns, num_maps), num_alike in matrices.items():
             together = min(num_alike, matrices_per_stack(rows * columns, num_shards))
-            elements = (4 + (num_shards > 1)) * rows * columns + 2 * min(rows, columns) ** 2
+            grams = 2 * num_maps * min(rows // num_maps, columns) ** 2
+            elements = (3 + (num_shards > 1)) * rows * columns + grams
             most = max(most, -(-together // num_shards) * elements)
         return most * torch.float32.itemsize
 
     @staticmethod
     def update_flops(matrices: MatrixCounts) -> int:
         """FLOPs of all Newton-Schulz iterations."""
-        return sum(num * newton_schulz_flops(*shape) for shape, num in matrices.items())
+        return sum(
+            num * num_maps * newton_schulz_flops(rows // num_maps, columns)
+            for (rows, columns, num_maps), num in matrices.items()
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        for stack in self._stacks.values():
-            for matrix in stack:
-                matrix.grad = None if set_to_none or matrix.grad is None else matrix.grad.zero_()
+        matrices = [matrix for stack in self._stacks.values() for matrix in stack]
+        gradients = [local_tensor(m.grad) for m in matrices if m.grad is not None]
+        if set_to_none:
+            for matrix in matrices:
+                matrix.grad = None
+        elif gradients:
+            torch._foreach_zero_(gradients)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -108,34 +116,29 @@ class Muon(AdamW):
         divisor, bad = self.grad_scale, self.found_inf.bool()
         lr = self.param_groups[0]["lr"] * (~bad).float()
         momenta = [local_tensor(self.state[matrix]["momentum_buffer"]) for matrix in matrices]
+        stack = torch.stack([local_tensor(_gradient(matrix)) for matrix in matrices])
         # Replaced by the momentum, which then does not change: NaN times 0 would be NaN.
-        gradients = [
-            torch.where(bad, momentum, local_tensor(_gradient(matrix)) / divisor)
-            for matrix, momentum in zip(matrices, momenta, strict=True)
-        ]
-        torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
-        torch._foreach_lerp_(gradients, momenta, MOMENTUM)  # Nesterov's
+        stack = torch.where(bad, torch.stack(momenta), stack.div_(divisor))
+        torch._foreach_lerp_(momenta, stack.unbind(), 1 - MOMENTUM)
+        torch._foreach_lerp_(stack.unbind(), momenta, MOMENTUM)  # Nesterov's
         rows, columns = matrices[0].shape
         rms = ADAMW_RMS * math.sqrt(max(rows // num_maps, columns))
-        updates = self._orthogonalized(gradients, matrices[0], num_maps)
-        for matrix, update in zip(matrices, updates, strict=True):
-            weight = local_tensor(matrix)
-            weight.mul_(1 - lr * self._weight_decay).addcmul_(update.to(weight.dtype), -lr * rms)
+        updates = self._orthogonalized(stack.to(self._dtype), matrices[0], num_maps)
+        weights = [local_tensor(matrix) for matrix in matrices]
+        torch._foreach_mul_(weights, 1 - lr * self._weight_decay)
+        torch._foreach_add_(weights, (updates.to(weights[0].dtype) * (-lr * rms)).unbind())
 
-    def _orthogonalized(
-        self, updates: Sequence[Tensor], like: nn.Parameter, num_maps: int
-    ) -> Sequence[Tensor]:
-        """Set the updates' singular values to about 1; shards in, shards out."""
+    def _orthogonalized(self, stack: Tensor, like: nn.Parameter, num_maps: int) -> Tensor:
+        """Set the singular values of a stack of updates to about 1; shards in, shards out."""
 
         def orthogonal_maps(stack: Tensor) -> Tensor:
             maps = stack.reshape(len(stack) * num_maps, len(like) // num_maps, stack.shape[2])
             return newton_schulz(maps).reshape(stack.shape)
 
-        stack = torch.stack([*updates]).to(self._dtype)
         if self._group is None:
-            return orthogonal_maps(stack).unbind()
+            return orthogonal_maps(stack)
         rank, num_ranks = self._group.rank(), self._group.size()
-        counts = _shares(len(updates), num_ranks)  # matrices per rank
+        counts, shard_shape = _shares(len(stack), num_ranks), stack.shape[1:]  # matrices per rank
         if like is local_tensor(like):
             result = torch.empty_like(stack)
             shares = torch.split(result, counts)
@@ -149,8 +152,8 @@ class Muon(AdamW):
             shapes = [(counts[rank], num, like.shape[1]) for num in rows]
             stack = torch.cat(self._all_to_all(torch.split(stack, counts), shapes), 1)
             sent = torch.split(orthogonal_maps(stack), rows, 1)
-            result = torch.cat(self._all_to_all(sent, [(num, *updates[0].shape) for num in counts]))
-        return result.unbind()
+            result = torch.cat(self._all_to_all(sent, [(num, *shard_shape) for num in counts]))
+        return result
 
     def _all_to_all(
         self, chunks: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]

@@ -21,8 +21,8 @@ from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.parallel import full_tensor, local_tensor
 from raytrain_gpt.errors import ConfigError
 
-MatrixCounts = Mapping[tuple[int, int], int]
-"""(rows, columns) -> number of such matrices in a model's blocks."""
+MatrixCounts = Mapping[tuple[int, int, int], int]
+"""(rows, columns, fused projections) -> number of such matrices in a model's blocks."""
 
 
 class Optimizer(Protocol):

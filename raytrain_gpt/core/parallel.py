@@ -107,7 +107,9 @@ def unsharded_twin(model: GPT) -> GPT:
     numbers of batches, and only one of them draws samples.
     """
     with torch.device("meta"):
-        return type(model)(model.shape, document_end=model.document_end)
+        twin = type(model)(model.shape, document_end=model.document_end)
+    twin.narrow_residual = model.narrow_residual
+    return twin
 
 
 @contextlib.contextmanager

@@ -100,12 +100,19 @@ class Qwen3(GPT):
         given = {"num_kv_heads": shape.num_kv_heads, "mlp_size": size}
         return replace(shape, settings=settings.model_copy(update=given))
 
+    rope_cos: Tensor
+    rope_sin: Tensor
+
     def make_layers(self, shape: GPTShape) -> None:
         self.wte = nn.Embedding(shape.padded_vocab_size, shape.embd_size)
         self.h = nn.ModuleList(Qwen3Block(shape) for _ in range(shape.num_layers))
         self.ln_f = RMSNorm(shape.embd_size)
         if not shape.tied_embeddings:
             self.lm_head = nn.Linear(shape.embd_size, shape.padded_vocab_size, bias=False)
+        # Tables, as a compiled model would compute them again in every layer.
+        angles = rope_angles(shape)
+        self.register_buffer("rope_cos", angles.cos(), persistent=False)
+        self.register_buffer("rope_sin", angles.sin(), persistent=False)
 
     @property
     def head_weight(self) -> Tensor:
@@ -128,18 +135,13 @@ class Qwen3(GPT):
 
     def positioned(self, positions: Tensor) -> Callable[[AttentionFn], AttentionFn]:
         """Rotate queries and keys by their positions."""
-        half = self.shape.head_size // 2
-        exponents = torch.arange(half, device=positions.device) / half
-        frequencies = 1 / rope_theta(self.shape) ** exponents  # radians per position
-        angles = positions[..., None] * frequencies  # (B, T, D/2H) or (T, D/2H)
+        cos, sin = self.rope_cos[positions], self.rope_sin[positions]  # (B, T, D/2H) or (T, D/2H)
         if positions.dim() == 2:
-            angles = angles[:, None]  # equal for all heads
-        cos, sin = angles.cos(), angles.sin()
+            cos, sin = cos[:, None], sin[:, None]  # equal for all heads
 
         def rotated(attend: AttentionFn) -> AttentionFn:
             def attend_rotated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                q, k = (_rotated(x, cos, sin).to(v.dtype) for x in (q, k))
-                return attend(q, k, v)
+                return attend(_rotated(q, cos, sin, v.dtype), _rotated(k, cos, sin, v.dtype), v)
 
             return attend_rotated
 
@@ -158,7 +160,16 @@ def rope_theta(shape: GPTShape) -> float:
     return _settings(shape).rope_theta
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rope_angles(shape: GPTShape) -> Tensor:
+    """Angles of all positions in radians, (seq_len, D/2H)."""
+    half = shape.head_size // 2
+    frequencies = 1 / rope_theta(shape) ** (torch.arange(half) / half)  # radians per position
+    return torch.arange(shape.seq_len)[:, None] * frequencies
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
     """Rotate channels i and i + D/2H of every head: (B, H, T, D/H) -> (B, H, T, D/H)."""
     first, second = x.chunk(2, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    # Each half narrowed, as a cast of both together would be a kernel of its own.
+    halves = first * cos - second * sin, second * cos + first * sin
+    return torch.cat([half.to(dtype) for half in halves], -1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, cast
@@ -66,7 +67,9 @@ def configured_model(
 ) -> GPT:
     """Create a configuration's model without initializing its weights."""
     document_end = eot_token if config.data.document_mask else None
-    return new_model(GPTShape.of(config, vocab_size), activation_checkpointing, document_end)
+    model = new_model(GPTShape.of(config, vocab_size), activation_checkpointing, document_end)
+    model.narrow_residual = config.train.residual_dtype == "bf16"
+    return model
 
 
 def build_optimizer(
@@ -99,14 +102,14 @@ class ModelCounts:
             where N excludes embeddings that are only looked up. Causal attention counts in full;
             recomputed activations do not count. Source: Chowdhery et al., "PaLM" (2022), appendix B.
         block_matrices: (rows, columns) of each matrix in the largest block.
-        matrices: (rows, columns) -> number of such matrices in all blocks.
+        matrices: (rows, columns, fused projections) -> number of such matrices in all blocks.
     """
 
     num_parameters: int
     embedding_parameters: int
     flops_per_token: int
     block_matrices: tuple[tuple[int, int], ...]
-    matrices: Counter[tuple[int, int]]
+    matrices: Counter[tuple[int, int, int]]
 
     @property
     def block_matrix_parameters(self) -> int:
@@ -133,12 +136,18 @@ def _count(shape: GPTShape, kind: Kind) -> ModelCounts:
         embedding_parameters=embedding_parameters,
         flops_per_token=6 * matmul_parameters + attention_flops,
         block_matrices=max(map(_matrices, model.h), key=lambda sizes: sum(map(prod, sizes))),
-        matrices=Counter({size: times * n for size, n in Counter(_matrices(model.h)).items()}),
+        matrices=Counter({size: times * n for size, n in Counter(_with_maps(model)).items()}),
     )
 
 
 def _matrices(module: nn.Module) -> tuple[tuple[int, int], ...]:
     return tuple((p.shape[0], p.shape[1]) for p in module.parameters() if p.dim() == 2)
+
+
+def _with_maps(model: GPT) -> Iterator[tuple[int, int, int]]:
+    for name, p in model.h.named_parameters():
+        if p.dim() == 2:
+            yield p.shape[0], p.shape[1], model.fused_projections.get(name.partition(".")[2], 1)
 
 
 def resolved_shape(shape: GPTShape) -> GPTShape:

@@ -275,16 +275,16 @@ def measured_speed(config: SizedConfig, device: torch.device, probe_s: float) ->
         limit_bytes = gpu_limit_bytes(total_bytes, num_workers, config.cluster.gpus_per_worker)
     memory = MemoryModel.of(config, num_workers, shape, precision != "fp32")
     search = MemorySearch(config.updated({"use_gpu": on_gpu}), num_workers, memory)
-    if search.predict(1, search.modes[-1]) > limit_bytes:
-        return None
     fit = search.largest(limit_bytes if on_gpu else math.inf) or search.least()
+    micro = config.train.micro_batch_sequences
+    sequences = micro if isinstance(micro, int) else fit.sequences if on_gpu else 1
+    if search.predict(sequences, fit.activation_checkpointing) > limit_bytes:
+        return None
     # Any id may end documents, since no time depends on it.
     last_id = shape.vocab_size - 1
     model = configured_model(config, shape.vocab_size, last_id, fit.activation_checkpointing)
     model.init_weights(config.train.seed)
     model.to(device)
-    micro = config.train.micro_batch_sequences
-    sequences = micro if isinstance(micro, int) else fit.sequences if on_gpu else 1
     ids = torch.randint(shape.vocab_size, (sequences, config.data.seq_len), device=device)
     autocast = make_autocast(precision, device)
     optimizer = build_optimizer(model, config.optim, matmul_dtype(precision))

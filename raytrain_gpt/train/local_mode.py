@@ -37,6 +37,7 @@ from raytrain_gpt.cluster.shared_storage import storage_probe
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.core.device import set_cuda_defaults
 from raytrain_gpt.data.locations import data_of
 from raytrain_gpt.errors import ConfigError, Interrupted
 from raytrain_gpt.evaluate.hellaswag import Choices
@@ -100,6 +101,7 @@ def train_locally(
 
 def in_local_mode(run: Callable[[], T]) -> T:
     """Call a function in Ray Train's local mode, which initializes the process group of `torchrun`."""
+    set_cuda_defaults()
     logging.getLogger("ray.train").setLevel(logging.ERROR)
     local = ray.train.ScalingConfig(num_workers=0)
     result: T = ray.train.torch.TorchTrainer(run, scaling_config=local).fit().return_value

@@ -231,7 +231,7 @@ class MemorySearch:
         with device:
             # The choice of end-of-text token does not affect sizes.
             model = configured_model(config, vocab_size, vocab_size - 1, mode)
-            ids = torch.zeros(sequences, config.data.seq_len, dtype=torch.int64)
+            tokens = torch.zeros(sequences, config.data.seq_len + 1, dtype=torch.int64)
         if config.train.compile:
             model.compile()
         # With several ranks, DDP keeps gradients between steps.
@@ -239,7 +239,7 @@ class MemorySearch:
         for _ in train_steps(
             model,
             build_optimizer(model, config.optim, matmul_dtype(precision)),
-            itertools.repeat((ids, ids)),
+            itertools.repeat((tokens[:, :-1], tokens[:, 1:])),  # as a run's, for the same graph
             FloatSum(model, min(2, passes)),
             first_step=0,
             max_steps=2,

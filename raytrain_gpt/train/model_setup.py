@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import logging
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -19,6 +19,7 @@ from torch import nn
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint, read_checkpoint
 from raytrain_gpt.checkpoint.collectives import Collectives
+from raytrain_gpt.config import kinds
 from raytrain_gpt.config.resolved import ResolvedConfig
 from raytrain_gpt.config.sections import TrainSection
 from raytrain_gpt.core.accumulation import Accumulation, ExactSum, FloatSum
@@ -61,7 +62,11 @@ class Strategy:
 
     def prepare(self, model: GPT) -> nn.Module:
         """Bring a model, equal on all ranks, to the device for the training loop; all ranks call it."""
-        options = {"gradient_as_bucket_view": True, "process_group": self.group}
+        options = {
+            "gradient_as_bucket_view": True,
+            "broadcast_buffers": False,  # equal on all ranks, as training changes none
+            "process_group": self.group,
+        }
         replica: nn.Module = ray.train.torch.prepare_model(
             model, move_to_device=self.device, parallel_strategy_kwargs=options
         )
@@ -90,8 +95,9 @@ class Exact(Strategy):
 
     def prepare(self, model: GPT) -> nn.Module:
         if self.device.type == "cuda":
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
+            # All of our tensors are written before they are read.
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         return model.to(self.device)
 
     def accumulation(self, model: nn.Module, micro_batches_per_step: int) -> Accumulation:
@@ -188,6 +194,9 @@ def set_up_training(
             load_model(directory, model, crop_context=resumed is None)
         eval_model = strategy.eval_model(model)
         if config.train.compile:
+            if kinds.is_built_in("architecture", config.model.architecture):
+                # It warns of operators in place, which our blocks do not have.
+                logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
             for each in {model, eval_model}:
                 each.compile()
         prepared = strategy.prepare(model)

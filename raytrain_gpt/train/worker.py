@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import ray.train
 import ray.train.torch
 import torch
@@ -32,7 +33,7 @@ from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.errors import UserError
 from raytrain_gpt.evaluate.evaluation import Evaluation, watched
 from raytrain_gpt.format import count
-from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed
+from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed, to_device
 from raytrain_gpt.ingest.ray_dataset import chunks_in_process, rank_chunks, ray_chunks
 from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.train.checkpointing import WRITE_TIMEOUT_S, Checkpointing
@@ -146,10 +147,8 @@ class Worker:
         self.step = resume_step(spec.resumed)
         cpus = self.config.cluster.cpus_per_worker
         torch.set_num_threads(cpus)
-        # Defaults are bad here: each rank would compile with up to 32 processes, and a fragmented GPU
-        # has no room for large tensors. Both variables are read at first use.
+        # By default each rank would compile with up to 32 processes.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(cpus))
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         seed_everything(train.seed, rank)
         # In local mode Ray Train uses a GPU whenever it sees one.
         use_gpu = self.config.cluster.use_gpu
@@ -228,9 +227,10 @@ class Worker:
         """Train, yielding the result of every remaining step."""
         setup, train, optim = self.setup, self.config.train, self.config.optim
         if self.collectives.world_size > 1 and not train.exact:
-            shape = (train.micro_batch_sequences, self.config.data.seq_len)
-            dummy = torch.zeros(shape, dtype=torch.int64, device=setup.device)
-            warm_up_ddp_buckets(setup.model, (dummy, dummy), setup.autocast)
+            # Made like all later inputs: others would compile graphs of their own.
+            shape = (train.micro_batch_sequences, self.config.data.seq_len + 1)
+            zeros = to_device(np.zeros(shape, np.uint16), setup.device)
+            warm_up_ddp_buckets(setup.model, zeros, setup.autocast)
         self.exchange_requests()
         if self.is_leaving:
             return

@@ -17,6 +17,7 @@ from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBacken
 from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.cluster.process_groups import host, join, open_meeting
 from raytrain_gpt.config.resolved import FittedCluster, RunPlan
+from raytrain_gpt.core.device import set_cuda_defaults
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.recorder_handle import RecorderHandle
@@ -74,6 +75,7 @@ class _Backend(_TorchBackend):  # type: ignore[misc]
     def on_start(self, worker_group: Any, backend_config: ray.train.torch.TorchConfig) -> None:
         """Create the group; Ray's backend would use a store that listens on all addresses."""
         uses_gpus = worker_group.get_resources_per_worker().get("GPU", 0) > 0
+        worker_group.execute(set_cuda_defaults)
         backend = backend_config.backend or ("nccl" if uses_gpus else "gloo")
         addresses: list[str | None] = [None] * len(worker_group)
         if len({*worker_group.execute(host)}) > 1:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from raytrain_gpt.core.loss import head_loss
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.parallel import gathered_weights, mesh_of, shard, unsharded_twin
 from raytrain_gpt.core.registry import build_optimizer, new_model
+from raytrain_gpt.ingest.feed import to_device
 from tests.core.conftest import SHAPES
 from tests.training import steps
 
@@ -104,6 +106,37 @@ def test_ddp_cuts_the_graph_at_its_buckets_whatever_is_recomputed(
             gradients(wrapped, number), gradients(expected, number), strict=True
         ):
             torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("architecture", SHAPES)
+def test_a_start_compiles_one_graph_to_train_and_one_to_evaluate(
+    one_rank: None, architecture: str
+) -> None:
+    sizes: list[list[Any]] = []
+
+    def backend(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        sizes.append([one for one in inputs if isinstance(one, torch.SymInt)])
+        return graph.forward
+
+    shape = SHAPES[architecture]
+    model = made(shape)
+    model.compile(backend=backend, fullgraph=True)
+    wrapped = replicated(model)
+
+    def tokens(number: int) -> MicroBatch:
+        draws = np.random.default_rng(number)
+        return to_device(draws.integers(99, size=(2, shape.seq_len + 1), dtype=np.uint16), CPU)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model.eval()(*tokens(3), reduction="none")
+
+    warm_up_ddp_buckets(wrapped, to_device(np.zeros((2, shape.seq_len + 1), np.uint16), CPU), bf16)
+    for number in range(2):
+        with bf16():
+            wrapped.train()(*tokens(number)).backward()
+            evaluate()
+    assert sizes == [[], []]  # no symbolic sizes
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])

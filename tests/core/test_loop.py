@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.loop import (
@@ -17,11 +18,11 @@ from raytrain_gpt.core.loop import (
     seed_step,
     warm_up_ddp_buckets,
 )
-from raytrain_gpt.core.model import GPT
+from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import Optimizer, learning_rate, update
-from raytrain_gpt.core.registry import build_optimizer
+from raytrain_gpt.core.registry import build_optimizer, new_model
 from tests import training
-from tests.core.conftest import MicroBatches, NewModel
+from tests.core.conftest import BOTH, MicroBatches, NewModel
 
 OPTIM = OptimSection(peak_lr=1e-2, min_lr=1e-3, warmup_steps=4)
 
@@ -209,3 +210,15 @@ def test_settling_the_buckets_changes_no_weight(model: GPT, micro_batches: Micro
     for parameter, kept in zip(model.parameters(), before, strict=True):
         assert torch.equal(parameter, kept)
         assert parameter.grad is None
+
+
+@BOTH
+def test_a_step_never_waits_for_its_device(shape: GPTShape) -> None:
+    """Tensors without values fail wherever the host would read one."""
+    with FakeTensorMode():
+        model = new_model(shape)
+        tokens = torch.zeros(2, shape.seq_len + 1, dtype=torch.int64)
+        batches = itertools.repeat((tokens[:, :-1], tokens[:, 1:]))
+        muon = build_optimizer(model, OptimSection(optimizer="muon"), torch.bfloat16)
+        results = list(steps(model, muon, batches, 2, micro_batches_per_step=2))
+    assert [result.loss.shape for result in results] == [(), ()]

@@ -13,9 +13,10 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.loss import IGNORE_INDEX
 from raytrain_gpt.core.model import GPT, GPTShape
-from raytrain_gpt.core.registry import count_model
+from raytrain_gpt.core.parallel import unsharded_twin
+from raytrain_gpt.core.registry import configured_model, count_model, init_weights
 from raytrain_gpt.evaluate.validation_loss import evaluation_sums
-from tests.core.conftest import BOTH, MadeTokens, MicroBatches, NewModel
+from tests.core.conftest import BOTH, SHAPES, MadeTokens, MicroBatches, NewModel
 
 SIZES = {
     "124M": ((12, 12, 768), 124_439_808),
@@ -217,3 +218,24 @@ def test_dropout_is_off_in_evaluation(new_model: NewModel, made_tokens: MadeToke
     with torch.no_grad():
         assert not torch.equal(dropping.train().logits(ids), dropping.logits(ids))
         assert torch.equal(dropping.eval().logits(ids), plain.eval().logits(ids))
+
+
+@pytest.mark.parametrize("architecture", SHAPES)
+def test_sums_between_blocks_are_narrow_only_if_asked(architecture: str) -> None:
+    seen: list[torch.dtype] = []
+    losses = []
+    for dtype in ("fp32", "bf16"):
+        shape = SHAPES[architecture]
+        values = shape.fields | {"residual_dtype": dtype, "precision": "bf16"}
+        config = Config().updated(values | {"global_batch_tokens": 16 * shape.seq_len})
+        model = configured_model(config, shape.vocab_size, 0)
+        init_weights(model, 0)
+        model.h[0].register_forward_hook(lambda _m, _a, out: seen.append(out.dtype))
+        ids = torch.randint(
+            0, 100, (2, shape.seq_len + 1), generator=torch.Generator().manual_seed(0)
+        )
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(model(ids[:, :-1], ids[:, 1:]).item())
+        assert unsharded_twin(model).narrow_residual == (dtype == "bf16")
+    assert seen == [torch.float32, torch.bfloat16]
+    assert losses[0] == pytest.approx(losses[1], abs=0.02)

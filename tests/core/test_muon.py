@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from raytrain_gpt.config.built_in import Qwen3Settings
@@ -217,6 +220,34 @@ def test_matrices_at_once_are_few_and_as_many_on_every_rank(num_ranks: int, elem
     assert found % num_ranks == 0
     assert found == num_ranks or found * elements <= muon.STACK_ELEMENTS
     assert found > 0
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("kind", "most"), [("adamw", 30), ("muon", 350)])
+def test_an_update_has_few_operators_however_many_layers(kind: str, most: int) -> None:
+    """Launches of small kernels would keep a fast GPU waiting for its host."""
+
+    def num_operators(num_layers: int) -> int:
+        model = new_model(replace(SHAPES["qwen3"], num_layers=num_layers))
+        model.init_weights(0)
+        optimizer = build_optimizer(model, OptimSection(optimizer=kind), torch.bfloat16)
+        put_gradients(model, 0, 1.0)
+        with Operators() as operators:
+            update(optimizer, list(model.parameters()), 0.01, 1.0)
+        return operators.counts.total()
+
+    assert num_operators(4) == num_operators(12) <= most
 
 
 @pytest.mark.parametrize("shape", [(24, 72), (72, 24)])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from raytrain_gpt.config.built_in import Qwen3Settings
 from raytrain_gpt.core.model import GPTShape
@@ -159,3 +160,14 @@ def test_a_norm_keeps_the_type_of_what_it_gets(dtype: torch.dtype) -> None:
     norm = RMSNorm(8)
     with torch.autocast("cpu", torch.bfloat16):
         assert norm(torch.ones(2, 8, dtype=dtype)).dtype == dtype
+
+
+def test_no_layer_computes_angles() -> None:
+    """A compiled model would compute them again in every layer, as costly as the layer's attention."""
+    model = Qwen3(QWEN3)
+    names = [
+        node.name
+        for node in make_fx(lambda ids: model.hidden(ids))(torch.zeros(1, 8).long()).graph.nodes
+    ]
+    assert not [name for name in names if name.startswith(("cos", "sin"))]
+    assert {"rope_cos", "rope_sin"}.isdisjoint(model.state_dict())

@@ -47,12 +47,12 @@ def test_the_table_gives_a_speed_only_where_the_peak_is_known() -> None:
 def test_muons_products_take_their_share_of_the_tables_speed_only() -> None:
     """Muon's FLOPs for GPT-2 124M by hand: 5 · (4·m²·n + 2·m³) per matrix.
 
-    m is 768, and n is 2304, 768, 3072 and 3072, in each of 12 blocks.
+    m is 768, and n is four times 768 (queries, keys, values, output), 3072 and 3072, in each of 12 blocks.
     """
     muon = CONFIG.updated({"optimizer": "muon"})
     facts = replace(FACTS, device=H200, num_workers=8)
     adamw, found = (estimate(config, facts) for config in (CONFIG, muon))
-    flops = 12 * 5 * (4 * 768**2 * (12 * 768) + 4 * 2 * 768**3)
+    flops = 12 * 5 * (4 * 768**2 * (12 * 768) + 6 * 2 * 768**3)
     step = found.flops_per_token * 524_288 + flops
     assert found.step_time_s == pytest.approx(step / (8 * 989e12 * 0.4))
     assert found.speed is not None
