@@ -130,6 +130,8 @@ class TrainSection(Strict):
     """Type of the sums between blocks with precision bf16; bf16: less memory traffic on GPUs."""
     parallel: Annotated[Literal["ddp", "fsdp"], SAFE] = "ddp"
     """Parallelism; ddp: replicate the model; fsdp: shard weights, gradients and optimizer state."""
+    gradient_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type of the gradients that DDP sends between workers; bf16: half the traffic, rounded sums."""
     exact: bool = False
     """Bit-identical weights at any number of workers, by summing gradients as integers; slower."""
     compile: Annotated[bool, SAFE] = False
@@ -157,6 +159,7 @@ class TrainSection(Strict):
             ("parallel", "fsdp", "ddp"),
             ("precision", "fp16", "bf16 or fp32"),
             ("micro_batch_sequences", "auto", "a number"),
+            ("gradient_dtype", "bf16", "fp32"),
         ):
             if self.exact and getattr(self, name) == value:
                 raise ValueError(
@@ -165,7 +168,11 @@ class TrainSection(Strict):
         return self
 
     @model_validator(mode="after")
-    def _narrow_in_bf16_only(self) -> TrainSection:
+    def _narrow_where_it_applies(self) -> TrainSection:
+        if self.gradient_dtype == "bf16" and self.parallel == "fsdp":
+            raise ValueError(
+                "gradient_dtype=bf16 does not apply to parallel=fsdp; set gradient_dtype to fp32"
+            )
         if self.residual_dtype == "bf16" and self.precision in ("fp32", "fp16"):
             raise ValueError(
                 f"residual_dtype=bf16 does not apply to precision={self.precision}; set precision to bf16"

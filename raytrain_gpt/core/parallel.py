@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_gpt.core.model import GPT
@@ -59,6 +60,14 @@ def shard(model: GPT, mesh: DeviceMesh, matmul_dtype: torch.dtype | None = None)
     for block in model.h:
         others = set(block.parameters()) - linear
         fully_shard(block, mesh=mesh, mp_policy=linear_policy, ignored_params=others)
+
+
+def send_narrow_gradients(model: DistributedDataParallel) -> None:
+    """Round the gradients to bf16 before the ranks add them, and widen the sums."""
+    # torch refuses the hook itself with gloo, which can add bf16 too.
+    model.register_comm_hook(
+        None, lambda _, bucket: bf16_compress_hook(model.process_group, bucket)
+    )
 
 
 def keeps_gradients(model: nn.Module) -> bool:

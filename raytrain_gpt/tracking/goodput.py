@@ -151,13 +151,21 @@ class RunSpeed:
     mfu: float | None
     peak_memory_bytes: int | None
 
+    @property
+    def mfu_overall(self) -> float | None:
+        """MFU with all time included, as in `tokens_per_s_overall`."""
+        if self.mfu is None or not self.tokens_per_s or self.tokens_per_s_overall is None:
+            return None
+        return self.mfu * self.tokens_per_s_overall / self.tokens_per_s
+
     def summary(self) -> str:
         speeds = ((self.tokens_per_s, "in steps (median)"), (self.tokens_per_s_overall, "overall"))
         texts = [f"{value:,.0f} tokens/s {label}" for value, label in speeds if value is not None]
         if self.data_wait_fraction is not None:
             texts.append(f"data wait {self.data_wait_fraction:.2%} of step time")
         if self.mfu is not None:
-            texts.append(f"mfu {self.mfu:.1%}")
+            overall = "" if self.mfu_overall is None else f" ({self.mfu_overall:.1%} overall)"
+            texts.append(f"mfu {self.mfu:.1%}{overall}")
         if self.peak_memory_bytes is not None:
             texts.append(f"peak memory {size(self.peak_memory_bytes)} per worker")
         return " | ".join(texts) or "speed unknown"

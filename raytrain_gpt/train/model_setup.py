@@ -16,6 +16,7 @@ import tiktoken
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint, read_checkpoint
 from raytrain_gpt.checkpoint.collectives import Collectives
@@ -28,7 +29,13 @@ from raytrain_gpt.core.loop import Autocast
 from raytrain_gpt.core.loss_scale import LossScale, loss_scale_for
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.optim import Optimizer
-from raytrain_gpt.core.parallel import gathered_weights, mesh_of, shard, unsharded_twin
+from raytrain_gpt.core.parallel import (
+    gathered_weights,
+    mesh_of,
+    send_narrow_gradients,
+    shard,
+    unsharded_twin,
+)
 from raytrain_gpt.core.registry import build_optimizer, configured_model, init_weights
 from raytrain_gpt.core.state import load_model, load_optimizer
 from raytrain_gpt.data.locations import location
@@ -42,12 +49,14 @@ class Strategy:
 
     Attributes:
         matmul_dtype: Type of matrix products under autocast, or None without autocast.
+        narrow_gradients: Whether DDP sends gradients in bf16.
         group: Process group of the ranks, or None for the default.
     """
 
     device: torch.device
     rank: int
     matmul_dtype: torch.dtype | None
+    narrow_gradients: bool
     group: dist.ProcessGroup | None
 
     @property
@@ -70,6 +79,8 @@ class Strategy:
         replica: nn.Module = ray.train.torch.prepare_model(
             model, move_to_device=self.device, parallel_strategy_kwargs=options
         )
+        if self.narrow_gradients and isinstance(replica, DistributedDataParallel):
+            send_narrow_gradients(replica)
         return replica
 
     def accumulation(self, model: nn.Module, micro_batches_per_step: int) -> Accumulation:
@@ -175,7 +186,8 @@ def set_up_training(
     """
     precision = resolve_precision(config.train.precision, device)
     dtype = matmul_dtype(precision)
-    strategy = strategy_class(config.train)(device, ranks.rank, dtype, group)
+    narrow_gradients = config.train.gradient_dtype == "bf16"
+    strategy = strategy_class(config.train)(device, ranks.rank, dtype, narrow_gradients, group)
     tokenizer = read_tokenizer(data.first.directory)
     model = configured_model(
         config,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import time
@@ -145,6 +146,7 @@ class Worker:
         assert spec.recorder is not None, "the attempt starts the recorder"
         self.recorder = RecorderClient(spec.recorder, rank, spec.control)
         self.step = resume_step(spec.resumed)
+        self._first_step = self.step + 1
         cpus = self.config.cluster.cpus_per_worker
         torch.set_num_threads(cpus)
         # By default each rank would compile with up to 32 processes.
@@ -273,6 +275,9 @@ class Worker:
 
     def record(self, result: StepResult) -> None:
         """Add a result without reading it from the device."""
+        if result.step == self._first_step and not self.config.cluster.is_local:
+            gc.collect()
+            gc.freeze()  # one rank's long collection would keep all others waiting
         self.step = result.step
         self.log.add(result)
 

@@ -29,7 +29,13 @@ from raytrain_gpt.core.attention import SPARSE_BLOCK_TOKENS, block_sparse_attent
 from raytrain_gpt.core.loop import MicroBatch, warm_up_ddp_buckets
 from raytrain_gpt.core.loss import head_loss
 from raytrain_gpt.core.model import GPT, GPTShape
-from raytrain_gpt.core.parallel import gathered_weights, mesh_of, shard, unsharded_twin
+from raytrain_gpt.core.parallel import (
+    gathered_weights,
+    mesh_of,
+    send_narrow_gradients,
+    shard,
+    unsharded_twin,
+)
 from raytrain_gpt.core.registry import build_optimizer, new_model
 from raytrain_gpt.ingest.feed import to_device
 from tests.core.conftest import SHAPES
@@ -84,7 +90,7 @@ def batch(number: int, shape: GPTShape = SHAPE) -> MicroBatch:
     return ids[:, :-1], ids[:, 1:]
 
 
-def replicated(model: nn.Module, bucket_mb: int = 1) -> nn.Module:
+def replicated(model: nn.Module, bucket_mb: int = 1) -> DistributedDataParallel:
     return DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
 
 
@@ -106,6 +112,14 @@ def test_ddp_cuts_the_graph_at_its_buckets_whatever_is_recomputed(
             gradients(wrapped, number), gradients(expected, number), strict=True
         ):
             torch.testing.assert_close(ours, theirs)
+
+
+def test_narrow_gradients_are_rounded_once(one_rank: None) -> None:
+    model, expected = made(), gradients(made(), 0)
+    wrapped = replicated(model)
+    send_narrow_gradients(wrapped)
+    rounded = [one.bfloat16().float() for one in expected]
+    assert all(map(torch.equal, gradients(wrapped, 0), rounded))
 
 
 @pytest.mark.parametrize("architecture", SHAPES)

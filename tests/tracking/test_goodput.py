@@ -302,7 +302,7 @@ def test_evaluations_and_checkpoints_count_in_one_of_the_two() -> None:
     assert found.data_wait_fraction == pytest.approx(0.005)
     assert found.summary() == (
         "500 tokens/s in steps (median) | 250 tokens/s overall | data wait 0.50% of step time | "
-        "mfu 40.0% | peak memory 1.0 GB per worker"
+        "mfu 40.0% (20.0% overall) | peak memory 1.0 GB per worker"
     )
 
 
