@@ -78,7 +78,7 @@ DOCUMENT_TOKENS = 600
 EVAL_MICRO_BATCHES = 32
 """Micro-batches per evaluation of a run, which evaluates in the middle and at the end."""
 PRESETS = {"350m": "gpt2-350m", "modern": "modern-124m"}
-"""What to measure -> preset; else gpt2-124m."""
+"""Model -> its preset; gpt2-124m for the others."""
 SETTINGS = ("precision", "document_mask", "narrow_residual", "parallel", "activation_checkpointing")
 
 Losses = Iterator[torch.Tensor]

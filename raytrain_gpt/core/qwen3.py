@@ -170,6 +170,6 @@ def rope_angles(shape: GPTShape) -> Tensor:
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
     """Rotate channels i and i + D/2H of every head: (B, H, T, D/H) -> (B, H, T, D/H)."""
     first, second = x.chunk(2, -1)
-    # Each half narrowed, as a cast of both together would be a kernel of its own.
+    # Each half is narrowed, since casting both together would add a kernel.
     halves = first * cos - second * sin, second * cos + first * sin
     return torch.cat([half.to(dtype) for half in halves], -1)

@@ -207,7 +207,7 @@ def set_up_training(
         eval_model = strategy.eval_model(model)
         if config.train.compile:
             if kinds.is_built_in("architecture", config.model.architecture):
-                # It warns of operators in place, which our blocks do not have.
+                # It warns of in-place operators, which our blocks do not have.
                 logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
             for each in {model, eval_model}:
                 each.compile()

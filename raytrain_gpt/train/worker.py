@@ -229,7 +229,7 @@ class Worker:
         """Train, yielding the result of every remaining step."""
         setup, train, optim = self.setup, self.config.train, self.config.optim
         if self.collectives.world_size > 1 and not train.exact:
-            # Made like all later inputs: others would compile graphs of their own.
+            # Made like all later inputs, since others would compile further graphs.
             shape = (train.micro_batch_sequences, self.config.data.seq_len + 1)
             zeros = to_device(np.zeros(shape, np.uint16), setup.device)
             warm_up_ddp_buckets(setup.model, zeros, setup.autocast)
