@@ -73,7 +73,7 @@ class Muon(AdamW):
     def update_bytes(matrices: MatrixCounts, num_shards: int) -> int:
         """Peak bytes of an update besides the state, in fp32.
 
-        Stack of updates, Newton-Schulz input and output (3x the elements, sharded 4x), two Grams.
+        Stack of updates, Newton-Schulz input and output (3x the elements, sharded 4x) and two Gram matrices.
         """
         most = 0
         for (rows, columns, num_maps), num_alike in matrices.items():
