@@ -8,6 +8,7 @@
 # make test-chaos    kill a random process in each of 20 runs (a quarter of an hour, not in CI)
 # make test-cluster  `ray up` on three hosts made of namespaces (root)
 # make test-readme   every command of README and getting-started, in a fresh clone and environment
+# make null-gpu      count what is launched on a GPU that is not there; downloads torch's CUDA build, 2 GB (not in CI)
 # make wheel         what cluster files install on every node: dist/
 # make check         all that CI checks, two at a time: format, lint, types, test-fast, test-slow, and
 #   test-shared      all tests that share one Ray cluster
@@ -22,7 +23,7 @@ SHARED := ray or sweeps or models or faults
 SLOW := slow or sweeps or tools or models or serve or faults or cluster
 
 .PHONY: demo test test-fast test-slow test-sweeps test-tools test-models test-serve test-faults test-cluster test-shared test-own
-.PHONY: test-chaos test-readme test-readme-short wheel check checks format lint types clean
+.PHONY: null-gpu test-chaos test-readme test-readme-short wheel check checks format lint types clean
 
 demo: $(INSTALLED)
 	@$(BIN)/raytrain-gpt train
@@ -49,6 +50,9 @@ test-shared: $(INSTALLED)
 
 test-own: $(INSTALLED)
 	$(BIN)/pytest -rs -m "tools or serve or cluster"
+
+null-gpu:
+	benchmarks/null_gpu/run.sh
 
 test-readme: $(INSTALLED)
 	$(BIN)/python -m tests.readme

@@ -127,7 +127,7 @@ class TrainSection(Strict):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Precision of activations; auto: bf16 where the device has it, else fp32 (TF32 on GPUs)."""
     residual_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type of the sums between blocks with precision bf16; bf16: less memory traffic on GPUs."""
+    """Type of the sums between blocks, where precision is bf16; bf16: less memory traffic on GPUs."""
     parallel: Annotated[Literal["ddp", "fsdp"], SAFE] = "ddp"
     """Parallelism; ddp: replicate the model; fsdp: shard weights, gradients and optimizer state."""
     gradient_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -172,10 +172,6 @@ class TrainSection(Strict):
         if self.gradient_dtype == "bf16" and self.parallel == "fsdp":
             raise ValueError(
                 "gradient_dtype=bf16 does not apply to parallel=fsdp; set gradient_dtype to fp32"
-            )
-        if self.residual_dtype == "bf16" and self.precision in ("fp32", "fp16"):
-            raise ValueError(
-                f"residual_dtype=bf16 does not apply to precision={self.precision}; set precision to bf16"
             )
         return self
 

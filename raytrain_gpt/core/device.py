@@ -8,6 +8,7 @@ import platform
 import random
 import re
 import resource
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,10 @@ def gpu_spec(name: str) -> GpuSpec | None:
         return None
     matching = [spec for spec in GPU_SPECS if re.match(rf"{re.escape(spec.name)}(?!\w)", name)]
     return max(matching, key=lambda spec: len(spec.name), default=None)
+
+
+ASSUMED_MFU = 0.4
+"""MFU of a compiled bf16 GPT-2 without a measurement; good loops reach it on A100 and H100."""
 
 
 def gpu_specs_matching(text: str) -> list[GpuSpec]:
@@ -210,6 +215,24 @@ def synchronize(device: torch.device) -> None:
     """Wait until a GPU has finished all work queued on it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+class Moment:
+    """A moment in a device's work: on a GPU, when it has finished all work queued so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record()
+        self._at = time.perf_counter()
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """Seconds from an earlier moment of the device; waits until this one has come."""
+        if self._event is None or earlier._event is None:
+            return self._at - earlier._at
+        self._event.synchronize()
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
 def forget_peak_memory() -> None:

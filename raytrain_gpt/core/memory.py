@@ -8,12 +8,14 @@ memory, and those alive afterwards are summed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import logging
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,17 +26,26 @@ from raytrain_gpt.config.kinds import Kind
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.loss import chunk_tokens
-from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import ForeignOptimizer
 from raytrain_gpt.core.registry import build_optimizer, count_model, new_model, optimizer_class
 
 _FP32_BYTES = 4
 _BF16_BYTES = 2
+_TRACED_SEQUENCES = 61
+"""Sequences of a traced batch: prime, so that only sizes of activations are multiples of it."""
+_MAX_TRACES = 10_000
 
 
 def checkpoint_bytes(shape: GPTShape, optim: OptimSection) -> int:
     """Bytes of a checkpoint's tensors: weights and the optimizer's state."""
     return count_model(shape).num_parameters * _FP32_BYTES + optimizer_state_bytes(shape, optim)
+
+
+def rank_0_writes_bytes(shape: GPTShape, optim: OptimSection, num_ranks: int) -> int:
+    """Bytes of a checkpoint that rank 0 writes: all weights and its share of the optimizer's state."""
+    weights = count_model(shape).num_parameters * _FP32_BYTES
+    return weights + optimizer_state_bytes(shape, optim) // num_ranks
 
 
 def optimizer_state_bytes(shape: GPTShape, optim: OptimSection) -> int:
@@ -107,14 +118,17 @@ class TrainingMemory:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Predicts the memory of one rank for any micro-batch, for the eager model on a GPU.
+    """Predicts the memory of one rank for any micro-batch on a GPU.
 
     Attributes:
         bf16: Whether the forward pass runs under 16-bit autocast.
-        compiled: A compiled model has the logits of all tokens at once. Its savings in activations are
-            ignored.
+        compiled: A compiled model has the logits of all tokens at once, in 16 bits, and computes some
+            activations again; one that cannot be traced counts as if it did not.
         num_shards: Ranks that share weights, gradients and moments; 1 without sharding.
         evaluates: Whether the ranks evaluate, which gathers an unsharded copy of the weights.
+        narrow_residual: Whether the sums between blocks are in 16 bits.
+        traced: Shape to trace in place of this one, to save time: of this architecture, and compiling is
+            taken to save the same fraction of its activations.
     """
 
     shape: GPTShape
@@ -124,23 +138,37 @@ class MemoryModel:
     evaluates: bool = False
     optim: OptimSection = field(default_factory=OptimSection)
     exact: bool = False
+    narrow_residual: bool = False
+    traced: GPTShape | None = None
 
     @classmethod
     def of(cls, config: Config, world_size: int, shape: GPTShape, bf16: bool) -> MemoryModel:
         """Model the memory of a configuration, with a shape that may differ from its own."""
         evaluates = config.eval.eval_mode == "inline"
         train, num_shards = config.train, config.train.num_shards(world_size)
-        return cls(shape, bf16, train.compile, num_shards, evaluates, config.optim, train.exact)
+        return cls(
+            shape,
+            bf16,
+            train.compile,
+            num_shards,
+            evaluates,
+            config.optim,
+            train.exact,
+            narrow_residual=train.residual_dtype == "bf16",
+        )
 
     def predict(self, micro_batch_sequences: int, activation_checkpointing: str) -> TrainingMemory:
         """Predict the memory of a micro-batch and mode (`none`, `selective` or `full`)."""
         counts, optimizer = count_model(self.shape), optimizer_class(self.optim.optimizer)
         weights = counts.num_parameters * _FP32_BYTES
+        batch = micro_batch_sequences, activation_checkpointing
         unsharded = TrainingMemory(
             weights=weights,
             gradients=weights * (3 if self.exact else 1),  # plus int64 sums, twice as long
             moments=optimizer_state_bytes(self.shape, self.optim),
-            activations=self._activations(micro_batch_sequences, activation_checkpointing),
+            activations=self._compiled_activations(*batch)
+            if self.compiled
+            else self._activations(*batch),
             logits=self._logits(micro_batch_sequences * self.shape.seq_len),
         )
         memory = unsharded if self.num_shards == 1 else self._sharded(unsharded)
@@ -154,21 +182,39 @@ class MemoryModel:
         Bytes are linear in layers and sequences, so one and two of each determine them.
         """
 
-        of = _architecture(self.shape)
-
         def saved(num_layers: int, mode: str) -> int:
-            shape = replace(self.shape, num_layers=num_layers)
-            one, two = (_saved_bytes(shape, of, num, self.bf16, mode) for num in (1, 2))
+            one, two = (_saved_bytes(self._pass(num_layers, mode), num) for num in (1, 2))
             return one + (sequences - 1) * (two - one)
 
         return saved(1, "none") + (self.shape.num_layers - 1) * (saved(2, mode) - saved(1, mode))
+
+    def _compiled_activations(self, sequences: int, mode: str) -> int:
+        """What a compiled model keeps for its backward pass besides the logits; all blocks but one are alike.
+
+        The gradient of the logits takes their place.
+        """
+        eager = self._activations(sequences, mode)
+        if self.traced is not None:
+            like = replace(self, shape=self.traced, traced=None)
+            kept = like._compiled_activations(sequences, mode)
+            return eager * kept // like._activations(sequences, mode)
+        one, two = (_kept_compiled_bytes(self._pass(num_layers, mode)) for num_layers in (1, 2))
+        if one is None or two is None:
+            return eager
+        first, both = (kept.fixed + sequences * kept.per_sequence for kept in (one, two))
+        logits = self._logits(sequences * self.shape.seq_len)
+        return first + (self.shape.num_layers - 1) * (both - first) - logits
+
+    def _pass(self, num_layers: int, mode: str) -> _ForwardPass:
+        shape = replace(self.shape, num_layers=num_layers)
+        return _ForwardPass(shape, _architecture(shape), mode, self.bf16, self.narrow_residual)
 
     def _logits(self, tokens: int) -> int:
         vocab, channels = self.shape.padded_vocab_size, self.shape.embd_size
         narrow = _BF16_BYTES if self.bf16 else 0
         casts = (tokens + vocab) * channels * narrow  # hidden states and weight
         if self.compiled:
-            return tokens * vocab * 2 * (narrow or _FP32_BYTES) + casts
+            return tokens * vocab * (narrow or _FP32_BYTES) + casts
         at_once = min(tokens, chunk_tokens(vocab, "cuda"))
         logits = at_once * vocab * (narrow + 2 * _FP32_BYTES)
         if tokens == at_once:
@@ -198,19 +244,108 @@ class MemoryModel:
         return replace(step, evaluation=max(0, evaluation - step.total))
 
 
+@dataclass(frozen=True)
+class _ForwardPass:
+    """What decides the memory of a forward pass; the kind tells different codes of one name apart."""
+
+    shape: GPTShape
+    architecture: Kind
+    mode: str
+    bf16: bool
+    narrow_residual: bool
+
+    def model(self) -> GPT:
+        model = new_model(self.shape, self.mode)
+        model.narrow_residual = self.narrow_residual
+        model.train()
+        return model
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.bf16)
+
+
 @functools.cache
-def _saved_bytes(shape: GPTShape, of: Kind, num_sequences: int, bf16: bool, mode: str) -> int:
+def _saved_bytes(of: _ForwardPass, num_sequences: int) -> int:
     """Bytes allocated after a forward pass, besides the parameters."""
     allocations = _Allocations()
     with FakeTensorMode():
-        model = new_model(shape, mode)
-        model.train()
-        with allocations, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            ids = torch.zeros(num_sequences, shape.seq_len, dtype=torch.int64)
+        model = of.model()
+        with allocations, of.autocast():
+            ids = torch.zeros(num_sequences, of.shape.seq_len, dtype=torch.int64)
             hidden = model.hidden(ids)
         num_bytes = allocations.alive_bytes(without=model.parameters())
         del hidden  # it kept the graph, and so the activations, alive
         return num_bytes
+
+
+@dataclass(frozen=True)
+class _KeptBytes:
+    """Bytes kept for the backward pass, logits included; `fixed` are copies of weights in 16 bits."""
+
+    fixed: int
+    per_sequence: int
+
+
+@functools.cache
+def _kept_compiled_bytes(of: _ForwardPass) -> _KeptBytes | None:
+    """Count what a compiled model keeps for its backward pass, or None if it cannot be traced.
+
+    It is traced on fake tensors, and the partitioner that Inductor uses decides what to keep and what to
+    compute again. No code is generated.
+    """
+    from torch._dynamo import config
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    kept: list[int] = []
+
+    def forward(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        kept.extend(_output_bytes(graph))
+        return make_boxed_func(graph.forward)
+
+    def backward(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=backward,
+        partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
+        decompositions=select_decomp_table(),
+    )
+    # It warns of in-place operators, which our blocks do not have.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        config.patch(recompile_limit=_MAX_TRACES, accumulated_recompile_limit=_MAX_TRACES),
+        of.autocast(),
+    ):
+        model = of.model()
+        ids = torch.zeros(_TRACED_SEQUENCES, of.shape.seq_len, dtype=torch.int64)
+
+        def loss(ids: Tensor) -> Any:
+            return model(ids, ids)
+
+        try:
+            torch.compile(loss, backend=backend, fullgraph=True, dynamic=False)(ids)
+        except Exception:  # any error of the user's code, or of the compiler
+            return None
+    scaling = sum(num_bytes for num_bytes in kept if num_bytes % _TRACED_SEQUENCES == 0)
+    return _KeptBytes(fixed=sum(kept) - scaling, per_sequence=scaling // _TRACED_SEQUENCES)
+
+
+def _output_bytes(graph: fx.GraphModule) -> list[int]:
+    """Bytes of the tensors that a forward graph returns besides its inputs."""
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    made = [node for node in dict.fromkeys(output.args[0]) if isinstance(node, fx.Node)]
+    tensors = [node.meta["val"] for node in made if node.op != "placeholder"]
+    return [
+        math.prod(tensor.shape) * tensor.itemsize
+        for tensor in tensors
+        if isinstance(tensor, Tensor)
+        and all(isinstance(size, int) for size in tensor.shape)  # others are states of generators
+    ]
 
 
 class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]

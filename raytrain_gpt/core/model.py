@@ -150,7 +150,7 @@ class GPT(nn.Module, ABC):
     h: nn.ModuleList  # of `Block`
     ln_f: nn.Module
     narrow_residual = False
-    """Whether the sums between blocks are in autocast's type."""
+    """Whether the sums between blocks are in bf16 under bf16 autocast."""
     fused_projections: ClassVar[Mapping[str, int]] = {}
     """Name of a weight in a block -> number of projections fused in its rows, for Muon."""
 
@@ -230,7 +230,8 @@ class GPT(nn.Module, ABC):
 
     def _embedded(self, ids: Tensor, positions: Tensor) -> Tensor:
         x = self.embed(ids, positions)
-        return x.to(autocast_dtype(x)) if self.narrow_residual else x
+        narrow = self.narrow_residual and autocast_dtype(x) == torch.bfloat16
+        return x.bfloat16() if narrow else x
 
     def _recomputing(self, layers: Layers, x: Tensor, attend: AttentionFn) -> Tensor:
         """Compute a block's layers, recomputing activations in the backward pass; gradients are unchanged.

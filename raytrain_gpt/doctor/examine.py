@@ -36,6 +36,7 @@ from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig, RunPlan
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import DEFAULT_DATA
+from raytrain_gpt.core.model import GPT2_VOCAB_SIZE
 from raytrain_gpt.data.locations import data_is_there, data_of, location, run_location
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.tokenizer import load_tokenizer
@@ -220,9 +221,11 @@ def _look_at_ranks(exam: Examination, config: FittedConfig, world_size: int, ben
             bench = False
     ingest = None if data is None else IngestSpec.of(plan, data)
     group = rank_probe.ask_ranks(plan, ingest, bench)
+    vocab_size = GPT2_VOCAB_SIZE if data is None else data.vocab_size
+    needed = rank_findings.gradient_bytes_per_s(config, vocab_size, group)
     exam.add(
         rank_findings.judge_devices(group),
-        rank_findings.judge_all_reduce(group),
+        rank_findings.judge_all_reduce(group, needed),
         rank_findings.judge_sequences(group, ingest, range(rank_probe.NUM_BATCHES)),
     )
     exam.all_reduce_bytes_per_s = rank_findings.all_reduce_bytes_per_s(group.all_reduce or [])

@@ -7,6 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.core.device import ASSUMED_MFU, peak_flops
+from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.doctor.check import Failed, Skipped, named_check
 from raytrain_gpt.doctor.rank_probe import AllReduceFacts, GroupFacts
 from raytrain_gpt.format import count
@@ -70,9 +74,26 @@ def all_reduce_bytes_per_s(ranks: Sequence[AllReduceFacts]) -> dict[int, float]:
     return {size: size / max(rank.seconds[size] for rank in ranks) for size in sizes}
 
 
+def gradient_bytes_per_s(config: Config, vocab_size: int, group: GroupFacts) -> float | None:
+    """Bytes per second on a link with which sending gradients takes as long as a step's computation.
+
+    A rank sends and receives almost twice the gradients' bytes per step.
+    """
+    peaks = [peak_flops(device.device, "bf16") for device in group.devices or ()]
+    known = [peak for peak in peaks if peak is not None]
+    if not known or len(known) < len(peaks):
+        return None
+    counts = count_model(GPTShape.of(config, vocab_size))
+    flops = counts.flops_per_token * config.train.global_batch_tokens
+    width = 2 if config.train.gradient_dtype == "bf16" else 4
+    return 2 * width * counts.num_parameters * sum(known) * ASSUMED_MFU / flops
+
+
 @named_check("all_reduce")
-def judge_all_reduce(group: GroupFacts) -> str:
+def judge_all_reduce(group: GroupFacts, needed_bytes_per_s: float | None = None) -> str:
     """Check that all-reduce sums are correct and the links fast enough.
+
+    Between nodes over nccl, a link must also carry `needed_bytes_per_s`.
 
     A ring sends 2·(n−1)/n of the tensor's bytes over every rank's link, so bandwidth times that factor is the
     link's load for any number of ranks ("bus bandwidth" of nccl-tests).
@@ -95,15 +116,18 @@ def judge_all_reduce(group: GroupFacts) -> str:
             "nodes one by one to find it"
         )
     link = speeds[max(speeds)] * 2 * (n - 1) / n
-    least = SLOWEST_LINK_BYTES_PER_S[(backend, min(num_nodes, 2))]
+    least, reason = SLOWEST_LINK_BYTES_PER_S[(backend, min(num_nodes, 2))], ""
+    if needed_bytes_per_s and backend == "nccl" and num_nodes > 1 and needed_bytes_per_s > least:
+        least = needed_bytes_per_s
+        reason = ", with which this model's gradients take as long as a step's computation"
     carried = f"{link / 1e9:.2f} GB/s on each link (× 2·(n−1)/n)"
     if link < least:
         raise Failed(
-            f"slow: {carried} at 100 MB, below {least / 1e9:g} GB/s; {seen}; set "
+            f"slow: {carried} at 100 MB, below {least / 1e9:.3g} GB/s{reason}; {seen}; set "
             f"{'NCCL' if backend == 'nccl' else 'GLOO'}_SOCKET_IFNAME to the fast interface, or use nodes "
             "with a faster network"
         )
-    return f"sums are correct; {seen}, {carried}"
+    return f"sums are correct; {seen}, {carried}, at least {least / 1e9:.3g} GB/s{reason}"
 
 
 @named_check("sequences")

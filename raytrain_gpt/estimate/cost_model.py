@@ -14,16 +14,20 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from raytrain_gpt.config.batch import check_shares
+from raytrain_gpt.config.intervals import interval_warnings
 from raytrain_gpt.config.resolved import ActivationCheckpointing
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.device import GpuSpec
-from raytrain_gpt.core.memory import MemoryModel, TrainingMemory, checkpoint_bytes
+from raytrain_gpt.core.device import ASSUMED_MFU, GpuSpec
+from raytrain_gpt.core.memory import (
+    MemoryModel,
+    TrainingMemory,
+    checkpoint_bytes,
+    rank_0_writes_bytes,
+)
 from raytrain_gpt.core.model import GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.registry import ModelCounts, count_model, optimizer_class
 from raytrain_gpt.train.memory_search import MemorySearch, Remedy, gpu_limit_bytes
 
-ASSUMED_MFU = 0.4
-"""MFU of a compiled bf16 GPT-2 without a measurement; good loops reach it on A100 and H100."""
 MAX_SEARCHED_SEQUENCES = 2**20
 """Upper bound of micro-batches in sequences; no device has memory for it."""
 GPT2_SIZES = {
@@ -68,6 +72,7 @@ class Estimate:
         num_parameters: Counts a tied embedding once, with its padding.
         remedy: Cheapest changes that would make it fit, or None if it fits or no change is enough.
         largest: One entry per GPT-2 size, empty without a device.
+        warnings: Of evaluations and checkpoints that follow each other too fast.
         train_s: Time of all steps, without evaluations, checkpoints and restarts.
         device_hours: Over all workers.
         price: At the on-demand rate.
@@ -92,6 +97,7 @@ class Estimate:
     largest: list[LargestMicroBatch]
     speed: EstimatedSpeed | None
     step_time_s: float | None
+    warnings: list[str]
     train_s: float | None
     device_hours: float | None
     price: float | None
@@ -120,6 +126,7 @@ class Facts:
     bf16: bool = False
     device: GpuSpec | None = None
     train_tokens: int | None = None
+    val_tokens: int | None = None
     step_time_s: float | None = None
     tokens_per_s: float | None = None
     mfu: float | None = None
@@ -150,6 +157,8 @@ def estimate(config: Config, facts: Facts) -> Estimate:
     total_tokens = train.max_steps * train.global_batch_tokens
     speed = _speed(config, counts, facts)
     train_s = None if speed is None else total_tokens / speed.tokens_per_s
+    step_time_s = None if train_s is None else train_s / train.max_steps
+    written = rank_0_writes_bytes(shape, config.optim, facts.num_workers)
     device_hours = None if train_s is None else train_s * facts.num_workers / 3600
     steps_per_epoch = None
     if facts.train_tokens is not None:
@@ -172,7 +181,8 @@ def estimate(config: Config, facts: Facts) -> Estimate:
         remedy=None if fitting else search.remedy(limit_of),
         largest=[] if device is None else _largest_micro_batches(memory, limit_bytes),
         speed=speed,
-        step_time_s=None if train_s is None else train_s / train.max_steps,
+        step_time_s=step_time_s,
+        warnings=interval_warnings(config, facts.val_tokens or 0, written, step_time_s),
         train_s=train_s,
         device_hours=device_hours,
         price=_price(device_hours, facts.price_per_hour),
@@ -213,9 +223,12 @@ def _largest_micro_batches(memory: MemoryModel, limit_bytes: float) -> list[Larg
         return bisect_right(sizes, limit_bytes, key=lambda n: model.predict(n, mode).total)
 
     micro_batches = []
-    for name, sizes in GPT2_SIZES.items():
-        shape = GPTShape(*sizes, memory.shape.seq_len, memory.shape.vocab_size)
-        model = replace(memory, shape=shape)
+    shapes = {
+        name: GPTShape(*sizes, memory.shape.seq_len, memory.shape.vocab_size)
+        for name, sizes in GPT2_SIZES.items()
+    }
+    for name, shape in shapes.items():
+        model = replace(memory, shape=shape, traced=next(iter(shapes.values())))
         sequences = largest(model, "none"), largest(model, "full")
         micro_batches.append(LargestMicroBatch(name, count_model(shape).num_parameters, *sequences))
     return micro_batches

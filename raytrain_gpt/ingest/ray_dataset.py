@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,10 @@ from raytrain_gpt.data.tokenizer import Tokens
 
 MIN_READERS = 2
 RANKS_PER_READER = 16
-"""Ranks per chunk read concurrently. A reading task takes a CPU while it runs, and twice the window
-(128 MiB of 2^26 uint16) in memory: its copy and the object store's."""
+"""Ranks per chunk read concurrently. A reading task takes a CPU while it runs, and twice its windows
+(128 MiB of 2^26 uint16 each) in memory: its copy and the object store's."""
+RANKS_PER_WINDOW = 32
+"""Ranks per window of a row: one process of Ray Data deals all rows, and a larger row costs it no more."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +167,22 @@ def planned_reads(spec: IngestSpec, num_batches: int) -> list[ReadRange]:
     """Validation, then the next global batches in ordered chunks."""
     order = spec.order()
     ranges = batches_to_read(spec.first_batch, num_batches, spec.skipped)
-    chunks = [chunk for first, stop in ranges for chunk in order.chunks(first, stop)]
+    chunks = [
+        chunk
+        for first, stop in ranges
+        for chunk in joined(order.chunks(first, stop), windows_per_row(spec.world_size))
+    ]
     return [ReadRange("val", 0, 1), *(ReadRange("train", first, stop) for first, stop in chunks)]
+
+
+def windows_per_row(world_size: int) -> int:
+    return max(1, world_size // RANKS_PER_WINDOW)
+
+
+def joined(chunks: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+    """Join consecutive ranges, `size` at a time; the first stays short, as training waits for it."""
+    starts = [0, *range(1, len(chunks), size), len(chunks)]
+    return [(chunks[i][0], chunks[j - 1][1]) for i, j in pairwise(starts) if i < j]
 
 
 def ingest_dataset(spec: IngestSpec, num_batches: int) -> ray.data.Dataset:

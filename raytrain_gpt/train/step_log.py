@@ -1,13 +1,15 @@
 """Rows from step results: reduced over the ranks, checked against the plan and judged.
 
-Results stay on the device until `flush`, the only call that waits for it. `flush` reduces losses over the
-ranks, checks the delivered sequences, extends the order hash by one batch per step, and judges every step:
-a step that is not finite changed nothing, a spike is marked, and too many bad steps in a row roll back.
+Results stay on the device until `flush`, which reduces losses over the ranks, checks the delivered
+sequences, extends the order hash by one batch per step, and judges every step: a step that is not finite
+changed nothing, a spike is marked, and too many bad steps in a row roll back. A late flush reads the steps of
+the flush before, so that the device never waits.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.config.sections import SpikesSection
-from raytrain_gpt.core.device import peak_memory_bytes
+from raytrain_gpt.core.device import Moment, peak_memory_bytes
 from raytrain_gpt.core.loop import StepResult
 from raytrain_gpt.core.spikes import BadStep, BadStreak, SpikeDetector
 from raytrain_gpt.data.mixed_order import MixedOrder
@@ -33,6 +35,22 @@ class Position:
     next_batch: int
     order_hash: str
     skipped: BatchRanges
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Steps between two flushes, with values that are on the host once `end` has passed.
+
+    Attributes:
+        seconds_excluded: Seconds since the window before that were not training.
+    """
+
+    steps: list[StepResult]
+    losses: Tensor
+    norms: Tensor
+    scales: Tensor | None
+    end: Moment
+    seconds_excluded: float
 
 
 class StepLog:
@@ -73,7 +91,9 @@ class StepLog:
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self._device, self._slowed = device, slowed
         self._pending: list[StepResult] = []
-        self._clock_from = self._began = time.perf_counter()
+        self._unread: deque[_Window] = deque()
+        self._clock_from = self._began = Moment(device)
+        self._seconds_excluded = 0.0
         self._steps_done = 0
         order_hash = resumed.state.order_hash if resumed else ingest.data.hash
         self.position = Position(ingest.first_batch, order_hash, ingest.skipped)
@@ -86,31 +106,56 @@ class StepLog:
 
     def start_clock(self) -> None:
         """Start measuring; the first step follows."""
-        self._clock_from = self._began = time.perf_counter()
+        self._clock_from = self._began = Moment(self._device)
 
     def exclude_time(self, seconds: float) -> None:
-        """Exclude seconds that were not training from the next `flush`."""
-        self._clock_from += seconds
+        """Exclude seconds that were not training from the steps until the next `flush`."""
+        self._seconds_excluded += seconds
 
     def add(self, result: StepResult) -> None:
         """Add a result without reading it from the device."""
         self._pending.append(result)
 
-    def flush(self) -> list[Row]:
-        """Rows of all steps since the last call, up to a streak of bad steps."""
-        if not self._pending:
-            return []
+    def flush(self, late: bool = False) -> list[Row]:
+        """Rows of all steps that have none yet, up to a streak of bad steps.
+
+        Args:
+            late: Only of the steps before the last flush; the device goes on working.
+        """
+        if self._pending:
+            self._unread.append(self._copied())
+        rows: list[Row] = []
+        while len(self._unread) > late and self.bad_streak is None:
+            rows += self._read(self._unread.popleft())
+        return rows
+
+    def _copied(self) -> _Window:
+        """Start copying the pending results to the host (from a GPU: to pinned memory)."""
+        steps, self._pending = self._pending, []
+        scales = [step.loss_scale for step in steps if step.loss_scale is not None]
+        excluded, self._seconds_excluded = self._seconds_excluded, 0.0
+        return _Window(
+            steps,
+            losses=_to_host([step.loss for step in steps]),
+            norms=_to_host([step.grad_norm.float() for step in steps]),
+            scales=_to_host(scales) if scales else None,  # in a run all steps have one or none has
+            end=Moment(self._device),
+            seconds_excluded=excluded,
+        )
+
+    def _read(self, window: _Window) -> list[Row]:
         # Float64 values travel as the bits of int64, so one collective carries losses, waits, hashes and
-        # flags of all pending steps. Every rank then sums in rank order and gets the same bits.
-        pending, self._pending = self._pending, []
-        sums = [self._feed.take_hash_sums() for _ in pending]
-        norms = torch.stack([r.grad_norm.float() for r in pending]).cpu()
-        scales = _on_host([r.loss_scale for r in pending])
+        # flags of all steps. Every rank then sums in rank order and gets the same bits.
+        steps = window.steps
+        # Waits until the window's values are on the host.
+        seconds = window.end.seconds_since(self._clock_from) - window.seconds_excluded
+        sums = [self._feed.take_hash_sums() for _ in steps]
+        scales = [None] * len(steps) if window.scales is None else window.scales.tolist()
         # The float64 mean of equal losses (exact sums) is exactly that loss.
-        losses = torch.stack([r.loss for r in pending]).double().cpu()
-        waits = torch.tensor([r.data_wait_s for r in pending], dtype=torch.float64)
+        losses = window.losses.double()
+        waits = torch.tensor([step.data_wait_s for step in steps], dtype=torch.float64)
         delivered = torch.tensor([hash_sum for hash_sum, _ in sums])
-        skips = (~torch.isfinite(norms)).long()
+        skips = (~torch.isfinite(window.norms)).long()
         peak_bytes = torch.tensor([peak_memory_bytes(self._device)])
         fields = [losses.view(torch.int64), waits.view(torch.int64), delivered, skips, peak_bytes]
         by_rank = self._collectives.all_gather_rows(torch.cat(fields))
@@ -119,18 +164,17 @@ class StepLog:
             bits.contiguous().view(torch.float64).sum(0) / len(by_rank) for bits in (losses, waits)
         )
         delivered, skips = delivered.sum(0), skips.sum(0)
-        now = time.perf_counter()
-        # The device runs ahead of the host, so only the mean over a flush is meaningful.
-        step_time_s = (now - self._clock_from) / len(pending)
-        self._clock_from = now
-        self._steps_done += len(pending)
+        # The host runs ahead of the device, so only the mean over a window is meaningful.
+        step_time_s = seconds / len(steps)
+        self._clock_from = window.end
+        self._steps_done += len(steps)
         tokens_done = self._steps_done * self._batch_tokens
         since_start = {
-            "perf/tokens_per_s_overall": tokens_done / (now - self._began),
+            "perf/tokens_per_s_overall": tokens_done / window.end.seconds_since(self._began),
             "perf/peak_memory_bytes": int(peak_bytes.max()),
         }
         rows: list[Row] = []
-        for i, result in enumerate(pending):
+        for i, result in enumerate(steps):
             # Ray Data promises no assignment of rows to ranks, so delivery is checked here.
             if int(delivered[i]) != sums[i][1]:
                 raise RuntimeError(
@@ -139,7 +183,7 @@ class StepLog:
             batch = skip_past(self.position.next_batch, self.position.skipped)
             self.position.order_hash = extend_order_hash(self.position.order_hash, sums[i][1])
             self.position.next_batch = batch + 1
-            loss, norm = float(losses[i]), float(norms[i])
+            loss, norm = float(losses[i]), float(window.norms[i])
             row = self._row(result, batch, loss, norm, step_time_s, float(waits[i]))
             scale = {} if scales[i] is None else {"optim/loss_scale": scales[i]}
             rows.append(row | self._tokens_by_dataset(result.step) | since_start | scale)
@@ -191,10 +235,9 @@ class StepLog:
         }
 
 
-def _on_host(scalars: list[Tensor | None]) -> list[float | None]:
-    """Copy scalars to the host at once; in a run either all are None or none is."""
-    scales = [scalar for scalar in scalars if scalar is not None]
-    return list(torch.stack(scales).tolist()) if scales else [None] * len(scalars)
+def _to_host(scalars: list[Tensor]) -> Tensor:
+    """Copy scalars to the host at once, from a GPU asynchronously to pinned memory."""
+    return torch.stack(scalars).to("cpu", non_blocking=True)
 
 
 def _event(bad: BadStep, loss: float, norm: float, batch: int, skipping_ranks: int) -> Row:

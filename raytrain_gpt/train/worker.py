@@ -20,8 +20,10 @@ from raytrain_gpt.checkpoint.checkpoint_state import is_evaluated
 from raytrain_gpt.checkpoint.code_check import check_same_code
 from raytrain_gpt.checkpoint.collectives import Collectives, DelayedFlags
 from raytrain_gpt.cluster.compilers import check_compiler
+from raytrain_gpt.config.intervals import interval_warnings
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import (
+    ASSUMED_MFU,
     device_name,
     environment_changes,
     numerics_environment,
@@ -29,6 +31,7 @@ from raytrain_gpt.core.device import (
     seed_everything,
 )
 from raytrain_gpt.core.loop import StepResult, train_steps, warm_up_ddp_buckets
+from raytrain_gpt.core.memory import rank_0_writes_bytes
 from raytrain_gpt.core.optim import learning_rate
 from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.errors import UserError
@@ -53,7 +56,8 @@ class StepActions:
     """Actions after a step, executed in field order.
 
     Attributes:
-        flush: Reduce and report pending results, the only wait for the device.
+        flush: Reduce and report results: `all`, the only wait for the device, or `late` those until the
+            flush before.
         evaluate: Compute the metrics here; an async evaluation needs a checkpoint instead.
         save: Write a checkpoint, normally after the evaluation, to include its validation loss.
             A preempted or stopped rank saves first, as its node may be gone in seconds.
@@ -61,7 +65,7 @@ class StepActions:
         leave: Whether to exit after this step.
     """
 
-    flush: bool
+    flush: Literal["no", "late", "all"]
     evaluate: bool
     save: Literal["no", "before_evaluation", "after_evaluation"]
     await_scheduler: bool
@@ -90,8 +94,9 @@ def step_actions(
         or (evaluation_due and is_async)
     )
     first = leaving and not is_last
+    log = step % train.log_every_steps == 0
     return StepActions(
-        flush=evaluate or save or profile_edge or step % train.log_every_steps == 0,
+        flush="all" if evaluate or save or profile_edge else "late" if log else "no",
         evaluate=evaluate,
         save="no" if not save else "before_evaluation" if first else "after_evaluation",
         await_scheduler=is_trial and evaluate and not is_last and not leaving,
@@ -112,8 +117,8 @@ def train_worker(spec: WorkerSpec) -> None:
             profile_edge=worker.profile.is_edge(result.step),
             is_trial=spec.is_trial,
         )
-        if actions.flush:
-            worker.flush()
+        if actions.flush != "no":
+            worker.flush(late=actions.flush == "late")
         if worker.steps_were_bad:  # only the flush reveals it; bad steps are not saved
             break
         if actions.save == "before_evaluation":
@@ -238,6 +243,8 @@ class Worker:
             return
         self.recorder.training_started()
         self._record_start()
+        if self.collectives.rank == 0 and not (self.spec.resumed or self.spec.is_trial):
+            self._warn_of_intervals()
         self.log.start_clock()
         results = train_steps(
             setup.model,
@@ -266,6 +273,16 @@ class Worker:
             activation_checkpointing=self.config.train.activation_checkpointing,
         )
 
+    def _warn_of_intervals(self) -> None:
+        config, shape, ranks = self.config, self.setup.raw_model.shape, self.collectives.world_size
+        counts, peak = count_model(shape), peak_flops(self._device_name, self.setup.precision)
+        flops = counts.flops_per_token * config.train.global_batch_tokens
+        written = rank_0_writes_bytes(shape, config.optim, ranks)
+        step_time_s = None if peak is None else flops / peak / ASSUMED_MFU / ranks
+        val_tokens = self.spec.ingest.data.split_tokens("val")
+        for line in interval_warnings(config, val_tokens, written, step_time_s):
+            self.recorder.log(line)
+
     def _take_profile(self, profile: Profile | Exception, took_s: float) -> None:
         if isinstance(profile, Profile):
             self.recorder.call("add_profile", self.spec.attempt, profile.use, profile.trace)
@@ -281,9 +298,9 @@ class Worker:
         self.step = result.step
         self.log.add(result)
 
-    def flush(self) -> None:
-        """Reduce pending results over the ranks (the only wait for the device) and report them."""
-        rows = self.log.flush()
+    def flush(self, late: bool) -> None:
+        """Reduce results over the ranks and report them; on a CPU nothing is gained by being late."""
+        rows = self.log.flush(late and self.setup.device.type == "cuda")
         for row in rows:
             if row.get("event") == "nonfinite":
                 self.recorder.log(f"step {row['step']}: not finite, update skipped")

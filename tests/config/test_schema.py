@@ -192,7 +192,6 @@ def test_values_may_be_written_as_text(name: str, text: str, value: object, tmp_
         ),
         ({"exact": True, "gradient_dtype": "bf16"}, ["exact=true", "set gradient_dtype to fp32"]),
         ({"parallel": "fsdp", "gradient_dtype": "bf16"}, ["gradient_dtype=bf16", "parallel=fsdp"]),
-        ({"residual_dtype": "bf16", "precision": "fp32"}, ["residual_dtype=bf16", "to bf16"]),
         (
             {"exact": True, "micro_batch_sequences": "auto"},
             ["exact=true", "set micro_batch_sequences to a number"],

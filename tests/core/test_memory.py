@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from raytrain_gpt.config.built_in import Qwen3Settings
+from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.sections import OptimSection
-from raytrain_gpt.core import attention, muon
+from raytrain_gpt.core import attention, memory, muon
+from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.loss import chunk_tokens
 from raytrain_gpt.core.memory import MemoryModel, _Allocations
 from raytrain_gpt.core.model import GPTShape
@@ -79,7 +81,7 @@ def test_recomputing_takes_what_is_kept_and_the_rest_of_one_block(
     )
     counted = MemoryModel(shape, bf16).predict(10, recompute)
     expected = kept_bytes(shape, 10, bf16, recompute) + every - kept
-    assert counted.activations == pytest.approx(expected, rel=0.01)
+    assert counted.activations == pytest.approx(expected, rel=0.03)
 
 
 @BOTH
@@ -188,7 +190,49 @@ def test_logits_are_those_of_a_chunk_once_there_are_more() -> None:
     assert of_chunk < many < of_chunk + 0.5e9
     assert more - many == 72 * 1024 * 768 * 4  # the gradient of the hidden states
     compiled = MemoryModel(SMALL, True, compiled=True).predict(80, "none").logits
-    assert compiled > 80 * 1024 * 50_304 * 2 * 2
+    assert 1 < compiled / (80 * 1024 * 50_304 * 2) < 1.1
+
+
+@pytest.mark.parametrize(
+    ("preset", "sequences", "mode", "peak_mb"),
+    [
+        ("gpt2-124m", 32, "none", 16_751),
+        ("gpt2-124m", 32, "selective", 12_241),
+        ("modern-124m", 32, "none", 18_197),
+        ("modern-124m", 32, "selective", 12_689),
+        ("modern-124m", 32, "full", 6_424),
+    ],
+)
+def test_a_compiled_model_takes_what_was_measured_on_a_gpu(
+    preset: str, sequences: int, mode: str, peak_mb: int
+) -> None:
+    """Peaks of `benchmarks/gpu.sh 124m|modern|350m` on one H200, with torch 2.11."""
+    config = load_preset(preset)
+    model = MemoryModel(GPTShape.of(config, 50_257), True, compiled=True, optim=config.optim)
+    assert model.predict(sequences, mode).total == pytest.approx(peak_mb * 1e6, rel=0.05)
+
+
+def test_compiling_is_taken_to_save_the_fraction_that_it_saves_of_the_traced_shape() -> None:
+    deep = MemoryModel(replace(SMALL, num_layers=4, embd_size=1536), True, compiled=True)
+    found = [replace(deep, traced=traced).predict(8, "none") for traced in (None, SMALL)]
+    assert found[1].activations == pytest.approx(found[0].activations, rel=0.03)
+    assert found[0].logits == found[1].logits
+
+
+def test_a_model_that_cannot_be_traced_counts_as_if_compiling_saved_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Untraceable(GPT2):
+        def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            return super().embed(ids, positions)
+
+    monkeypatch.setattr(memory, "new_model", Untraceable)
+    shape = replace(SHAPE, num_layers=5)  # none that another test has traced
+    eager, compiled = (
+        MemoryModel(shape, True, compiled).predict(3, "none") for compiled in (False, True)
+    )
+    assert compiled.activations == eager.activations
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -237,5 +237,6 @@ def test_sums_between_blocks_are_narrow_only_if_asked(architecture: str) -> None
         with torch.autocast("cpu", torch.bfloat16):
             losses.append(model(ids[:, :-1], ids[:, 1:]).item())
         assert unsharded_twin(model).narrow_residual == (dtype == "bf16")
-    assert seen == [torch.float32, torch.bfloat16]
+    model.logits(ids[:, :-1])  # in fp32
+    assert seen == [torch.float32, torch.bfloat16, torch.float32]
     assert losses[0] == pytest.approx(losses[1], abs=0.02)

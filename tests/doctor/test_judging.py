@@ -13,6 +13,7 @@ import pytest
 
 from raytrain_gpt.cluster.head import HeadFacts
 from raytrain_gpt.cluster.shared_storage import storage_probe
+from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.mixture import Mixture, read_mixture
 from raytrain_gpt.doctor import examine, node_probe
@@ -26,7 +27,12 @@ from raytrain_gpt.doctor.bench import (
 )
 from raytrain_gpt.doctor.check import Check
 from raytrain_gpt.doctor.node_probe import NodeFacts, data_problem, judge_token, local_versions
-from raytrain_gpt.doctor.rank_findings import judge_all_reduce, judge_devices, judge_sequences
+from raytrain_gpt.doctor.rank_findings import (
+    gradient_bytes_per_s,
+    judge_all_reduce,
+    judge_devices,
+    judge_sequences,
+)
 from raytrain_gpt.doctor.rank_probe import AllReduceFacts, DeviceFacts, GroupFacts, RankIds
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
@@ -188,6 +194,26 @@ def test_an_all_reduce_as_slow_as_a_slower_link(backend: str, nodes: int, least:
     passes(check, f"4 ranks over {backend}", "1 MB 1.00 GB/s")
     check = judge_all_reduce(after_reducing([good, good, slow, good], nodes))
     fails(check, "all_reduce", "slow", f"below {least:g} GB/s", "SOCKET_IFNAME")
+
+
+def test_links_between_nodes_carry_what_the_model_needs() -> None:
+    group = after_reducing([reduced("nccl", 0.1)] * 4, 2)  # 1.5 GB/s
+    passes(judge_all_reduce(group, 1.4e9), "at least 1.4 GB/s, with which this model's gradients")
+    fails(judge_all_reduce(group, 1.6e9), "all_reduce", "below 1.6 GB/s, with which this model's")
+    one_node = after_reducing([reduced("nccl", 0.06)] * 4, 1)
+    passes(judge_all_reduce(one_node, 9e9), "at least 2 GB/s")
+
+
+def test_gradients_need_eight_bytes_per_parameter_and_step() -> None:
+    config = load_preset("gpt2-124m")
+    h100 = replace(GPU, device="NVIDIA H100 80GB HBM3")
+    group = on([replace(h100, rank=rank, uuid=str(rank)) for rank in range(64)])
+    needed = gradient_bytes_per_s(config, 50_257, group)
+    steps_per_s = 64 * 989.4e12 * 0.4 / (855.4e6 * 524_288)
+    assert needed == pytest.approx(8 * 124.5e6 * steps_per_s, rel=0.01)
+    narrow = gradient_bytes_per_s(config.updated({"gradient_dtype": "bf16"}), 50_257, group)
+    assert narrow == needed / 2
+    assert gradient_bytes_per_s(config, 50_257, on([replace(h100, device="cpu")])) is None
 
 
 def test_a_wrong_sum_is_worse_than_a_slow_one() -> None:

@@ -223,7 +223,7 @@ OPEN = {"micro_batch_sequences": "auto", "activation_checkpointing": "auto"}
 @pytest.mark.parametrize(
     ("fields", "num_workers", "device", "changes"),
     [
-        ({}, 8, "L4", {"micro_batch_sequences"}),
+        ({"micro_batch_sequences": 64}, 8, "L4", {"micro_batch_sequences"}),
         (
             {**XL, **OPEN, "num_layers": 36, "activation_checkpointing": "none"},
             1,

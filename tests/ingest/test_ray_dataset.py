@@ -9,7 +9,13 @@ import pytest
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.mixture import read_mixture
-from raytrain_gpt.ingest.ray_dataset import ReadRange, num_readers, read_chunk
+from raytrain_gpt.ingest.ray_dataset import (
+    ReadRange,
+    joined,
+    num_readers,
+    read_chunk,
+    windows_per_row,
+)
 from raytrain_gpt.storage.location import Location
 from tests.data.shard_tools import prepare_here
 from tests.runs import ingest_of
@@ -21,6 +27,22 @@ from tests.s3 import S3Server
 )
 def test_more_ranks_have_more_readers(world_size: int, readers: int) -> None:
     assert num_readers(world_size) == readers
+
+
+@pytest.mark.parametrize(
+    ("world_size", "rows"),
+    [
+        (63, [(3, 5), (5, 8), (8, 10), (10, 12), (12, 13)]),
+        (64, [(3, 5), (5, 10), (10, 13)]),
+        (512, [(3, 5), (5, 13)]),
+    ],
+)
+def test_rows_of_many_ranks_have_several_windows_but_the_first(
+    world_size: int, rows: list[tuple[int, int]]
+) -> None:
+    windows = [(3, 5), (5, 8), (8, 10), (10, 12), (12, 13)]
+    assert joined(windows, windows_per_row(world_size)) == rows
+    assert joined([], 2) == []
 
 
 def test_what_is_read_of_a_store_is_kept_for_every_dataset_of_a_mixture(

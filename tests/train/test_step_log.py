@@ -145,6 +145,32 @@ def test_bad_steps_in_a_row_end_the_log_with_the_batches_they_read(config: Confi
     assert log.bad_streak == BadStreak(first_step=2, last_step=4, first_batch=3, last_batch=7)
 
 
+def test_a_late_flush_reports_the_steps_before_the_last_flush(config: Config) -> None:
+    spec = ingest(config)
+    at_once, late = (make_log(config, feed(spec)) for _ in range(2))
+    rows: list[Row] = []
+    for step in range(1, 7):
+        for log in (at_once, late):
+            log.add(result(step, loss=3.0 - step / 10))
+        if step % 2 == 0:
+            rows += late.flush(late=step < 6)
+            assert len(rows) == (step - 2 if step < 6 else 6)
+    columns = ("step", "train/loss", "data/order_hash")
+    expected = [[row[c] for c in columns] for row in at_once.flush()]
+    assert [[row[c] for c in columns] for row in rows] == expected
+    assert late.position == at_once.position
+
+
+def test_a_late_flush_ends_at_bad_steps_too(config: Config) -> None:
+    log = make_log(config, feed(ingest(config)), rows=before(config))
+    rows: list[Row] = []
+    for step in range(1, 8):
+        log.add(result(step, loss=300.0 if step >= 2 else 3.0))
+        rows += log.flush(late=True)
+    assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 4]
+    assert log.bad_streak == BadStreak(first_step=2, last_step=4, first_batch=3, last_batch=7)
+
+
 def test_all_ranks_report_the_same_means(config: Config) -> None:
     spec = ingest(config, world_size=2)
 

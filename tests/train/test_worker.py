@@ -53,7 +53,7 @@ class FakeWorker:
         return bool(self.step != self._spec.ended_at)
 
     def __getattr__(self, name: str) -> Any:
-        return lambda: self.done.append(name)
+        return lambda **_: self.done.append(name)
 
 
 def loop(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[str]:
@@ -234,7 +234,7 @@ def by_the_loop(
 def by_the_value(actions: StepActions) -> list[str]:
     """Return the actions in the order in which `train_worker` executes them."""
     flags = [
-        ("flush", actions.flush),
+        ("flush", actions.flush != "no"),
         ("save", actions.save == "before_evaluation"),
         ("evaluate", actions.evaluate),
         ("save", actions.save == "after_evaluation"),
@@ -268,10 +268,10 @@ def test_the_last_step_is_evaluated_then_saved_and_asks_nobody() -> None:
     config = Config().updated({"max_steps": 7})
     for leaving in (False, True):
         actions = step_actions(7, config, leaving=leaving, profile_edge=False, is_trial=True)
-        assert actions == StepActions(True, True, "after_evaluation", False, leaving)
+        assert actions == StepActions("all", True, "after_evaluation", False, leaving)
 
 
 def test_a_rank_that_must_leave_saves_before_it_evaluates() -> None:
     config = Config().updated({"max_steps": 7, "eval_every_steps": 3})
     actions = step_actions(3, config, leaving=True, profile_edge=False, is_trial=True)
-    assert actions == StepActions(True, True, "before_evaluation", False, True)
+    assert actions == StepActions("all", True, "before_evaluation", False, True)
