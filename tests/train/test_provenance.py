@@ -52,10 +52,10 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Given:
                 read.extend(chunk.ids)
             yield chunk
 
-    def recorded_flush(log: StepLog) -> Any:
+    def recorded_flush(log: StepLog, late: bool = False) -> Any:
         for result in log._pending:
             found[result.step] = read.popleft().tolist()
-        return flush(log)
+        return flush(log, late)
 
     monkeypatch.setattr(worker_module, "rank_chunks", recorded_chunks)
     monkeypatch.setattr(StepLog, "flush", recorded_flush)
