@@ -34,6 +34,7 @@ ORDER = (
     {"evaluate"},
     {"train"},
     {"doctor", "export", "sweep", "serve"},
+    {"scaling"},
     {"estimate"},
     {"extend"},
     {"commands", "notebook"},

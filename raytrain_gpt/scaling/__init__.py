@@ -1,0 +1,1 @@
+"""Scaling laws: what a larger run will reach, from small runs."""
