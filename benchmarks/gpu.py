@@ -268,7 +268,8 @@ def initial(args: argparse.Namespace) -> GPT:
 
 def counted_memory_mb(args: argparse.Namespace, compiled: bool) -> int:
     """Return the predicted device memory in MB, to compare with the peak."""
-    model = MemoryModel(args.shape, args.precision == "bf16", compiled, optim=args.optim)
+    narrow, bf16 = args.narrow_residual, args.precision == "bf16"
+    model = MemoryModel(args.shape, bf16, compiled, optim=args.optim, narrow_residual=narrow)
     return round(model.predict(args.sequences, args.activation_checkpointing).total / 1e6)
 
 

@@ -127,7 +127,7 @@ def source_bytes() -> Bytes:
 
 
 def batches(text: Bytes, args: Any, seed: int, device: torch.device) -> Iterator[MicroBatch]:
-    """Yield inputs and targets drawn at random places."""
+    """Yield inputs and targets from random positions."""
     generator, tokens = np.random.default_rng(seed), torch.from_numpy(text.copy()).to(device)
     window = torch.arange(args.seq_len + 1, device=device)
     for _ in itertools.count():

@@ -89,7 +89,8 @@ class RunCli:
 def test_data() -> Iterator[Path | None]:
     """Return the directory named by RAYTRAIN_GPT_TEST_DATA, or None if it is unset.
 
-    The directory contains text/*.txt, scaling/, hellaswag_val_1000.jsonl, and tiktoken/, a filled TIKTOKEN_CACHE_DIR.
+    The directory contains text/*.txt, scaling/, hellaswag_val_1000.jsonl, and tiktoken/, a filled
+    TIKTOKEN_CACHE_DIR.
     """
     named = os.environ.get("RAYTRAIN_GPT_TEST_DATA")
     if not named:

@@ -1,4 +1,4 @@
-"""Count what the product launches on a GPU that is not there, and check it; run.sh runs it.
+"""Count and check kernel launches of the product on a GPU that is not there; run.sh runs it.
 
     run.sh                       every case
     run.sh qwen3 gpt2-ddp …      some cases
@@ -56,7 +56,7 @@ class Case:
     """A configuration to count.
 
     Attributes:
-        ranks: Pretended ranks; this process is rank 0, and null collectives wait for nobody.
+        ranks: Pretended ranks; this process is rank 0, and null collectives return at once.
     """
 
     preset: str = "gpt2-124m"
@@ -139,7 +139,7 @@ def main() -> None:
 
 
 def problems(case: Case, found: dict[str, Any]) -> list[str]:
-    """Return what is not as it should be."""
+    """Return a line for each number that misses its limit."""
     muon = load_preset(case.preset).optim.optimizer == "muon"
     limits = {
         "symbolic_graphs": 0,
@@ -273,7 +273,7 @@ def collect_codes() -> list[str]:
 
 
 def replace_cudnn_attention(recorder: Recorder) -> None:
-    """Give empty results in place of cuDNN's attention, which cannot plan without a device."""
+    """Replace cuDNN's attention, which cannot plan without a device, by empty results."""
     library = torch.library.Library("aten", "IMPL")
 
     def forward(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> Any:
@@ -308,8 +308,9 @@ def counted(
     events: list[tuple[str, str, int, list[int]]], codes: list[str], case: Case, shape: GPTShape
 ) -> dict[str, Any]:
     """Count the events of one step of two micro-batches, and the roofline of one micro-batch."""
-    kernels = {name: gb for code in codes for name, gb in kernel_gb(code)}
-    trigonometric = {name for code in codes for name in kernels_with(TRIGONOMETRY, code)}
+    sources = [source for code in codes for source in kernel_sources(code)]
+    kernels = {name: kernel_gb(source) for name, source in sources}
+    trigonometric = {name for name, source in sources if TRIGONOMETRY.search(source)}
     launches: collections.Counter[str] = collections.Counter()
     seconds: collections.Counter[int] = collections.Counter()
     products_not_bf16 = waits = 0
@@ -359,22 +360,16 @@ def counted(
     }
 
 
-def kernel_gb(code: str) -> Iterator[tuple[str, float]]:
-    """Yield the names and gigabytes of a graph's Triton kernels."""
-    for found in re.finditer(
-        r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str", code, re.S
-    ):
-        size = re.search(r"'kernel_num_gb': ([0-9.e-]+)", found[2])
-        yield found[1], float(size[1]) if size else 0.0
+def kernel_sources(code: str) -> list[tuple[str, str]]:
+    """Return the names and sources of a graph's Triton kernels."""
+    pattern = r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str"
+    return re.findall(pattern, code, re.DOTALL)
 
 
-def kernels_with(pattern: re.Pattern[str], code: str) -> Iterator[str]:
-    """Yield the names of a graph's Triton kernels whose source matches."""
-    for found in re.finditer(
-        r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str", code, re.S
-    ):
-        if pattern.search(found[2]):
-            yield found[1]
+def kernel_gb(source: str) -> float:
+    """Return the gigabytes that a kernel moves, by Inductor's count."""
+    found = re.search(r"'kernel_num_gb': ([0-9.e-]+)", source)
+    return float(found[1]) if found else 0.0
 
 
 if __name__ == "__main__":

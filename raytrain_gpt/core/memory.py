@@ -42,10 +42,10 @@ def checkpoint_bytes(shape: GPTShape, optim: OptimSection) -> int:
     return count_model(shape).num_parameters * _FP32_BYTES + optimizer_state_bytes(shape, optim)
 
 
-def rank_0_writes_bytes(shape: GPTShape, optim: OptimSection, num_ranks: int) -> int:
-    """Bytes of a checkpoint that rank 0 writes: all weights and its share of the optimizer's state."""
+def largest_share_bytes(shape: GPTShape, optim: OptimSection, num_ranks: int) -> int:
+    """Bytes of a checkpoint that its busiest rank writes: balanced, but rank 0 writes all weights."""
     weights = count_model(shape).num_parameters * _FP32_BYTES
-    return weights + optimizer_state_bytes(shape, optim) // num_ranks
+    return max(weights, checkpoint_bytes(shape, optim) // num_ranks)
 
 
 def optimizer_state_bytes(shape: GPTShape, optim: OptimSection) -> int:
@@ -122,8 +122,8 @@ class MemoryModel:
 
     Attributes:
         bf16: Whether the forward pass runs under 16-bit autocast.
-        compiled: A compiled model has the logits of all tokens at once, in 16 bits, and computes some
-            activations again; one that cannot be traced counts as if it did not.
+        compiled: A compiled model has the logits of all tokens at once, in 16 bits, and recomputes some
+            activations. If it cannot be traced, its activations count as those of the eager model.
         num_shards: Ranks that share weights, gradients and moments; 1 without sharding.
         evaluates: Whether the ranks evaluate, which gathers an unsharded copy of the weights.
         narrow_residual: Whether the sums between blocks are in 16 bits.
@@ -154,7 +154,7 @@ class MemoryModel:
             evaluates,
             config.optim,
             train.exact,
-            narrow_residual=train.residual_dtype == "bf16",
+            narrow_residual=train.residual_dtype == "bf16" and train.precision != "fp16",
         )
 
     def predict(self, micro_batch_sequences: int, activation_checkpointing: str) -> TrainingMemory:
@@ -193,14 +193,15 @@ class MemoryModel:
 
         The gradient of the logits takes their place.
         """
-        eager = self._activations(sequences, mode)
         if self.traced is not None:
             like = replace(self, shape=self.traced, traced=None)
-            kept = like._compiled_activations(sequences, mode)
-            return eager * kept // like._activations(sequences, mode)
+            kept, saved = (
+                f(sequences, mode) for f in (like._compiled_activations, like._activations)
+            )
+            return self._activations(sequences, mode) * kept // saved
         one, two = (_kept_compiled_bytes(self._pass(num_layers, mode)) for num_layers in (1, 2))
         if one is None or two is None:
-            return eager
+            return self._activations(sequences, mode)
         first, both = (kept.fixed + sequences * kept.per_sequence for kept in (one, two))
         logits = self._logits(sequences * self.shape.seq_len)
         return first + (self.shape.num_layers - 1) * (both - first) - logits
@@ -246,7 +247,7 @@ class MemoryModel:
 
 @dataclass(frozen=True)
 class _ForwardPass:
-    """What decides the memory of a forward pass; the kind tells different codes of one name apart."""
+    """All inputs of a traced forward pass; kinds with one name and different code are not equal."""
 
     shape: GPTShape
     architecture: Kind
@@ -290,8 +291,8 @@ class _KeptBytes:
 def _kept_compiled_bytes(of: _ForwardPass) -> _KeptBytes | None:
     """Count what a compiled model keeps for its backward pass, or None if it cannot be traced.
 
-    It is traced on fake tensors, and the partitioner that Inductor uses decides what to keep and what to
-    compute again. No code is generated.
+    It is traced on fake tensors, without generating code. Inductor's partitioner chooses the tensors to keep;
+    all others are recomputed.
     """
     from torch._dynamo import config
     from torch._dynamo.backends.common import aot_autograd

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.device import ASSUMED_MFU, peak_flops
+from raytrain_gpt.core.device import peak_flops
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.core.registry import count_model
+from raytrain_gpt.core.registry import assumed_step_time_s, count_model
 from raytrain_gpt.doctor.check import Failed, Skipped, named_check
 from raytrain_gpt.doctor.rank_probe import AllReduceFacts, GroupFacts
 from raytrain_gpt.format import count
@@ -83,10 +83,10 @@ def gradient_bytes_per_s(config: Config, vocab_size: int, group: GroupFacts) -> 
     known = [peak for peak in peaks if peak is not None]
     if not known or len(known) < len(peaks):
         return None
-    counts = count_model(GPTShape.of(config, vocab_size))
-    flops = counts.flops_per_token * config.train.global_batch_tokens
+    shape = GPTShape.of(config, vocab_size)
+    step_time_s = assumed_step_time_s(shape, config.train.global_batch_tokens, sum(known))
     width = 2 if config.train.gradient_dtype == "bf16" else 4
-    return 2 * width * counts.num_parameters * sum(known) * ASSUMED_MFU / flops
+    return 2 * width * count_model(shape).num_parameters / step_time_s
 
 
 @named_check("all_reduce")

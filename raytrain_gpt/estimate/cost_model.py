@@ -22,7 +22,7 @@ from raytrain_gpt.core.memory import (
     MemoryModel,
     TrainingMemory,
     checkpoint_bytes,
-    rank_0_writes_bytes,
+    largest_share_bytes,
 )
 from raytrain_gpt.core.model import GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.registry import ModelCounts, count_model, optimizer_class
@@ -72,7 +72,7 @@ class Estimate:
         num_parameters: Counts a tied embedding once, with its padding.
         remedy: Cheapest changes that would make it fit, or None if it fits or no change is enough.
         largest: One entry per GPT-2 size, empty without a device.
-        warnings: Of evaluations and checkpoints that follow each other too fast.
+        warnings: Evaluations or checkpoints are too frequent; one line each.
         train_s: Time of all steps, without evaluations, checkpoints and restarts.
         device_hours: Over all workers.
         price: At the on-demand rate.
@@ -158,7 +158,7 @@ def estimate(config: Config, facts: Facts) -> Estimate:
     speed = _speed(config, counts, facts)
     train_s = None if speed is None else total_tokens / speed.tokens_per_s
     step_time_s = None if train_s is None else train_s / train.max_steps
-    written = rank_0_writes_bytes(shape, config.optim, facts.num_workers)
+    written = largest_share_bytes(shape, config.optim, facts.num_workers)
     device_hours = None if train_s is None else train_s * facts.num_workers / 3600
     steps_per_epoch = None
     if facts.train_tokens is not None:

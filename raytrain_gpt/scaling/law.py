@@ -82,7 +82,7 @@ class Law:
         Raises:
             DataError: the law does not depend on both.
         """
-        if not self.a > 0 < self.b:
+        if min(self.a, self.b) <= 0:
             raise DataError(
                 "the law has no optimum: its loss does not fall with size and tokens; add sizes and lengths"
             )

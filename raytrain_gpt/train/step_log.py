@@ -120,7 +120,7 @@ class StepLog:
         """Rows of all steps that have none yet, up to a streak of bad steps.
 
         Args:
-            late: Only of the steps before the last flush; the device goes on working.
+            late: Report only steps up to the last flush, without waiting for the device.
         """
         if self._pending:
             self._unread.append(self._copied())

@@ -23,7 +23,6 @@ from raytrain_gpt.cluster.compilers import check_compiler
 from raytrain_gpt.config.intervals import interval_warnings
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import (
-    ASSUMED_MFU,
     device_name,
     environment_changes,
     numerics_environment,
@@ -31,9 +30,9 @@ from raytrain_gpt.core.device import (
     seed_everything,
 )
 from raytrain_gpt.core.loop import StepResult, train_steps, warm_up_ddp_buckets
-from raytrain_gpt.core.memory import rank_0_writes_bytes
+from raytrain_gpt.core.memory import largest_share_bytes
 from raytrain_gpt.core.optim import learning_rate
-from raytrain_gpt.core.registry import count_model
+from raytrain_gpt.core.registry import assumed_step_time_s, count_model
 from raytrain_gpt.errors import UserError
 from raytrain_gpt.evaluate.evaluation import Evaluation, watched
 from raytrain_gpt.format import count
@@ -275,10 +274,12 @@ class Worker:
 
     def _warn_of_intervals(self) -> None:
         config, shape, ranks = self.config, self.setup.raw_model.shape, self.collectives.world_size
-        counts, peak = count_model(shape), peak_flops(self._device_name, self.setup.precision)
-        flops = counts.flops_per_token * config.train.global_batch_tokens
-        written = rank_0_writes_bytes(shape, config.optim, ranks)
-        step_time_s = None if peak is None else flops / peak / ASSUMED_MFU / ranks
+        peak = peak_flops(self._device_name, self.setup.precision)
+        written = largest_share_bytes(shape, config.optim, ranks)
+        step_time_s = None
+        if peak is not None:
+            batch_tokens = config.train.global_batch_tokens
+            step_time_s = assumed_step_time_s(shape, batch_tokens, peak * ranks)
         val_tokens = self.spec.ingest.data.split_tokens("val")
         for line in interval_warnings(config, val_tokens, written, step_time_s):
             self.recorder.log(line)
