@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.format import amount, duration, size
+from raytrain_gpt.format import amount, count, duration, size
 
 LARGEST_SHARE = 1 / 5
 """Share of an interval that an evaluation or a checkpoint's writing may take without a warning."""
@@ -30,7 +30,7 @@ def interval_warnings(
     if share > LARGEST_SHARE and evaluation.eval_mode == "inline":
         found.append(
             f"an evaluation of {amount(tokens)} tokens takes about {share:.0%} of the time of the "
-            f"{evaluation.eval_every_steps} steps before it; set eval_every_steps to "
+            f"{count(evaluation.eval_every_steps, 'step')} before it; set eval_every_steps to "
             f"{math.ceil(evaluation.eval_every_steps * share / LARGEST_SHARE)}, or a lower eval_tokens"
         )
     if step_time_s is None:
