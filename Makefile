@@ -5,7 +5,7 @@
 # make test-tools    the doctor, the notebook, security
 # make test-models   HellaSwag, async evaluation, weights in and out, sharding, torchrun, profiles, benchmarks
 # make test-serve    serving over HTTP, with a browser
-# make test-chaos    kill a random process in each of 20 runs (a quarter of an hour, not in CI)
+# make test-chaos    kill a random process in each of 20 runs, and ten times in a scaling study (25 minutes, not in CI)
 # make test-cluster  `ray up` on three hosts made of namespaces (root)
 # make test-readme   every command of README and getting-started, in a fresh clone and environment
 # make null-gpu      count what is launched on a GPU that is not there; downloads torch's CUDA build, 2 GB (not in CI)
@@ -43,6 +43,7 @@ test-sweeps test-tools test-models test-serve test-faults test-cluster: $(INSTAL
 
 test-chaos: $(INSTALLED)
 	$(BIN)/python -m tests.faults.chaos
+	$(BIN)/python -m tests.faults.study_kills
 
 # One session, so that one cluster, its data and its reference runs are made once.
 test-shared: $(INSTALLED)

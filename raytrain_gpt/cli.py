@@ -29,7 +29,7 @@ _NO_USABLE_PATH = {
 """Errors blamed on a user's path wherever they occur; a missing file (ENOENT) may be our bug."""
 
 
-CODE_DECLARES_FLAGS = ("estimate", "train", "tune", "doctor")
+CODE_DECLARES_FLAGS = ("estimate", "train", "tune", "scale", "doctor")
 CODE_OF_CHECKPOINT = ("eval", "sample", "serve", "export")
 """Commands with `--code`; the latter compare it with the checkpoint before it is executed, except for
 `eval --evaluations`, whose flags it declares."""
@@ -167,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"raytrain-gpt {VERSION}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in (
-        data.prepare, data.data, train.estimate, train.train, train.tune, train.runs,
+        data.prepare, data.data, train.estimate, train.train, train.tune, train.scale, train.runs,
         inference.evaluate, inference.sample, inference.serve,
         inference.export, inference.import_, cluster.doctor, cluster.node, completion(parser),
     ):  # fmt: skip

@@ -1,12 +1,14 @@
-"""The commands `estimate`, `train`, `tune` and `runs`."""
+"""The commands `estimate`, `train`, `tune`, `scale` and `runs`."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Container
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
+from pydantic.fields import FieldInfo
 
 from raytrain_gpt.commands.flags import (
     CodeOptions,
@@ -26,6 +28,7 @@ from raytrain_gpt.config.call_options import Metavar
 from raytrain_gpt.config.load import describe_config
 from raytrain_gpt.errors import TrainingFailed
 from raytrain_gpt.format import shell
+from raytrain_gpt.scaling.study_file import SET_BY_STUDY, STUDY_FLAGS, Study, load_study
 from raytrain_gpt.sweep.spec import SET_BY_SWEEP, SWEEP_FLAGS, Sweep, load_sweep
 
 
@@ -46,6 +49,8 @@ class EstimateFlags(JsonOptions, ConfigOptions):
     """Price of one on-demand device per hour (default: no price)."""
     spot_price_per_hour: float | None = Field(None, ge=0, lt=1e9)
     """Price of one spot device per hour (default: no price)."""
+    law: Annotated[str | None, Metavar("FILE")] = None
+    """law.json of a study, for the loss to expect (default: none)."""
 
 
 @command("estimate", EstimateFlags, section_fields)
@@ -59,17 +64,28 @@ def estimate(options: EstimateFlags) -> None:
     from raytrain_gpt.estimate.cost_model import Facts
     from raytrain_gpt.estimate.estimate import answer, lines
 
-    facts = options.model_dump(exclude={"as_json", "preset", "config", "code", "device", "probe"})
+    own = {"as_json", "preset", "config", "code", "device", "probe", "law"}
+    facts = options.model_dump(exclude=own)
     config, result = answer(configuration, Facts(**facts), say, options.device, options.probe)
     for line in lines(config, result):
         say(line)
+    expected = {}
+    if options.law is not None:
+        from raytrain_gpt.scaling.forecasts import LawFile, read_result
+        from raytrain_gpt.storage.location import Location
+
+        law = read_result(LawFile, Location.of(options.law))
+        parameters = result.flops_per_token / 6
+        say(f"loss     {law.expected(parameters, result.total_tokens, config)}")
+        loss = law.predict(parameters, result.total_tokens)
+        expected = {"expected_loss": loss, "half_width": law.half_width}
     if result.fits is not False:
         say(f"next: {options.train_command()}")
     elif result.remedy is not None:
         flags = options.model_dump(exclude={"as_json", "probe"}, exclude_none=True)
         changed = flags | options.fields | result.remedy.changes
         say(f"next: {command_line('estimate', changed)}")
-    options.say_json(result.as_json())
+    options.say_json(result.as_json() | expected)
 
 
 class TrainOptions(ProgressOptions, ConfigOptions):
@@ -118,11 +134,17 @@ class TuneOptions(ProgressOptions, CodeOptions):
 
 
 def _sweep_fields() -> Groups:
+    return _with_sections(
+        "sweep", {name: Sweep.model_fields[name] for name in SWEEP_FLAGS}, SET_BY_SWEEP
+    )
+
+
+def _with_sections(title: str, own: dict[str, FieldInfo], without: Container[str]) -> Groups:
     sections = {
-        section: {name: field for name, field in fields.items() if name not in SET_BY_SWEEP}
+        section: {name: field for name, field in fields.items() if name not in without}
         for section, fields in section_fields().items()
     }
-    return {"sweep": {name: Sweep.model_fields[name] for name in SWEEP_FLAGS}, **sections}
+    return {title: own, **sections}
 
 
 @command("tune", TuneOptions, _sweep_fields)
@@ -153,6 +175,55 @@ def tune(options: TuneOptions) -> None:
         raise TrainingFailed(summary.failure)
     best = summary.directory / "best.yaml"
     say(next_line(best, shell("raytrain-gpt", "train", "--config", best, *options.code_flags)))
+
+
+class ScaleOptions(ProgressOptions, CodeOptions):
+    file: Annotated[Path, Metavar("FILE", positional=True)]
+    """Study file, as in scale_configs/."""
+    resume: bool = False
+    """Continue a study that was stopped or killed, or that has ended."""
+    validate_forecast: bool = Field(False, alias="validate")
+    """Then write down the forecast of a model twice as large as the largest, and train it."""
+    dry_run: bool = False
+    """Print the runs and their cost, then exit."""
+    fields: dict[str, str | None] = Field({}, exclude=True)
+
+
+def _study_fields() -> Groups:
+    return _with_sections(
+        "study", {name: Study.model_fields[name] for name in STUDY_FLAGS}, SET_BY_STUDY
+    )
+
+
+@command("scale", ScaleOptions, _study_fields)
+def scale(options: ScaleOptions) -> None:
+    """Forecast a large run from a ladder of small ones.
+
+    Trains the runs of a study file, fits the loss over size and tokens, and writes the best configuration for
+    the target. Flags override the file.
+    """
+    study = load_study(options.file, options.fields)
+    if options.dry_run:
+        from raytrain_gpt.scaling.study_cost import cost_lines
+
+        for line in cost_lines(study):
+            say(line)
+        say("next: the same command without --dry_run")
+        return
+    from raytrain_gpt.scaling.study import run_study
+    from raytrain_gpt.tracking.summary import next_line
+
+    results = run_study(
+        study, resume=options.resume, validate=options.validate_forecast, log=options.log
+    )
+    for file in results:
+        say(f"{file.name:<16}{file}")
+    say(
+        next_line(
+            results[-1],
+            shell("raytrain-gpt", "train", "--config", results[-1], *options.code_flags),
+        )
+    )
 
 
 class ReportOptions(StorageOptions):

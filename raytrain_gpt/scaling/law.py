@@ -82,14 +82,32 @@ class Law:
         Raises:
             DataError: the law does not depend on both.
         """
-        if min(self.a, self.b) <= 0:
-            raise DataError(
-                "the law has no optimum: its loss does not fall with size and tokens; add sizes and lengths"
-            )
+        self._check_optimum()
         ratio = (self.alpha * self.a) / (self.beta * self.b)
         n = ratio ** (1 / (self.alpha + self.beta))
         n *= (compute / 6) ** (self.beta / (self.alpha + self.beta))
         return n, compute / 6 / n
+
+    def optimal_tokens(self, parameters: float) -> float:
+        """Return D for which N is optimal: there, αA·N^-α = βB·D^-β."""
+        return self._balanced(parameters, self.alpha, self.a, self.beta, self.b)
+
+    def optimal_parameters(self, tokens: float) -> float:
+        """Return N for which D is optimal."""
+        return self._balanced(tokens, self.beta, self.b, self.alpha, self.a)
+
+    def _balanced(
+        self, given: float, exponent: float, scale: float, other: float, other_scale: float
+    ) -> float:
+        self._check_optimum()
+        slope = exponent * scale * given**-exponent
+        return float((other * other_scale / slope) ** (1 / other))
+
+    def _check_optimum(self) -> None:
+        if min(self.a, self.b) <= 0:
+            raise DataError(
+                "the law has no optimum: its loss does not fall with size and tokens; add sizes and lengths"
+            )
 
     def interval(self, parameters: float, tokens: float) -> tuple[float, float] | None:
         """Return the lowest and highest expected loss, or None without a hold-out."""
@@ -99,13 +117,16 @@ class Law:
         return loss - half, loss + half
 
 
-def fit_law(parameters: Floats, tokens: Floats, losses: Floats) -> Law:
+def fit_law(
+    parameters: Floats, tokens: Floats, losses: Floats, huber_threshold: float = HUBER_THRESHOLD
+) -> Law:
     """Fit a law to the final losses of a study, with its hold-out.
 
     Args:
         parameters: (n,); FLOPs per token / 6, so that the head counts.
         tokens: (n,) training tokens.
         losses: (n,) final validation losses in nats per token.
+        huber_threshold: Errors of the log loss above it count linearly; a large one gives least squares.
 
     Raises:
         DataError: fewer than five runs, or numbers that are not positive.
@@ -115,24 +136,32 @@ def fit_law(parameters: Floats, tokens: Floats, losses: Floats) -> Law:
         raise DataError(f"{count(len(n), 'run')} cannot determine five numbers; use at least 5")
     if not (np.isfinite([n, d, seen]).all() and min(n.min(), d.min(), seen.min()) > 0):
         raise DataError("parameters, tokens and losses must be finite and above 0")
-    law = _fitted(n, d, seen)
+    law = _fitted(n, d, seen, huber_threshold)
     compute = n * d
     large = compute > compute.max() * HELD_OUT_ABOVE
     if (~large).sum() < 5:
         return law
-    inner = _fitted(n[~large], d[~large], seen[~large])
+    inner = _fitted(n[~large], d[~large], seen[~large], huber_threshold)
     order = np.flatnonzero(large)[np.argsort(compute[large], kind="stable")]
     held_out = HeldOut(n[order], d[order], inner.predict(n[order], d[order]), seen[order])
     return Law(law.e, law.a, law.b, law.alpha, law.beta, law.objective, held_out)
 
 
-def _fitted(n: Floats, d: Floats, seen: Floats) -> Law:
+def profile(parameters: Floats, tokens: Floats, losses: Floats, values: Floats) -> Floats:
+    """Return the lowest objective for each fixed value of E, (len(values),)."""
+    n, d, seen = (np.asarray(column, float) for column in (parameters, tokens, losses))
+    return np.array([_fitted(n, d, seen, HUBER_THRESHOLD, e).objective for e in values])
+
+
+def _fitted(
+    n: Floats, d: Floats, seen: Floats, threshold: float, e_fixed: float | None = None
+) -> Law:
     low, high = np.log(EXPONENTS)
     alphas = betas = np.exp(np.linspace(low, high, _GRID))
     step = (high - low) / (_GRID - 1)
     for _ in range(_ZOOMS + 1):
         grid = np.stack([grid.ravel() for grid in np.meshgrid(alphas, betas)], 1)  # (grid, 2)
-        solutions, objectives = _solve(grid, n, d, seen)
+        solutions, objectives = _solve(grid, n, d, seen, threshold, e_fixed)
         best = int(objectives.argmin())
         alpha, beta = grid[best]
         steps = np.linspace(-step, step, _ZOOMED_GRID)
@@ -151,8 +180,15 @@ def _fitted(n: Floats, d: Floats, seen: Floats) -> Law:
     )
 
 
-def _solve(exponents: Floats, n: Floats, d: Floats, seen: Floats) -> tuple[Floats, Floats]:
-    """Return the best E, A, B ≥ 0, (grid, 3), and the objective, (grid,), for exponents (grid, 2)."""
+def _solve(
+    exponents: Floats, n: Floats, d: Floats, seen: Floats, threshold: float, e_fixed: float | None
+) -> tuple[Floats, Floats]:
+    """Return the best E, A, B ≥ 0, (grid, 3), and the objective, (grid,), for exponents (grid, 2).
+
+    If E is fixed, only A and B are fitted.
+    """
+    subsets = _SUBSETS if e_fixed is None else _SUBSETS[~_SUBSETS[:, 0]]
+    offset = e_fixed or 0.0
     scaled_n, scaled_d = (np.log(values) - np.log(values).mean() for values in (n, d))
     terms = np.stack(
         [
@@ -166,24 +202,24 @@ def _solve(exponents: Floats, n: Floats, d: Floats, seen: Floats) -> tuple[Float
     for _ in range(_ROUNDS):
         # log p ≈ log q + (p − q) / q around the last prediction q: linear in E, A, B.
         error = np.log(predicted / seen)
-        weight = np.minimum(1, HUBER_THRESHOLD / np.maximum(np.abs(error), 1e-12)) / predicted**2
-        target = predicted * (1 - error)
+        weight = np.minimum(1, threshold / np.maximum(np.abs(error), 1e-12)) / predicted**2
+        target = predicted * (1 - error) - offset
         weighted = terms * weight[:, :, None]
         gram = weighted.transpose(0, 2, 1) @ terms
         moment = (weighted.transpose(0, 2, 1) @ target[:, :, None])[:, :, 0]
-        solution = _non_negative(gram, moment)
-        predicted = np.maximum((terms @ solution[:, :, None])[:, :, 0], 1e-6 * seen)
+        solution = _non_negative(gram, moment, subsets)
+        predicted = np.maximum((terms @ solution[:, :, None])[:, :, 0] + offset, 1e-6 * seen)
     error = np.abs(np.log(predicted / seen))
-    inside = error <= HUBER_THRESHOLD
-    huber = np.where(inside, error**2 / 2, HUBER_THRESHOLD * (error - HUBER_THRESHOLD / 2))
+    huber = np.where(error <= threshold, error**2 / 2, threshold * (error - threshold / 2))
+    solution[:, 0] += offset
     return solution, huber.mean(1)
 
 
-def _non_negative(gram: Floats, moment: Floats) -> Floats:
-    """Minimize x·G·x / 2 − m·x over x ≥ 0 for stacks of G (grid, 3, 3) and m (grid, 3)."""
+def _non_negative(gram: Floats, moment: Floats, subsets: NDArray[np.bool_]) -> Floats:
+    """Minimize x·G·x / 2 − m·x over x ≥ 0, zero outside a subset; G is (grid, 3, 3), m (grid, 3)."""
     best = np.zeros_like(moment)
     lowest = np.zeros(len(moment))
-    for subset in _SUBSETS:
+    for subset in subsets:
         masked = gram * np.outer(subset, subset) + np.diag(~subset)
         found = np.linalg.solve(masked, (moment * subset)[:, :, None])[:, :, 0]
         value = -(moment * found).sum(1) / 2  # of a stationary point

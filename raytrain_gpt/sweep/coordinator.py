@@ -11,11 +11,9 @@ import itertools
 import math
 import time
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import ray
-
-from raytrain_gpt.sweep.halving import Halving
 
 STOP_TIMEOUT_S = 120.0
 """Time for a run to save and stop before Ray Tune ends its processes."""
@@ -28,6 +26,18 @@ Verdict = Literal["continue", "stop", "interrupt"]
 Order = Literal["end", "interrupt", "dump", "left"]
 """`end`: the trial is decided; `interrupt`: save and stop, to be resumed; `dump`: write the stacks of a
 hanging process; `left`: its run is over."""
+
+
+class Rule(Protocol):
+    """A rule that lets trials wait for others, or stops them, as `halving.Halving` does."""
+
+    def report(self, name: str, tokens_seen: int, objective: float) -> None: ...
+
+    def end(self, name: str) -> None: ...
+
+    def missing(self, name: str, tokens_seen: int) -> list[str]: ...
+
+    def passes(self, name: str, tokens_seen: int) -> bool: ...
 
 
 @dataclass
@@ -57,12 +67,12 @@ class Coordinator:
     """See the module.
 
     Args:
-        halving: Rule that stops trials early, or None.
+        rule: Decides before every step of a trial, including the first; None lets all continue.
         hang_timeout_s: Time without progress after which a process counts as hanging, or 0 for never.
     """
 
-    def __init__(self, halving: Halving | None, hang_timeout_s: float) -> None:
-        self._halving, self._hang_timeout_s = halving, hang_timeout_s
+    def __init__(self, rule: Rule | None, hang_timeout_s: float) -> None:
+        self._rule, self._hang_timeout_s = rule, hang_timeout_s
         self._tokens: dict[str, int] = {}
         self._inside: dict[str, _Inside] = {}
         self._numbers = itertools.count(1)
@@ -92,15 +102,15 @@ class Coordinator:
     async def reported(self, name: str, tokens_seen: int, objective: float) -> None:
         async with self._changed:
             self._tokens[name] = tokens_seen
-            if self._halving is not None:
-                self._halving.report(name, tokens_seen, objective)
+            if self._rule is not None:
+                self._rule.report(name, tokens_seen, objective)
             self._changed.notify_all()
 
     async def ended(self, name: str) -> None:
         """Note that a trial is decided, and have its run end."""
         async with self._changed:
-            if self._halving is not None:
-                self._halving.end(name)
+            if self._rule is not None:
+                self._rule.end(name)
             self._changed.notify_all()
         await self.order(name, "end")
 
@@ -118,11 +128,11 @@ class Coordinator:
 
     async def verdict(self, name: str, tokens_seen: int) -> Verdict:
         """Wait for the decision on a report."""
-        if self._halving is None or not tokens_seen:
+        if self._rule is None:
             return "continue"
-        halving, alone_since = self._halving, None
+        rule, alone_since = self._rule, None
         async with self._changed:
-            while missing := halving.missing(name, tokens_seen):
+            while missing := rule.missing(name, tokens_seen):
                 if self._stopping:
                     return "interrupt"
                 if any(one in self._inside for one in missing):
@@ -133,7 +143,7 @@ class Coordinator:
                     return "interrupt"
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), BEAT_S)
-            return "continue" if halving.passes(name, tokens_seen) else "stop"
+            return "continue" if rule.passes(name, tokens_seen) else "stop"
 
     async def beat(
         self, name: str, number: int, node_id: str, pid: int, progress: int | None

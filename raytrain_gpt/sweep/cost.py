@@ -80,30 +80,58 @@ def trial_cpus(config: SizedConfig) -> int:
     return c.num_workers * c.cpus_per_worker + data_cpus(config)
 
 
-def cpus_to_start(sweep: Sweep, config: SizedConfig) -> int:
-    """Return the logical CPUs to start a cluster with, for as many trials as this machine can run."""
+def cpus_to_start(
+    config: SizedConfig,
+    number: int,
+    max_concurrent: int | None,
+    *,
+    shares_gpus: bool = False,
+    needs_all: bool = False,
+) -> int:
+    """Return the logical CPUs to start a cluster with, for as many trials as this machine can run.
+
+    Args:
+        number: Number of trials.
+        shares_gpus: Whether trials share GPUs, but it is not known yet how many.
+        needs_all: Whether all trials must run at the same time.
+    """
     c = config.cluster
     gpus = torch.cuda.device_count() if c.use_gpu is not False else 0
-    if gpus and (sweep.trials_per_gpu != "auto" or c.gpus_per_worker < 1):
+    if gpus and (not shares_gpus or c.gpus_per_worker < 1):
         fit = int(gpus / (c.num_workers * c.gpus_per_worker) + 1e-9)
     else:
         fit = (os.cpu_count() or 1) // (c.num_workers * c.cpus_per_worker)
-    if isinstance(sweep.scheduler, Pbt):
-        fit = num_trials(sweep)
-    at_once = min(sweep.max_concurrent_trials or fit, num_trials(sweep))
-    return max(1, at_once) * trial_cpus(config)
+    fit = number if needs_all else fit
+    return max(1, min(max_concurrent or fit, number)) * trial_cpus(config)
 
 
-def trials_at_once(sweep: Sweep, config: FittedConfig, resources: Resources) -> int:
-    """Return the number of concurrent trials; raises a ClusterError if a population does not fit at once."""
+def sweep_cpus(sweep: Sweep, config: SizedConfig) -> int:
+    """Return the logical CPUs to start a cluster with for a sweep."""
+    return cpus_to_start(
+        config,
+        num_trials(sweep),
+        sweep.max_concurrent_trials,
+        shares_gpus=sweep.trials_per_gpu == "auto",
+        needs_all=isinstance(sweep.scheduler, Pbt),
+    )
+
+
+def trials_at_once(
+    config: FittedConfig,
+    resources: Resources,
+    number: int,
+    max_concurrent: int | None,
+    *,
+    needs_all: bool = False,
+) -> int:
+    """Return the number of concurrent trials; raises a ClusterError if `needs_all` do not fit at once."""
     c = config.cluster
     places = resources.places(c.cpus_per_worker, c.num_gpus)
     fit = min(places // c.num_workers, int(resources.cpus // trial_cpus(config)))
-    population = num_trials(sweep)
-    at_once = max(1, min(fit, sweep.max_concurrent_trials or fit, population))
-    if isinstance(sweep.scheduler, Pbt) and at_once < population:
+    at_once = max(1, min(fit, max_concurrent or fit, number))
+    if needs_all and at_once < number:
         raise ClusterError(
-            f"scheduler pbt compares {population} trials at the same time, but the cluster has room for "
+            f"scheduler pbt compares {number} trials at the same time, but the cluster has room for "
             f"{fit} (each {count(trial_cpus(config), 'CPU')}"
             f"{f', {c.gpus_per_worker:g} GPU' if c.use_gpu else ''}); set num_trials to at most "
             f"{max(fit, 1)}, remove max_concurrent_trials, or use a larger cluster"
@@ -179,7 +207,7 @@ def cost_lines(sweep: Sweep) -> list[str]:
     if sweep.trials_per_gpu == "auto" and not on_gpu:
         gpus = ", with GPUs as many on each as its memory fits"
     for_data = f", {data_cpus(base)} of them for data" if data_cpus(base) else ""
-    at_once = cpus_to_start(sweep, base) // trial_cpus(base)
+    at_once = sweep_cpus(sweep, base) // trial_cpus(base)
     lines.append(
         f"each trial: {count(trial_cpus(base), 'CPU')}{for_data}{gpus} | on this machine: {at_once} at once"
     )

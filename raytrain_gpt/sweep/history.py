@@ -76,11 +76,14 @@ class History:
 
     Args:
         maximize: Whether a higher objective is better.
+        file: Its name.
     """
 
-    def __init__(self, directory: Location, maximize: bool = False) -> None:
+    def __init__(
+        self, directory: Location, maximize: bool = False, file: str = HISTORY_FILE
+    ) -> None:
         self.directory, self._maximize = directory, maximize
-        self._file = directory / HISTORY_FILE
+        self._file = directory / file
         content = self._file.read_bytes() if self._file.is_file() else b""
         lines = enumerate(content.splitlines(), 1)
         self.events = [self._event(number, line) for number, line in lines]

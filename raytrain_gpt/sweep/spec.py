@@ -14,9 +14,9 @@ each of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -193,24 +193,49 @@ def load_sweep(path: Path, flags: Mapping[str, Any]) -> Sweep:
 
     `flags` maps SWEEP_FLAGS, and fields that become overrides, to texts; `null` is None.
     """
-    raw = read_mapping(path, "sweep", Sweep.model_fields)
-    empty = {name for name in Sweep.model_fields if raw.get(name, 0) is None}
-    raw = {"sweep_name": path.stem} | {k: v for k, v in raw.items() if k not in empty}
+    return load_file(Sweep, "sweep", path, flags, SWEEP_FLAGS, (Asha, Pbt, Base))
+
+
+FileT = TypeVar("FileT", bound=Strict)
+
+
+def load_file(
+    kind: type[FileT],
+    what: str,
+    path: Path,
+    flags: Mapping[str, Any],
+    own_flags: Container[str],
+    below: Iterable[type[Strict]],
+) -> FileT:
+    """Load a file with `base` and `overrides`, whose default name is the file's.
+
+    Args:
+        flags: Name -> text; `null` is None. Those not in `own_flags` become overrides.
+        below: Models of values in it, whose fields are known to messages.
+
+    Raises:
+        ConfigError: it is missing, not YAML, or invalid.
+    """
+    raw = read_mapping(path, what, kind.model_fields)
+    empty = {name for name in kind.model_fields if raw.get(name, 0) is None}
+    raw = {f"{what}_name": path.stem} | {k: v for k, v in raw.items() if k not in empty}
     base = raw.get("base")
     if isinstance(base, dict) and isinstance(base.get("config"), str):
         raw["base"] = {**base, "config": str((path.parent / base["config"]).absolute())}
     for name, text in flags.items():
-        fields = raw if name in SWEEP_FLAGS else raw.setdefault("overrides", {})
+        fields = raw if name in own_flags else raw.setdefault("overrides", {})
         if isinstance(fields, dict):
             fields[name] = None if text == "null" else text
-    fields = {**Asha.model_fields, **Pbt.model_fields, **Base.model_fields, **Sweep.model_fields}
+    fields = {name: field for one in below for name, field in one.model_fields.items()}
+    fields |= kind.model_fields
 
     def unknown(key: str) -> str:
         name = key.rpartition(".")[2]
-        hint = "; it belongs below overrides or space" if name in FIELDS else ""
+        places = " or ".join(place for place in ("overrides", "space") if place in fields)
+        hint = f"; it belongs below {places}" if name in FIELDS else ""
         return f"unknown key {name}{hint or suggestion(name, fields)}"
 
     try:
-        return Sweep.model_validate(raw)
+        return kind.model_validate(raw)
     except ValidationError as error:
         raise ConfigError(f"{path}: {refusal(error, fields, unknown)}") from None

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import re
-import time
-import warnings
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import ray
 from ray import tune
 from ray.tune.schedulers import FIFOScheduler
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.cluster.shared_storage import check_storage
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import data_of
-from raytrain_gpt.errors import Interrupted, TrainingFailed
+from raytrain_gpt.errors import TrainingFailed
 from raytrain_gpt.format import Log, count
 from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.sweep.callback import SweepCallback, SweepStopped
-from raytrain_gpt.sweep.coordinator import Coordinator
 from raytrain_gpt.sweep.cost import data_cpus, trial_cpus
 from raytrain_gpt.sweep.halving import Halving
 from raytrain_gpt.sweep.history import ENDED, History, State, Trial, best_trial
@@ -42,27 +31,19 @@ from raytrain_gpt.sweep.results import (
     results_csv,
 )
 from raytrain_gpt.sweep.spec import Asha, Pbt, Sweep
-from raytrain_gpt.sweep.trial_actor import TrialActor, checkpoint_of
-from raytrain_gpt.sweep.trial_plan import num_trials, planned_trials, trial_config
-from raytrain_gpt.sweep.trial_run import SweepContext
-from raytrain_gpt.tracking.configured import mark_interrupted, tracker_warnings
-from raytrain_gpt.tracking.mlflow_run import ParentRun, tracking_uri
-from raytrain_gpt.tracking.trackers import End
+from raytrain_gpt.sweep.trial_actor import checkpoint_of
+from raytrain_gpt.sweep.trial_plan import SweepTrials, num_trials, planned_trials, trial_config
+from raytrain_gpt.sweep.tune_session import (
+    TuneSession,
+    for_trials,
+    new_coordinator,
+    remove_tune_files,
+)
+from raytrain_gpt.tracking.configured import tracker_warnings
+from raytrain_gpt.tracking.mlflow_run import ParentRun
 from raytrain_gpt.train.supervisor import TrainLoop
 
 TRIALS_DIR = "trials"
-TUNE_DIR = "tune"
-ACTOR_BYTES = 2**29
-"""Memory that a trial's process reserves."""
-
-_TUNE_ENVIRONMENT = {
-    # We print the table of trials, and only the old output can be silenced.
-    "RAY_AIR_NEW_OUTPUT": "0",
-    # The history and the runs already have the content of these.
-    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
-    # We handle signals, so that runs save before they stop.
-    "TUNE_DISABLE_SIGINT_HANDLER": "1",
-}
 
 
 @dataclass(frozen=True)
@@ -85,7 +66,7 @@ class _Remaining:
     halving: Halving | None
     names: list[str]
     begun: dict[str, tuple[int, str | None]]
-    """See `SweepContext`."""
+    """See `TrialContext`."""
     values: dict[str, Any]
     """Arguments of `tune.run`: the planned values, or a restored searcher."""
 
@@ -103,19 +84,14 @@ class SweepRun:
         self._history = History(directory, sweep.mode == "max")
         for line in tracker_warnings(base):
             log(line)
-        trials_path = str(directory / TRIALS_DIR)
-        changes: dict[str, Any] = {"storage_path": trials_path, "mlflow_uri": tracking_uri(base)}
+        fitted_trials = for_trials(fitted, directory / TRIALS_DIR)
         if isinstance(sweep.scheduler, Pbt):
             # A copy may start after its original has reached the next comparison.
             needed = sweep.scheduler.perturb_every_tokens // sweep.report_every_tokens + 1
-            changes["keep_checkpoints"] = max(fitted.train.keep_checkpoints, needed)
+            keep = max(fitted.train.keep_checkpoints, needed)
+            fitted_trials = fitted_trials.updated({"keep_checkpoints": keep})
         self._cpus, self._data_cpus = trial_cpus(fitted), data_cpus(fitted)
-        cluster = fitted.cluster
-        self._resources: dict[str, float] = {"memory": ACTOR_BYTES}
-        if cluster.num_workers == 1:  # the trial's process trains, as in local mode
-            changes |= {"num_workers": 0, "min_workers": None}
-            self._resources |= {"cpu": cluster.cpus_per_worker, "gpu": cluster.num_gpus}
-        self._fitted = fitted.updated(changes)
+        self._fitted = fitted_trials
 
     def run(
         self, at_once: int, signals: StopSignals, lease: Lease, train_loop: TrainLoop
@@ -131,11 +107,7 @@ class SweepRun:
         check_storage(self._directory, [one.directory for one in data_of(self._base).datasets])
         remaining = self._remaining()
         # Its process starts while this one imports MLflow.
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        kind: Any = Coordinator
-        coordinator = kind.options(scheduling_strategy=here).remote(
-            remaining.halving, self._fitted.cluster.hang_timeout_s or 0.0
-        )
+        coordinator = new_coordinator(self._fitted, remaining.halving)
         parent = ParentRun(self._directory, self._base, self._sweep.model_dump(), self._log)
         if not remaining.names:
             self._log(f"{self._sweep.title} has already ended")
@@ -145,34 +117,26 @@ class SweepRun:
             f"{count(self._sweep.budget_tokens, 'token', form=',')} to run, {at_once} at once, each "
             f"{count(self._cpus, 'CPU')}{f', {self._data_cpus} of them for data' if self._data_cpus else ''}"
         )
-        context = SweepContext(
-            sweep=self._sweep,
-            base=self._fitted,
-            tracker_tags={**parent.child_tags, "sweep": self._sweep.sweep_name},
-            coordinator=coordinator,
-            begun=remaining.begun,
+        session = TuneSession(
+            trials=SweepTrials(self._sweep, self._fitted),
+            history=self._history,
+            directory=self._directory,
+            fitted=self._fitted,
+            tags={**parent.child_tags, "sweep": self._sweep.sweep_name},
             train_loop=train_loop,
+            signals=signals,
+            lease=lease,
+            log=self._log,
         )
-        signals.defer(partial(mark_interrupted, self._directory, self._base))
-        callback = SweepCallback(context, self._history, signals.stop, lease, self._log)
-        end: End = "failed"
-        try:
-            self._tune(remaining, context, callback, at_once)
-            lease.verify()
-            if any(trial.state == "running" for trial in self._history.trials()):
-                raise SweepStopped  # Ray Tune returns at once on SIGUSR1, which batch systems may send
-            end = "finished"
-        except SweepStopped:
-            end = "interrupted"
-            raise Interrupted(
-                "interrupted, all trials saved; continue with the same command and --resume"
-            ) from None
-        except Exception as error:
-            raise user_error_in(error) or error from None
-        finally:
-            ray.kill(coordinator)
-            if end != "finished":
-                parent.close(end, {}, {})
+        with parent.ended_by_errors():
+            session.run(
+                coordinator,
+                remaining.names,
+                at_once,
+                remaining.begun,
+                remaining.values,
+                remaining.scheduler,
+            )
         return self._finish(parent)
 
     def _remaining(self) -> _Remaining:
@@ -221,35 +185,6 @@ class SweepRun:
             if name in open_names:
                 self._history.add("ended", name, state=state)
 
-    def _tune(
-        self, remaining: _Remaining, context: SweepContext, callback: SweepCallback, at_once: int
-    ) -> None:
-        os.environ.update(_TUNE_ENVIRONMENT)
-        logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
-        # It recommends reusing the processes of trials, but those of several workers hold little.
-        warnings.filterwarnings("ignore", "Consider boosting PBT performance")
-        cluster = self._fitted.cluster
-        filesystem, path = (self._directory / TUNE_DIR).ray_filesystem()
-        names = iter(remaining.names)
-        trainable = tune.with_parameters(TrialActor, context=context)
-        # Not a Tuner, which pickles all its arguments for restarts that we do ourselves.
-        tune.run(
-            tune.with_resources(trainable, self._resources),
-            name=f"{time.time():.0f}",
-            **remaining.values,
-            storage_path=path,
-            storage_filesystem=filesystem,
-            scheduler=remaining.scheduler,
-            max_concurrent_trials=at_once,
-            trial_name_creator=lambda _trial: next(names),
-            callbacks=[callback],
-            reuse_actors=cluster.is_local,
-            # A run of several workers restarts them itself.
-            max_failures=cluster.max_failures if cluster.is_local else 0,
-            raise_on_failed_trial=False,
-            verbose=0,
-        )
-
     def _finish(self, parent: ParentRun) -> SweepSummary:
         # Here, because matplotlib is slow to import.
         from raytrain_gpt.sweep.plots import sweep_plots
@@ -275,10 +210,7 @@ class SweepRun:
             (self._directory / name).write_bytes(content)
         failure = failure_text(trials, sweep.title, resumable=not isinstance(sweep.scheduler, Pbt))
         parent.close("failed" if failure or best is None else "finished", metrics, files)
-        tune_dir = self._directory / TUNE_DIR
-        for name in filter(re.compile(r"\d{10}").fullmatch, tune_dir.names()):
-            (tune_dir / name).remove()  # named by `_tune`
-        tune_dir.remove_if_empty()
+        remove_tune_files(self._directory)
         self._log(final_table(trials, objective, budget_tokens))
         if best is None:
             raise TrainingFailed(failure or f"all trials of {sweep.title} diverged")

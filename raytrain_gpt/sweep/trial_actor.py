@@ -35,8 +35,8 @@ from raytrain_gpt.core.device import forget_peak_memory
 from raytrain_gpt.data.locations import location
 from raytrain_gpt.errors import Diverged, Interrupted, UserError
 from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN
-from raytrain_gpt.sweep.trial_plan import shapes_of, tied_values, trial_config
-from raytrain_gpt.sweep.trial_run import Report, SweepContext, TrialRun
+from raytrain_gpt.sweep.trial_plan import shapes_of
+from raytrain_gpt.sweep.trial_run import Report, TrialContext, TrialRun
 
 POINTER_FILE = "pointer.json"
 END_KEY = "ended"
@@ -87,7 +87,7 @@ class _Entry:
 class TrialActor(tune.Trainable):  # type: ignore[misc]
     """Ray Tune's trainable; see the module."""
 
-    def setup(self, config: dict[str, Any], context: SweepContext) -> None:
+    def setup(self, config: dict[str, Any], context: TrialContext) -> None:
         """Store the trial's definition; the run starts with the first step."""
         self._context = context
         self._coordinator = context.coordinator
@@ -132,7 +132,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
                 case "interrupt":
                     raise Interrupted("stopped, or an earlier trial needs its resources")
             run = entry.continued(lambda: self._new_run(entry.name))
-            self._report = {**run.next_report(), "values": self._tied_values}
+            self._report = {**run.next_report(), "values": self._shown_values}
         except (Diverged, UserError) as error:
             diverged = isinstance(error, Diverged)
             ended = {"state": "diverged", "error": str(error)}
@@ -148,9 +148,9 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
 
     def _enter(self) -> _Entry:
         connect(0, print)
-        config = trial_config(self._context.sweep, self._context.base, self._values)
+        config = self._context.trials.config(self._values)
         self._config = config
-        self._tied_values = tied_values(self._context.sweep, self._values, config)
+        self._shown_values = self._context.trials.shown(self._values)
         self._forget_other_graphs(config)
         name, actor_id = self.trial_name, ray.get_runtime_context().get_actor_id()
         number, tokens_seen = ray.get(self._coordinator.enter.remote(name, actor_id))

@@ -12,6 +12,7 @@ import contextlib
 import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -20,7 +21,8 @@ from raytrain_gpt.config.batch import check_shares
 from raytrain_gpt.config.schema import FIELDS, Config, check_kinds
 from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.sweep.history import value_text
+from raytrain_gpt.sweep.history import Trial, value_text
+from raytrain_gpt.sweep.results import progress_table
 from raytrain_gpt.sweep.rules import OBJECTIVES
 from raytrain_gpt.sweep.space import Grid, SampledDomain, Searched, with_expressions
 from raytrain_gpt.sweep.spec import Pbt, Sweep
@@ -104,6 +106,30 @@ def tied_values(sweep: Sweep, values: Mapping[str, Any], config: Config) -> dict
     """Return a trial's searched and tied values, in the file's order."""
     fields = config.field_values()
     return {name: values.get(name, fields[name]) for name in sweep.space}
+
+
+@dataclass(frozen=True)
+class SweepTrials:
+    """The trials of a sweep as a `TrialSet`; `base` is their fitted configuration."""
+
+    sweep: Sweep
+    base: Config
+
+    @property
+    def objective(self) -> str:
+        return self.sweep.objective
+
+    def config(self, values: dict[str, Any]) -> Config:
+        return trial_config(self.sweep, self.base, values)
+
+    def shown(self, values: dict[str, Any]) -> dict[str, Any]:
+        return tied_values(self.sweep, values, self.config(values))
+
+    def budget_tokens(self, values: dict[str, Any]) -> int:
+        return self.sweep.budget_tokens
+
+    def progress(self, trials: list[Trial]) -> str:
+        return progress_table(trials, self.sweep.objective, self.sweep.budget_tokens)
 
 
 def check_sweep(sweep: Sweep, num_workers: int) -> list[Config]:

@@ -12,18 +12,18 @@ import queue
 import threading
 from dataclasses import dataclass
 from math import fsum
-from typing import Any
+from typing import Any, Protocol
 
 from raytrain_gpt.checkpoint.catalog import Catalog, read_checkpoint
 from raytrain_gpt.cluster.capacity import Resources
 from raytrain_gpt.cluster.connection import cluster_resources
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import data_of, location, run_location
 from raytrain_gpt.errors import Diverged, Interrupted, TrainingFailed
 from raytrain_gpt.format import own_scores
-from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN
-from raytrain_gpt.sweep.spec import Sweep
+from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN, Trial
 from raytrain_gpt.tracking.run_files import Row, merge_rows, read_rows
 from raytrain_gpt.tracking.sync import RunSync
 from raytrain_gpt.train.attempt import OnRay
@@ -34,11 +34,31 @@ from raytrain_gpt.train.supervisor import Run, TrainLoop, TrialHooks
 Report = dict[str, Any]
 
 
+class TrialSet(Protocol):
+    """Trials of a sweep, or runs of a study, by their values."""
+
+    @property
+    def objective(self) -> str: ...
+
+    def config(self, values: dict[str, Any]) -> Config:
+        """Return a trial's configuration, without a name, every `auto` resolved and paths absolute.
+
+        Raises:
+            ConfigError: the values are incompatible.
+        """
+
+    def shown(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the values to show; raises like `config`."""
+
+    def budget_tokens(self, values: dict[str, Any]) -> int: ...
+
+    def progress(self, trials: list[Trial]) -> str:
+        """Format the state of all; its first line has the counts."""
+
+
 @dataclass(frozen=True)
-class SweepContext:
-    sweep: Sweep
-    base: FittedConfig
-    """Configuration of all trials, with every `auto` resolved and absolute paths."""
+class TrialContext:
+    trials: TrialSet
     tracker_tags: dict[str, str]
     coordinator: Any
     """Handle of the actor."""
@@ -65,10 +85,10 @@ class TrialRun:
     """
 
     def __init__(
-        self, config: FittedConfig, context: SweepContext, origin: str | None, reported_tokens: int
+        self, config: FittedConfig, context: TrialContext, origin: str | None, reported_tokens: int
     ) -> None:
         self._config, self._context, self._origin = config, context, origin
-        self._objective = context.sweep.objective
+        self._objective = context.trials.objective
         self._reported_tokens = reported_tokens
         self._batch_tokens = config.train.global_batch_tokens
         self._all_tokens = config.train.max_steps * self._batch_tokens

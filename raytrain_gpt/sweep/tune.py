@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from raytrain_gpt.checkpoint.catalog import CODE_FILE
 from raytrain_gpt.cluster.capacity import fit_to_cluster
 from raytrain_gpt.cluster.connection import connected
 from raytrain_gpt.cluster.signals import StopSignals
+from raytrain_gpt.config.kinds import Strict
 from raytrain_gpt.config.schema import Config, changed_fields, changes_math, parse_config
 from raytrain_gpt.data.locations import data_of, location
 from raytrain_gpt.errors import ConfigError, reason
@@ -24,15 +26,15 @@ from raytrain_gpt.parsing import parse_yaml
 from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.cost import (
-    cpus_to_start,
     data_cpus,
     largest_trial,
     one_worker_for_auto,
+    sweep_cpus,
     trials_at_once,
 )
-from raytrain_gpt.sweep.spec import SWEEP_FILE, Sweep
+from raytrain_gpt.sweep.spec import SWEEP_FILE, Pbt, Sweep
 from raytrain_gpt.sweep.sweep_run import SweepRun, SweepSummary
-from raytrain_gpt.sweep.trial_plan import base_config, check_sweep, gpu_share
+from raytrain_gpt.sweep.trial_plan import base_config, check_sweep, gpu_share, num_trials
 from raytrain_gpt.tracking.run_files import CONFIG_FILE
 from raytrain_gpt.train import preflight
 from raytrain_gpt.train.memory_fit import probe_sharing
@@ -66,8 +68,8 @@ def run_sweep(
         base = preflight.absolute_paths(base)
         data_of(base)  # its errors come before a cluster
         directory = location(base, base.run.storage_path) / sweep.sweep_name
-        check_known(sweep, base, directory, resume)
-        with connected(cpus_to_start(sweep, base), log) as resources:
+        check_unchanged(sweep.title, SWEEP_FILE, sweep, base, directory, resume, MAY_CHANGE)
+        with connected(sweep_cpus(sweep, base), log) as resources:
             resources = replace(resources, data_cpus=data_cpus(base))
             fitted, _ = fit_to_cluster(base, resources)
             check_sweep(sweep, fitted.cluster.num_workers)
@@ -78,60 +80,85 @@ def run_sweep(
                 )
                 log(f"trials_per_gpu auto: {together}, by the measured memory of the largest trial")
                 fitted = fitted.updated({"gpus_per_worker": gpu_share(together)})
-            at_once = trials_at_once(sweep, fitted, resources)
+            at_once = trials_at_once(
+                fitted,
+                resources,
+                num_trials(sweep),
+                sweep.max_concurrent_trials,
+                needs_all=isinstance(sweep.scheduler, Pbt),
+            )
             with hold_lease(directory / LEASE_FILE, sweep.title, log) as lease:
-                (directory / BASE_FILE).write_text(base.to_yaml())
-                if base.code:
-                    (directory / CODE_FILE).write_text(base.code.text)
-                (directory / SWEEP_FILE).write_text(to_yaml(sweep))
+                write_started(directory, SWEEP_FILE, sweep, base)
                 sweep_run = SweepRun(sweep, base, fitted, directory, log)
                 return sweep_run.run(at_once, signals, lease, train_loop)
 
 
-def to_yaml(sweep: Sweep) -> str:
-    return yaml.safe_dump(sweep.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+def to_yaml(file: Strict) -> str:
+    return yaml.safe_dump(file.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def check_known(sweep: Sweep, base: Config, directory: Location, resume: bool) -> None:
-    """Raise a ConfigError if a sweep exists and `resume` is false, or it was changed since it started."""
+def write_started(directory: Location, file: str, started: Strict, base: Config) -> None:
+    """Write the resolved file of a sweep or study, and its base configuration and code."""
+    (directory / BASE_FILE).write_text(base.to_yaml())
+    if base.code:
+        (directory / CODE_FILE).write_text(base.code.text)
+    (directory / file).write_text(to_yaml(started))
+
+
+def check_unchanged(
+    title: str,
+    file: str,
+    started: Strict,
+    base: Config,
+    directory: Location,
+    resume: bool,
+    may_change: Container[str],
+) -> None:
+    """Raise a ConfigError if a sweep or study exists and `resume` is false, or it was changed since.
+
+    Args:
+        file: Name of its resolved file, whose content is now `started`.
+        may_change: Fields of it that may differ.
+    """
+    kind = file.partition(".")[0]
     if (directory / CONFIG_FILE).is_file():
-        raise ConfigError(f"{directory} is already a run; set a different sweep_name")
-    if not (directory / SWEEP_FILE).is_file():
+        raise ConfigError(f"{directory} is already a run; set a different {kind}_name")
+    if not (directory / file).is_file():
         return
     if not resume:
         raise ConfigError(
-            f"{sweep.title} already exists in {directory}; continue it with --resume, or start a "
-            "new one with a different --sweep_name"
+            f"{title} already exists in {directory}; continue it with --resume, or start a "
+            f"new one with a different --{kind}_name"
         )
-    before, now = _kept(directory / SWEEP_FILE), sweep.model_dump(mode="json")
+    before, now = _kept(directory / file, kind), started.model_dump(mode="json")
     changed = [
         f"{key} {before.get(key)} -> {now.get(key)}"
         for key in now
-        if before.get(key) != now.get(key) and key not in MAY_CHANGE
+        if before.get(key) != now.get(key) and key not in may_change
     ]
-    started = parse_config(_kept(directory / BASE_FILE), BASE_FILE)
-    measured = {name for kind in base.eval.chosen or () for name in kind.settings.model_fields}
-    differs = changed_fields(started.field_values(), base.field_values())
+    first = parse_config(_kept(directory / BASE_FILE, kind), BASE_FILE)
+    measured = {name for one in base.eval.chosen or () for name in one.settings.model_fields}
+    differs = changed_fields(first.field_values(), base.field_values())
     changed += [
         f"{name} {values}"
         for name, values in differs.items()
-        if name in CHANGES_LOSS | measured or changes_math(name, started, base)
+        if name in CHANGES_LOSS | measured or changes_math(name, first, base)
     ]
     code = directory / CODE_FILE
     if (code.read_text() if code.is_file() else None) != (base.code.text if base.code else None):
         changed.append(f"code (it started with {code})")
     if changed:
         raise ConfigError(
-            f"{sweep.title} cannot continue with changed {', '.join(changed)}; restore it, or "
-            "start a new one with a different --sweep_name"
+            f"{title} cannot continue with changed {', '.join(changed)}; restore it, or "
+            f"start a new one with a different --{kind}_name"
         )
 
 
-def _kept(file: Location) -> dict[str, Any]:
+def _kept(file: Location, kind: str) -> dict[str, Any]:
     try:
         return dict(parse_yaml(file.read_text()))
     except (FileNotFoundError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{file} is missing or damaged: {reason(error)}; restore it, or start a new sweep with another "
-            "--sweep_name"
+            f"{file} is missing or damaged: {reason(error)}; restore it, or start a new {kind} with another "
+            f"--{kind}_name"
         ) from None

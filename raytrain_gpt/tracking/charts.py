@@ -21,6 +21,8 @@ MAX_POINTS = 2000
 """Approximate points per curve; more are invisible, and a long run's page stays below 1 MB."""
 
 Floats = NDArray[np.float64]
+_LOG_TICKS = (2, (1,)), (1, (1, 3)), (0.5, (1, 2, 5)), (0, (1, 1.5, 2, 3, 4, 5, 6, 8))
+"""Least decades of a logarithmic axis, and the multiples of powers of ten that are marked on it."""
 _TEXT, _GRID, _MARK = "#000007", "#000008", "#000009"  # in the page: var(--c7) and so on
 
 
@@ -51,6 +53,7 @@ class Chart:
         marks: Steps at which the run was resumed.
         ticks: Labels of positions on the x axis, or None for round numbers.
         log: Whether the x axis is logarithmic.
+        log_y: Whether the y axis is logarithmic.
     """
 
     title: str
@@ -61,6 +64,7 @@ class Chart:
     x: str = "step"
     ticks: Mapping[float, str] | None = None
     log: bool = False
+    log_y: bool = False
 
     def after(self, step: int) -> Chart:
         """Return the chart from a step (or token count) on, with a separate scale."""
@@ -82,7 +86,7 @@ def running_mean(values: Floats, window: int) -> Floats:
 def draw(chart: Chart) -> Markup:
     import matplotlib
     from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter, MaxNLocator
+    from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
     limit = min(MAX_POINTS, 2 * MAX_POINTS // len(chart.curves))
     with matplotlib.rc_context(
@@ -95,6 +99,8 @@ def draw(chart: Chart) -> Markup:
     ):
         figure = Figure(figsize=(6, 3), layout="constrained")
         axes = figure.subplots()
+        axes.set_xscale("log" if chart.log else "linear")
+        axes.set_yscale("log" if chart.log_y else "linear")
         for curve in chart.curves:
             steps, values = downsample(curve.steps, curve.values, limit)
             dash = (0, tuple(map(float, curve.dash.split()))) if curve.dash else "-"
@@ -106,15 +112,21 @@ def draw(chart: Chart) -> Markup:
             axes.axvline(step, color=_MARK, linewidth=1.2, linestyle=(0, (3, 3)), gid="resume")
         axes.margins(x=0.02)
         axes.set_ylim(bottom=0 if chart.from_zero else None)
-        if chart.ticks is None:
-            left, right = axes.get_xlim()
+        left, right = axes.get_xlim()
+        if chart.log:
+            decades = np.log10(right / left)
+            within = next(marks for least, marks in _LOG_TICKS if decades >= least)
+            axes.xaxis.set_major_locator(LogLocator(subs=within))
+            axes.xaxis.set_major_formatter(EngFormatter(sep="") if right >= 1000 else "{x:g}")
+        elif chart.ticks is None:
             axes.set_xlim(min(left, right - 1), max(right, left + 1))  # for a run of one step
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        else:
-            axes.set_xscale("log" if chart.log else "linear")
+        if chart.ticks is not None:
             axes.set_xticks([*chart.ticks], [*chart.ticks.values()])
             axes.minorticks_off()
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_minor_formatter(NullFormatter())
         if axes.get_ylim()[1] >= 1000:
             axes.yaxis.set_major_formatter(EngFormatter(sep=""))
         axes.set_xlabel(chart.x, color=_TEXT)

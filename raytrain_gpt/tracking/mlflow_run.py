@@ -6,20 +6,21 @@ the run is created, so that any restart finds the run. After a restart, only row
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import location
-from raytrain_gpt.errors import ConfigError, reason
+from raytrain_gpt.errors import ConfigError, Interrupted, reason
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, is_url
@@ -193,6 +194,15 @@ class ParentRun:
     @property
     def child_tags(self) -> dict[str, str]:
         return {} if self._run is None else {"mlflow.parentRunId": self._run.run_id}
+
+    @contextlib.contextmanager
+    def ended_by_errors(self) -> Iterator[None]:
+        """End the run as interrupted or failed if the block raises."""
+        try:
+            yield
+        except BaseException as error:
+            self.close("interrupted" if isinstance(error, Interrupted) else "failed", {}, {})
+            raise
 
     def close(self, end: End, metrics: Mapping[str, float], files: Mapping[str, bytes]) -> None:
         """End the run; `files` (name -> content) are its artifacts."""

@@ -228,7 +228,9 @@ def test_quiet_gives_a_run_and_a_sweep_no_place_to_print(
     monkeypatch.setattr("raytrain_gpt.train.launch.train", run)
     monkeypatch.setattr("raytrain_gpt.sweep.tune.run_sweep", run)
     flags = ["--quiet"] * quiet
-    for argv in (("train",), ("tune", "tune_configs/quickstart.yaml")):
+    monkeypatch.setattr("raytrain_gpt.scaling.study.run_study", run)
+    scale = "scale", "scale_configs/quickstart.yaml"
+    for argv in (("train",), ("tune", "tune_configs/quickstart.yaml"), scale):
         code, shown, errors = run_cli(*argv, *flags)
         assert (code, errors) == (2, "error: it fails\n")
         assert shown.splitlines()[-1:] == ([] if quiet else ["progress"])

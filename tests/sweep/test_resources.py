@@ -10,14 +10,14 @@ from raytrain_gpt.cluster.capacity import Node, Resources, fit_to_cluster
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.sweep import cost
 from raytrain_gpt.sweep.cost import (
-    cpus_to_start,
     data_cpus,
     largest_trial,
     one_worker_for_auto,
+    sweep_cpus,
     trials_at_once,
 )
-from raytrain_gpt.sweep.spec import Sweep
-from raytrain_gpt.sweep.trial_plan import base_config
+from raytrain_gpt.sweep.spec import Pbt, Sweep
+from raytrain_gpt.sweep.trial_plan import base_config, num_trials
 
 from .conftest import sweep_of
 
@@ -33,7 +33,9 @@ def at_once(one: Sweep, *nodes: Node) -> int:
     sized = one_worker_for_auto(base_config(one))
     given = Resources(nodes, ours=False, data_cpus=data_cpus(sized))
     config, _ = fit_to_cluster(sized, given)
-    return trials_at_once(one, config, given)
+    needs_all = isinstance(one.scheduler, Pbt)
+    limit = one.max_concurrent_trials
+    return trials_at_once(config, given, num_trials(one), limit, needs_all=needs_all)
 
 
 @pytest.mark.parametrize(
@@ -109,12 +111,12 @@ def test_a_population_has_to_fit_as_a_whole() -> None:
     assert at_once(four, Node(4, 0)) == 4
     with pytest.raises(ClusterError, match=r"compares 4 trials at the same time.* room for 3 "):
         at_once(four, Node(3, 0))
-    assert cpus_to_start(four, base_config(four)) == 4
+    assert sweep_cpus(four, base_config(four)) == 4
 
 
 def test_a_cluster_of_its_own_has_a_trial_for_each_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cpus_to_start(sweep(max_concurrent_trials=99), base_config(sweep())) == 8
+    assert sweep_cpus(sweep(max_concurrent_trials=99), base_config(sweep())) == 8
     monkeypatch.setattr(cost.os, "cpu_count", lambda: 6)
     one = sweep({"num_workers": 2})
-    assert cpus_to_start(one, base_config(one)) == 3 * (2 + 1)
-    assert cpus_to_start(sweep(max_concurrent_trials=1), base_config(sweep())) == 1
+    assert sweep_cpus(one, base_config(one)) == 3 * (2 + 1)
+    assert sweep_cpus(sweep(max_concurrent_trials=1), base_config(sweep())) == 1

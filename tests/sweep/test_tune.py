@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from raytrain_gpt.config.resolved import FittedConfig, decided
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ConfigError, TrainingFailed
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep import tune
@@ -15,7 +16,7 @@ from raytrain_gpt.sweep.history import History
 from raytrain_gpt.sweep.spec import SWEEP_FILE, Sweep
 from raytrain_gpt.sweep.sweep_run import SweepRun, SweepSummary
 from raytrain_gpt.sweep.trial_plan import base_config
-from raytrain_gpt.sweep.tune import BASE_FILE, check_known, to_yaml
+from raytrain_gpt.sweep.tune import BASE_FILE, MAY_CHANGE, check_unchanged, to_yaml
 from raytrain_gpt.tracking.mlflow_run import ParentRun
 from tests.conftest import RunCli, raises_line
 
@@ -33,14 +34,18 @@ def started(tmp_path: Path) -> Sweep:
     return sweep
 
 
+def known(sweep: Sweep, base: Config, directory: Location, resume: bool) -> None:
+    check_unchanged(sweep.title, SWEEP_FILE, sweep, base, directory, resume, MAY_CHANGE)
+
+
 def test_a_sweep_goes_on_as_it_was_and_not_as_another(started: Sweep, tmp_path: Path) -> None:
     directory = Location.of(tmp_path)
-    check_known(started, base_config(started), directory, resume=True)
+    known(started, base_config(started), directory, resume=True)
     with raises_line(ConfigError, "already exists in", "--resume"):
-        check_known(started, base_config(started), directory, resume=False)
+        known(started, base_config(started), directory, resume=False)
     other = sweep_of(SPACE, budget_tokens=40_960)
     with raises_line(ConfigError, "budget_tokens 81920 -> 40960"):
-        check_known(other, base_config(other), directory, resume=True)
+        known(other, base_config(other), directory, resume=True)
 
 
 @pytest.mark.parametrize("name", [SWEEP_FILE, BASE_FILE])
@@ -55,7 +60,7 @@ def test_a_damaged_file_of_a_started_sweep_is_one_line(
     else:
         (tmp_path / name).write_bytes(content)
     with raises_line(ConfigError, str(tmp_path), "missing or damaged", "--sweep_name"):
-        check_known(started, base_config(started), Location.of(tmp_path), resume=True)
+        known(started, base_config(started), Location.of(tmp_path), resume=True)
 
 
 RATES = [1e-3, 2e-3, 3e-3]

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import ray
 
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import Interrupted, TrainingFailed
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.sweep.callback import SweepCallback
 from raytrain_gpt.sweep.history import History
+from raytrain_gpt.sweep.trial_plan import SweepTrials
+from raytrain_gpt.sweep.tune_session import SweepCallback
 
 from .conftest import sweep_of
 
@@ -26,7 +28,7 @@ def test_the_table_of_trials_is_for_terminals(
     history = History(Location.of(tmp_path))
     history.add("started", "000", values={"peak_lr": 1e-3})
     sweep = sweep_of({"peak_lr": {"grid": [1e-3, 2e-3]}}, budget_tokens=40_960)
-    context: Any = SimpleNamespace(sweep=sweep, coordinator=None)
+    context: Any = SimpleNamespace(trials=SweepTrials(sweep, Config()), coordinator=None)
     lines: list[str] = []
     lease: Any = None
     callback = SweepCallback(context, history, threading.Event(), lease, lines.append)
@@ -63,7 +65,7 @@ def callback(history: History, told: list[tuple[Any, ...]]) -> SweepCallback:
             return SimpleNamespace(remote=lambda *args: told.append((method, *args)))
 
     sweep = sweep_of({"peak_lr": {"grid": [1.0]}})
-    context: Any = SimpleNamespace(sweep=sweep, coordinator=Told())
+    context: Any = SimpleNamespace(trials=SweepTrials(sweep, Config()), coordinator=Told())
     lease: Any = None
     return SweepCallback(context, history, threading.Event(), lease, print)
 
@@ -95,7 +97,7 @@ def test_a_process_that_died_too_often_fails_its_trial(
 def test_a_trial_that_cannot_continue_says_why(
     callback: SweepCallback, history: History, told: list[tuple[Any, ...]], state: str
 ) -> None:
-    trial: Any = NamedTrial()
+    trial: Any = NamedTrial(config={"values": {}})
     callback.on_trial_result(trial, {"ended": {"state": state, "error": "why"}, "objective": None})
     callback.on_trial_complete(trial)
     assert [(t.state, t.error) for t in history.trials()] == [(state, "why")]
