@@ -71,7 +71,7 @@ def estimate(options: EstimateFlags) -> None:
         say(line)
     expected = {}
     if options.law is not None:
-        from raytrain_gpt.scaling.forecasts import LawFile, read_result
+        from raytrain_gpt.scaling.law_file import LawFile, read_result
         from raytrain_gpt.storage.location import Location
 
         law = read_result(LawFile, Location.of(options.law))

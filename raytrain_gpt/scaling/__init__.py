@@ -1,1 +1,1 @@
-"""Scaling laws: what a larger run will reach, from small runs."""
+"""Scaling laws: forecasts of larger runs from small ones."""

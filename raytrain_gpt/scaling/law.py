@@ -18,6 +18,8 @@ from raytrain_gpt.format import count
 Floats = NDArray[np.float64]
 
 HUBER_THRESHOLD = 1e-3
+MIN_RUNS = 5
+"""A law has five numbers."""
 EXPONENTS = (0.05, 1.2)
 """Range of α and β; published laws lie between 0.2 and 0.8."""
 _GRID, _ZOOMS, _ZOOMED_GRID = 12, 5, 7
@@ -132,14 +134,16 @@ def fit_law(
         DataError: fewer than five runs, or numbers that are not positive.
     """
     n, d, seen = (np.asarray(values, float) for values in (parameters, tokens, losses))
-    if len(n) < 5:
-        raise DataError(f"{count(len(n), 'run')} cannot determine five numbers; use at least 5")
+    if len(n) < MIN_RUNS:
+        raise DataError(
+            f"{count(len(n), 'run')} cannot determine five numbers; use at least {MIN_RUNS}"
+        )
     if not (np.isfinite([n, d, seen]).all() and min(n.min(), d.min(), seen.min()) > 0):
         raise DataError("parameters, tokens and losses must be finite and above 0")
     law = _fitted(n, d, seen, huber_threshold)
     compute = n * d
     large = compute > compute.max() * HELD_OUT_ABOVE
-    if (~large).sum() < 5:
+    if (~large).sum() < MIN_RUNS:
         return law
     inner = _fitted(n[~large], d[~large], seen[~large], huber_threshold)
     order = np.flatnonzero(large)[np.argsort(compute[large], kind="stable")]

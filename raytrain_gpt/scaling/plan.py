@@ -23,7 +23,7 @@ from raytrain_gpt.scaling.study_file import LEAST, SET_BY_STUDY, Study
 
 DECAY_FRACTION = 0.2
 _WHOLE_DECAYS = 5
-"""Lengths are multiples of this many steps, so that decays have whole steps."""
+"""Lengths are multiples of this many steps, so that decays have an integer number of steps."""
 DEFAULT_NUM_SIZES, LARGEST_SHARE = 5, 1 / 10
 """Sizes, and compute of the largest run as a fraction of the target's, if the file has none."""
 FAR_EXTRAPOLATION, MOST_EXTRAPOLATION = 15, 30

@@ -10,16 +10,9 @@ import numpy as np
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.format import amount
-from raytrain_gpt.scaling.forecasts import (
-    BestRun,
-    Forecasts,
-    LawFile,
-    RunResult,
-    Verdict,
-    bootstrap_half_width,
-    variants,
-)
+from raytrain_gpt.scaling.forecasts import BestRun, Forecasts, bootstrap_half_width, variants
 from raytrain_gpt.scaling.law import Floats, Law, profile
+from raytrain_gpt.scaling.law_file import LawFile, RunResult, Verdict
 from raytrain_gpt.scaling.plan import Size, StudyPlan
 from raytrain_gpt.tracking.charts import Chart, Curve
 from raytrain_gpt.tracking.page import page

@@ -27,15 +27,17 @@ from raytrain_gpt.errors import ConfigError, TrainingFailed
 from raytrain_gpt.format import Log, amount, count, table
 from raytrain_gpt.scaling.forecasts import (
     BEST_FILE,
-    LAW_FILE,
     Forecasts,
+    best_yaml,
+    doubts_about,
+    objection_to,
+)
+from raytrain_gpt.scaling.law_file import (
+    LAW_FILE,
     LawFile,
     RunResult,
     Verdict,
-    best_yaml,
-    doubts_about,
     law_file,
-    objection_to,
     read_result,
     to_json,
 )
@@ -311,15 +313,15 @@ class StudyRun:
             values=run.values,
             law_sha256=_digest(to_json(file)),
         )
-        place = directory / FORECAST_FILE
-        if place.is_file() and place.read_text() != to_json(forecast):
+        forecast_file = directory / FORECAST_FILE
+        if forecast_file.is_file() and forecast_file.read_text() != to_json(forecast):
             raise ConfigError(
-                f"{place} is a forecast by another law; move it away to make a new one"
+                f"{forecast_file} is a forecast by another law; move it away to make a new one"
             )
-        place.write_text(to_json(forecast))
+        forecast_file.write_text(to_json(forecast))
         log(
             f"forecast: {file.loss_text(predicted)} nats per token for {amount(size.parameters)} parameters "
-            f"and {amount(run.tokens)} tokens; {place} has sha256 {_digest(to_json(forecast))}"
+            f"and {amount(run.tokens)} tokens; {forecast_file} has sha256 {_digest(to_json(forecast))}"
         )
         (result,) = self._stage("validation", [run])
         inside = result.loss is not None and abs(result.loss - predicted) <= half

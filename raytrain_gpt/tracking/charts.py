@@ -113,18 +113,18 @@ def draw(chart: Chart) -> Markup:
         axes.margins(x=0.02)
         axes.set_ylim(bottom=0 if chart.from_zero else None)
         left, right = axes.get_xlim()
-        if chart.log:
+        if chart.ticks is not None:
+            axes.set_xticks([*chart.ticks], [*chart.ticks.values()])
+            axes.minorticks_off()
+        elif chart.log:
             decades = np.log10(right / left)
             within = next(marks for least, marks in _LOG_TICKS if decades >= least)
             axes.xaxis.set_major_locator(LogLocator(subs=within))
             axes.xaxis.set_major_formatter(EngFormatter(sep="") if right >= 1000 else "{x:g}")
-        elif chart.ticks is None:
+        else:
             axes.set_xlim(min(left, right - 1), max(right, left + 1))  # for a run of one step
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        if chart.ticks is not None:
-            axes.set_xticks([*chart.ticks], [*chart.ticks.values()])
-            axes.minorticks_off()
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.yaxis.set_minor_formatter(NullFormatter())
         if axes.get_ylim()[1] >= 1000:

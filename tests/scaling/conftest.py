@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import yaml
 
-from raytrain_gpt.scaling.forecasts import RunResult
 from raytrain_gpt.scaling.law import Law
+from raytrain_gpt.scaling.law_file import RunResult
 from raytrain_gpt.scaling.plan import StudyPlan, study_base
 from raytrain_gpt.scaling.rates import RateRule
 from raytrain_gpt.scaling.study_file import Study

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,12 @@ from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.scaling.forecasts import (
     Forecasts,
-    LawFile,
     best_yaml,
     doubts_about,
-    law_file,
     objection_to,
-    read_result,
-    to_json,
     variants,
 )
+from raytrain_gpt.scaling.law_file import LawFile, law_file, read_result, to_json
 from raytrain_gpt.storage.location import Location
 from tests.conftest import RunCli, raises_line
 
@@ -73,11 +71,12 @@ def test_a_damaged_law_is_one_line(
 
 
 def test_estimate_names_the_loss_to_expect(
-    forecasts: Forecasts, tmp_path: Path, run_cli: RunCli
+    forecasts: Forecasts, dataset: Path, tmp_path: Path, run_cli: RunCli
 ) -> None:
     file = tmp_path / "law.json"
     file.write_text(to_json(forecasts.file))
-    code, out, _ = run_cli("estimate", "--law", file, "--global_batch_tokens", 1024)
+    config = "--global_batch_tokens", 1024, "--data_path", tmp_path / "none"
+    code, out, _ = run_cli("estimate", "--law", file, *config)
     (line,) = [line for line in out.splitlines() if line.startswith("loss ")]
     assert code == 0
     assert "nats per token, by small-study, at 0." in line
@@ -85,6 +84,8 @@ def test_estimate_names_the_loss_to_expect(
     assert ";" not in line
     _, out, _ = run_cli("estimate", "--law", file, "--optimizer", "adamw")
     assert "the law has optimizer=muon, not adamw" in out
+    _, out, _ = run_cli("estimate", "--law", file, "--data_path", dataset)
+    assert "the law has a different tokenizer" in out
     code, _, err = run_cli("estimate", "--law", file, "--max_steps", 10**8)
     assert (code, "forecasts reach 30 times" in err) == (2, True)
 
@@ -172,6 +173,13 @@ def test_runs_that_diverged_are_left_out(make_study: MakeStudy) -> None:
     file, _ = law_file(plan, "abc", RULE, runs)
     assert len(file.fitted) == 19
     assert file.batch_cost is None
+    few = [r.model_copy(update=bad) if r.name[:6] in ("size-4", "size-5") else r for r in runs]
+    few = [r.model_copy(update=bad) if r.name.endswith(("-10", "-20")) else r for r in few]
+    file, _ = law_file(plan, "abc", RULE, few)
+    inner = {size.parameters: size.parameters / 2 for size in plan.sizes}
+    best = replace(Forecasts(plan, file, None, 1).best(), size=plan.sizes[-1])
+    names = [name for name, *_ in variants(file, best, inner)]
+    assert "without the shortest runs" not in names
     runs = [r.model_copy(update=bad) if r.name.startswith("size-") else r for r in runs]
     with raises_line(ConfigError, "study small-study has no law", "0 runs"):
         law_file(plan, "abc", RULE, runs)

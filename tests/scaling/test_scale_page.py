@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import sync_playwright
 
-from raytrain_gpt.scaling.forecasts import Forecasts, Verdict, law_file
+from raytrain_gpt.scaling.forecasts import Forecasts
+from raytrain_gpt.scaling.law_file import Verdict, law_file
 from raytrain_gpt.scaling.plan import PlannedRun, Size, StudyPlan, study_base
 from raytrain_gpt.scaling.scale_page import scale_page
 from raytrain_gpt.scaling.study_cost import _makespan

@@ -11,7 +11,7 @@ import pytest
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.errors import ConfigError, TrainingFailed
-from raytrain_gpt.scaling.forecasts import LawFile, read_result
+from raytrain_gpt.scaling.law_file import LawFile, read_result
 from raytrain_gpt.scaling.study import run_study
 from raytrain_gpt.scaling.study_file import Study, load_study
 from raytrain_gpt.storage.location import Location
