@@ -255,6 +255,9 @@ def test_a_killed_driver_goes_on_by_the_same_command(
     indexes = wait_until(
         lambda: list(storage.rglob("checkpoint_manager_snapshot.json")), "Ray's index"
     )
+    # Written in the background, while the ranks go on from step 30 to the gate.
+    catalog = Catalog(Location.of(storage))
+    wait_until(lambda: catalog.complete()[-1].state.step == 30, "the checkpoint of step 30")
     command.process.kill()
     command.ends()
     for index in indexes:
@@ -262,7 +265,7 @@ def test_a_killed_driver_goes_on_by_the_same_command(
     lines: list[str] = []
     summary = train(config, lines.append)
     assert any("was held by" in line or "taken over" in line for line in lines), lines
-    assert any(line.startswith("resuming from step 30") for line in lines)
+    assert any(line.startswith("resuming from step 30") for line in lines), lines
     assert_same(summary.run_dir.path, straight(2))
 
 
