@@ -27,7 +27,7 @@ CURRENT = [page for page in PAGES if page.relative_to(ROOT).as_posix() not in HI
 GUIDES = sorted((ROOT / "docs").glob("*.md"))
 """Pages for readers: all but the notebook."""
 
-MAX_README_WORDS, MAX_PAGE_WORDS, MAX_DOCS_WORDS = 1200, 1700, 17_100
+MAX_README_WORDS, MAX_PAGE_WORDS, MAX_DOCS_WORDS = 1200, 1700, 17_500
 WORD = re.compile(r"\S*\w\S*")
 GENERATED = re.compile(r"<!-- (\w+) -->.*?<!-- end of \1 -->", re.DOTALL)
 """Tables of configuration.md that are generated from the code."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -17,8 +17,13 @@ from raytrain_gpt.commands.flags import (
     say,
 )
 from raytrain_gpt.config.call_options import Metavar, PrepareOptions
+from raytrain_gpt.config.load import DEFAULT_PRESET, load_preset
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import count, shell
+
+if TYPE_CHECKING:
+    from raytrain_gpt.data.shards import Manifest
+    from raytrain_gpt.storage.location import Location
 
 
 class PrepareTarget(ProgressOptions):
@@ -29,7 +34,8 @@ class PrepareTarget(ProgressOptions):
     out: Annotated[str, Metavar("DIR")]
     """New dataset: a directory or s3://bucket/prefix."""
     tokenizer: Annotated[str, Metavar("NAME")] = "bytes"
-    """Tokenizer; bytes, a tiktoken encoding (gpt2, …) or a checkpoint; for token ids: their tokenizer."""
+    """Tokenizer; bytes, a tiktoken encoding (gpt2, …), bpe:VOCAB_SIZE to train one, or a tokenizer.json,
+    dataset or checkpoint; for token ids: their tokenizer."""
 
 
 class PrepareFlags(PrepareOptions, PrepareTarget):
@@ -44,6 +50,10 @@ class DatasetOptions(JsonOptions):
 class StatsOptions(DatasetOptions):
     png: Annotated[str | None, Metavar("FILE")] = None
     """Plot of the document lengths (default: document_lengths.png in DIR)."""
+    compare: Annotated[str | None, Metavar("NAME,NAME")] = None
+    """Tokenizers to compare on a sample, such as bytes,gpt2,bpe:4096 (default: none)."""
+    preset: Annotated[str, Metavar("NAME")] = DEFAULT_PRESET
+    """Model whose costs --compare gives."""
 
 
 class AtOptions(RunOptions):
@@ -112,17 +122,34 @@ def verify(options: DatasetOptions) -> None:
 
 @command("stats", StatsOptions)
 def stats(options: StatsOptions) -> None:
-    """Count the documents and tokens of a dataset, and plot document lengths."""
+    """Count the documents and tokens of a dataset, and plot document lengths; or compare tokenizers."""
     from raytrain_gpt.data.describe import PICTURE_FILE, dataset_stats
     from raytrain_gpt.data.shards import read_manifest
     from raytrain_gpt.storage.location import Location
 
     directory = Location.of(options.directory)
     manifest = read_manifest(directory)
+    if options.compare is not None:
+        options.say_json(
+            {"path": str(directory), "compared": _compared(options, directory, manifest)}
+        )
+        return
     picture = Location.of(options.png) if options.png else directory / PICTURE_FILE
     facts = dataset_stats(directory, manifest, picture, say)
     say(_train_line(options.directory))
     options.say_json(facts)
+
+
+def _compared(
+    options: StatsOptions, directory: Location, manifest: Manifest
+) -> list[dict[str, Any]]:
+    from raytrain_gpt.estimate.tokenizer_comparison import compare_tokenizers, comparison_table
+
+    names = (options.compare or "").split(",")
+    rows = compare_tokenizers(directory, manifest, names, load_preset(options.preset), say)
+    for line in comparison_table(rows):
+        say(line)
+    return [asdict(row) for row in rows]
 
 
 def _describe(options: DatasetOptions, *, verified: bool) -> None:

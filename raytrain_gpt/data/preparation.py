@@ -16,6 +16,7 @@ import contextlib
 import json
 import re
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any, Literal
 
 import tiktoken
@@ -31,7 +32,13 @@ from raytrain_gpt.data.shards import (
     read_manifest,
     write_manifest,
 )
-from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, read_tokenizer, token_dtype, tokenizer_json
+from raytrain_gpt.data.tokenizer import (
+    TOKENIZER_FILE,
+    read_tokenizer,
+    token_dtype,
+    tokenizer_json,
+    vocab_hash,
+)
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.format import Log, count
 from raytrain_gpt.parsing import parse_json
@@ -109,6 +116,24 @@ def _is_intact(directory: Location, shard: Shard) -> bool:
         return (directory / shard.path).size_bytes() == shard.file_bytes
     except FileNotFoundError:
         return False
+
+
+def prepared_tokenizer(directory: LocationLike, plan: Plan, name: str) -> tiktoken.Encoding | None:
+    """Return the tokenizer of this name that an earlier preparation trained for the same plan, or None.
+
+    The recorded hash of that plan includes the tokenizer's, so a different one does not match.
+    """
+    directory = Location.of(directory)
+    try:
+        encoding = read_tokenizer(directory)
+        if (directory / MANIFEST_FILE).exists():
+            recorded = read_manifest(directory).source.get("plan_hash")
+        else:
+            recorded = (directory / _NOTES_DIR / _PLAN_FILE).read_bytes().decode(errors="replace")
+    except (DataError, FileNotFoundError):
+        return None
+    is_same = replace(plan, vocab_hash=vocab_hash(encoding)).hash == recorded
+    return encoding if is_same and encoding.name == name else None
 
 
 def start(

@@ -20,7 +20,7 @@ from raytrain_gpt.data.duplicates import only_first
 from raytrain_gpt.data.imports import read_ids
 from raytrain_gpt.data.shards import ROW_GROUP_TOKENS
 from raytrain_gpt.data.sources import find_pieces
-from raytrain_gpt.data.split import SplitRule, id_rule, is_named_val, text_rule
+from raytrain_gpt.data.split import ReadDocuments, SplitRule, id_rule, is_named_val, text_rule
 from raytrain_gpt.data.tokenizer import vocab_hash
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.format import Log, count
@@ -72,15 +72,18 @@ class Plan:
 
 def make_plan(
     sources: list[str],
-    encoding: tiktoken.Encoding,
+    encoding: tiktoken.Encoding | None,
     options: PrepareOptions,
     log: Log,
     row_group_tokens: int = ROW_GROUP_TOKENS,
 ) -> Plan:
     """Make the plan of a preparation; `max_bad_documents` does not change it.
 
+    Args:
+        encoding: The tokenizer, or None to train one; then the plan has no `vocab_hash` yet.
+
     Raises:
-        DataError: a source is missing or empty, or a split would be empty.
+        DataError: a source is missing or empty, a split would be empty, or there is no text to train on.
     """
     find = partial(find_pieces, options=options, log=log)
     num_val = 0
@@ -97,14 +100,19 @@ def make_plan(
             )
         pieces += both[-num_val:]
 
-    def read_all(piece: SourcePiece) -> Iterator[Document]:
-        # Only tasks count against the limit: some documents are read twice here.
-        bad = BadDocuments(None if options.max_bad_documents else 0)
-        return read_documents(piece, options.text_field, bad, options.document_separator)
-
     dedupe = options.dedupe == "exact"
-    read = only_first(read_all) if dedupe else read_all
+    read = reader(options)
     is_import = pieces[0].ids is not None
+    if encoding is None and is_import:
+        raise DataError(
+            f"{pieces[0].location} contains token ids, but a new tokenizer needs text; set --tokenizer to "
+            "the one that made them"
+        )
+    if encoding is None and options.val_tokens is not None:
+        raise DataError(
+            f"val_tokens={options.val_tokens} counts tokens of a tokenizer that is not trained yet; use "
+            "--val_fraction or --val"
+        )
     if is_import and dedupe:
         raise DataError(
             f"{pieces[0].location} contains token ids, but dedupe compares text; remove --dedupe"
@@ -112,6 +120,7 @@ def make_plan(
     if num_val:
         rule = SplitRule(cut_piece=len(pieces) - num_val)
     elif is_import:
+        assert encoding is not None
         rule = id_rule(pieces, partial(read_ids, encoding=encoding), encoding.eot_token, options)
     else:
         rule = text_rule(pieces, read, encoding, options, log)
@@ -122,7 +131,7 @@ def make_plan(
             f"validation split from the names of {count(len(files), 'file')}: {', '.join(named[:3])}"
             f"{', …' * (len(named) > 3)} (override with --val_fraction)"
         )
-    is_bytes = encoding.max_token_value <= 256 and not is_import
+    is_bytes = encoding is not None and encoding.max_token_value <= 256 and not is_import
     bytes_per_token = 1 if is_bytes else TEXT_BYTES_PER_TOKEN
     total = sum(piece.text_bytes for piece in pieces)
     task_bytes = min(
@@ -133,11 +142,22 @@ def make_plan(
         tasks=tuple(_group(pieces, task_bytes)),
         text_field=options.text_field,
         split=rule,
-        vocab_hash=vocab_hash(encoding),
+        vocab_hash="" if encoding is None else vocab_hash(encoding),
         row_group_tokens=row_group_tokens,
         dedupe=dedupe,
         document_separator=options.document_separator,
     )
+
+
+def reader(options: PrepareOptions) -> ReadDocuments:
+    """Return a function that reads a chunk's documents, without duplicates if asked, before the tasks do."""
+
+    def read_all(piece: SourcePiece) -> Iterator[Document]:
+        # Only tasks count against the limit: some documents are read twice here.
+        bad = BadDocuments(None if options.max_bad_documents else 0)
+        return read_documents(piece, options.text_field, bad, options.document_separator)
+
+    return only_first(read_all) if options.dedupe == "exact" else read_all
 
 
 def _group(pieces: list[SourcePiece], task_bytes: int) -> list[tuple[int, int]]:

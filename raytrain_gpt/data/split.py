@@ -104,15 +104,16 @@ def document_hash(name: str, position: int) -> int:
 def text_rule(
     pieces: list[SourcePiece],
     read: ReadDocuments,
-    encoding: tiktoken.Encoding,
+    encoding: tiktoken.Encoding | None,
     options: PrepareOptions,
     log: Log,
 ) -> SplitRule:
     """Make the rule for text: by option, else by file names, else by VAL_FRACTION.
 
-    A fraction is exact for few documents, and by hash for many.
+    A fraction is exact for few documents, and by hash for many. `val_tokens` needs an encoding.
     """
     if options.val_tokens is not None:
+        assert encoding is not None
         return _head_rule(pieces, read, encoding, options.val_tokens, log)
     if options.val_fraction is None and _are_named_for_splits(pieces):
         return SplitRule(by_name=True)

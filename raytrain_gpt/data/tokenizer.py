@@ -49,11 +49,14 @@ Tokens = NDArray[np.uint16] | NDArray[np.uint32]
 Dtype = Literal["uint16", "uint32"]
 
 
-def load_tokenizer(name: str) -> tiktoken.Encoding:
-    """Load `bytes`, tiktoken's encoding of this name (from cache or net), or that in a directory.
+def tokenizer_names() -> list[str]:
+    return ["bytes", *tiktoken.list_encoding_names()]
 
-    The directory is a dataset or checkpoint. Raises a DataError if the name is unknown, `<|endoftext|>` is
-    missing, or reading and downloading fail.
+
+def load_tokenizer(name: str) -> tiktoken.Encoding:
+    """Load `bytes`, or tiktoken's encoding of this name (from cache or net).
+
+    Raises a DataError if the name is unknown, `<|endoftext|>` is missing, or reading and downloading fail.
     """
     if name == "bytes":
         # Pieces of 16 characters were fastest: 21 MB/s per core, against 8 MB/s for single characters.
@@ -61,12 +64,10 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
         return tiktoken.Encoding(
             name, pat_str=r"(?s).{1,16}", mergeable_ranks=ranks, special_tokens={EOT: 256}
         )
-    if name not in tiktoken.list_encoding_names():
-        if (Location.of(name) / TOKENIZER_FILE).is_file():
-            return read_tokenizer(name)
-        names = ", ".join(["bytes", *tiktoken.list_encoding_names()])
+    if name not in tokenizer_names():
         raise DataError(
-            f"unknown tokenizer {name}; use one of {names}, or a checkpoint's directory"
+            f"unknown tokenizer {name}; use one of {', '.join(tokenizer_names())}, bpe:VOCAB_SIZE to train "
+            "one, or a tokenizer.json, dataset or checkpoint"
         )
     try:
         encoding = tiktoken.get_encoding(name)
@@ -178,7 +179,10 @@ def make_encoding(
 
 def read_tokenizer(directory: LocationLike) -> tiktoken.Encoding:
     """Read a dataset's or checkpoint's tokenizer; raises a DataError if it is missing or damaged."""
-    path = Location.of(directory) / TOKENIZER_FILE
+    return read_tokenizer_file(Location.of(directory) / TOKENIZER_FILE)
+
+
+def read_tokenizer_file(path: Location) -> tiktoken.Encoding:
     advice = "; repeat the command that prepared the dataset, or use a different checkpoint"
     with damage_as(DataError, f"tokenizer {path}", advice):
         content = parse_json(path.read_bytes())

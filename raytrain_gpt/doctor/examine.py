@@ -39,14 +39,15 @@ from raytrain_gpt.config.sections import DEFAULT_DATA
 from raytrain_gpt.core.model import GPT2_VOCAB_SIZE
 from raytrain_gpt.data.locations import data_is_there, data_of, location, run_location
 from raytrain_gpt.data.mixture import Mixture
-from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.doctor import node_probe, rank_findings, rank_probe
 from raytrain_gpt.doctor.bench import Forecast, describe, forecast
 from raytrain_gpt.doctor.check import Check, Failed, Skipped, named_check
 from raytrain_gpt.doctor.rank_probe import GroupFacts
 from raytrain_gpt.errors import ClusterError, RaytrainGptError
 from raytrain_gpt.format import Log, amount, count, size
+from raytrain_gpt.ingest.hf_tokenizer import open_tokenizer
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
+from raytrain_gpt.ingest.train_tokenizer import new_vocab_size
 from raytrain_gpt.tracking import mlflow_run
 from raytrain_gpt.train import preflight
 from raytrain_gpt.train.memory_fit import fit_memory
@@ -250,11 +251,13 @@ def check_tokenizer(name: str | None, data: Mixture | None) -> str:
         if data is None:
             raise Skipped("no data, and no --tokenizer NAME for prepare")
         return f"stored with the data: {data.tokenizer}"
+    if new_vocab_size(name) is not None:
+        return f"{name} is trained by prepare"
     problem = [f"not loaded within {FETCH_TIMEOUT_S:g} s"]
 
     def fetch() -> None:
         try:
-            load_tokenizer(name)
+            open_tokenizer(name, lambda line: None)
             problem.clear()
         except RaytrainGptError as error:
             problem[:] = [str(error)]

@@ -23,10 +23,10 @@ from raytrain_gpt.data.tokenizer import EOT
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
 from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.export.hf_config import mapping_of
-from raytrain_gpt.export.hf_tokenizer import GPT2_PATTERN, merges_of, printable
 from raytrain_gpt.export.hf_weights import unpadded
 from raytrain_gpt.export.huggingface import DType, shape_line, staging_dir
 from raytrain_gpt.format import Log
+from raytrain_gpt.ingest.hf_tokenizer import GPT2_PATTERN, merges_of, printable
 from raytrain_gpt.storage.location import Location, force_to_disk, is_url
 
 SUFFIX = ".gguf"

@@ -33,7 +33,6 @@ from raytrain_gpt.errors import CheckpointError, ConfigError, DataError, failure
 from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.export.hf_config import HF_CONFIG_FILE, hf_config_files, read_hf_config
 from raytrain_gpt.export.hf_gpt2 import shape_of_tensors
-from raytrain_gpt.export.hf_tokenizer import hf_tokenizer_files, read_hf_tokenizer, with_last_id
 from raytrain_gpt.export.hf_weights import (
     HF_WEIGHTS_FILE,
     find_hf_weights,
@@ -43,6 +42,12 @@ from raytrain_gpt.export.hf_weights import (
 )
 from raytrain_gpt.export.model_card import CARD_FILE, IMPORT_EVENT, model_card
 from raytrain_gpt.format import Log, amount
+from raytrain_gpt.ingest.hf_tokenizer import (
+    hf_tokenizer_files,
+    open_tokenizer,
+    read_hf_tokenizer,
+    with_last_id,
+)
 from raytrain_gpt.storage.location import Location, force_to_disk, is_url
 from raytrain_gpt.tracking.mlflow_run import track_export
 
@@ -163,7 +168,9 @@ def import_weights(
 
 
 def _tokenizer(source: Path, name: str | None, vocab_size: int, log: Log) -> tiktoken.Encoding:
-    encoding = read_hf_tokenizer(source, log) if name is None else load_tokenizer(name)
+    encoding = (
+        read_hf_tokenizer(Location.of(source), log) if name is None else open_tokenizer(name, log)
+    )
     if encoding is not None and name is None and encoding.n_vocab < vocab_size:
         log(f"{vocab_size - encoding.n_vocab} rows of the embedding have no token")
         encoding = with_last_id(encoding, vocab_size - 1)

@@ -14,23 +14,33 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
+import tiktoken
 
 from raytrain_gpt.cluster.address import named_cluster
 from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.bad_documents import BadDocuments
 from raytrain_gpt.data.duplicates import find_duplicates
-from raytrain_gpt.data.preparation import done_tasks, finish, start, task_file
+from raytrain_gpt.data.preparation import (
+    done_tasks,
+    finish,
+    prepared_tokenizer,
+    start,
+    task_file,
+)
 from raytrain_gpt.data.prepare_plan import Plan, make_plan
 from raytrain_gpt.data.shards import Manifest
 from raytrain_gpt.data.tokenize import hash_task, run_task
-from raytrain_gpt.data.tokenizer import load_tokenizer
+from raytrain_gpt.data.tokenizer import vocab_hash
 from raytrain_gpt.errors import DataError, reason
 from raytrain_gpt.format import Log, amount, count, duration
+from raytrain_gpt.ingest.hf_tokenizer import open_tokenizer
+from raytrain_gpt.ingest.train_tokenizer import new_vocab_size, train_on_plan
 from raytrain_gpt.redact import redacted
 from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
 from raytrain_gpt.storage.location import Location, LocationLike
@@ -62,7 +72,7 @@ def prepare(
         sources: Files, directories or globs, local, in an object store or on the HF hub; web
             addresses of files; or `stdlib`.
         directory: The dataset; every task needs write access to it.
-        tokenizer: `bytes` or a tiktoken encoding.
+        tokenizer: `bpe:VOCAB_SIZE` to train one on the training documents, or as in `open_tokenizer`.
         in_process: Run without Ray, which is the default below SMALL_BYTES of text unless RAY_ADDRESS
             names a cluster. A private cluster stops after the tasks.
 
@@ -71,12 +81,11 @@ def prepare(
         ClusterError: the directory is in use, the storage refuses access, or Ray cannot be used.
         StorageError: the storage was unreachable for too long; finished shards are kept.
     """
-    encoding = load_tokenizer(tokenizer)
-    plan = make_plan(sources, encoding, options, log)
+    directory = Location.of(directory)
+    plan, encoding = _plan_and_tokenizer(sources, directory, tokenizer, options, log)
     is_small = sum(piece.text_bytes for piece in plan.pieces) < SMALL_BYTES
     on_ray = not in_process and (named_cluster() is not None or not is_small)
     run, cluster = _on_ray(log) if on_ray else (map, nullcontext())
-    directory = Location.of(directory)
     lease = directory.parent / f".{directory.name}{LEASE_FILE}"
     with _storage_errors(directory), hold_lease(lease, f"dataset {directory}", log):
         manifest = start(directory, plan, encoding, log)
@@ -89,6 +98,20 @@ def prepare(
         with cluster:  # after all checks: it takes ten seconds or more to start
             results = _run_tasks(directory, plan, options.max_bad_documents, run, log)
         return finish(directory, plan, results, source, options.max_bad_documents, log)
+
+
+def _plan_and_tokenizer(
+    sources: list[str], directory: Location, tokenizer: str, options: PrepareOptions, log: Log
+) -> tuple[Plan, tiktoken.Encoding]:
+    vocab_size = new_vocab_size(tokenizer)
+    if vocab_size is None:
+        encoding = open_tokenizer(tokenizer, log)
+        return make_plan(sources, encoding, options, log), encoding
+    plan = make_plan(sources, None, options, log)
+    with _storage_errors(directory):
+        found = prepared_tokenizer(directory, plan, tokenizer)
+    encoding = found or train_on_plan(plan, vocab_size, options, log)
+    return replace(plan, vocab_hash=vocab_hash(encoding)), encoding
 
 
 def _run_tasks(

@@ -24,7 +24,8 @@ from raytrain_gpt.data.tokenizer import EOT, load_tokenizer, make_encoding
 from raytrain_gpt.errors import CheckpointError, DataError
 from raytrain_gpt.export import huggingface
 from raytrain_gpt.export.gguf import export_gguf
-from raytrain_gpt.export.hf_tokenizer import GPT2_PATTERN
+from raytrain_gpt.ingest.hf_tokenizer import GPT2_PATTERN
+from raytrain_gpt.ingest.train_tokenizer import train_bpe
 from raytrain_gpt.storage.location import Location
 from tests.conftest import RunCli, raises_line
 
@@ -157,7 +158,14 @@ def test_llama_cpp_computes_what_the_model_computes(
 def test_llama_cpp_reads_texts_as_the_tokenizer_does(
     name: str, tokenizer: str, tmp_path: Path
 ) -> None:
-    encoding = load_tokenizer(tokenizer)
+    check_texts(name, load_tokenizer(tokenizer), tmp_path)
+
+
+def test_llama_cpp_reads_texts_as_a_tokenizer_of_ones_own_does(tmp_path: Path) -> None:
+    check_texts("qwen3", train_bpe([Path(__file__).read_text(), *TEXTS], 600), tmp_path)
+
+
+def check_texts(name: str, encoding: tiktoken.Encoding, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "checkpoint", name, encoding)
     llama = LlamaCpp(export_gguf(tmp_path / "checkpoint", tmp_path / "a.gguf", "bf16", print))
     for text in TEXTS:

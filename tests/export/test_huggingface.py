@@ -34,6 +34,8 @@ from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
 from raytrain_gpt.evaluate.inference import evaluate_checkpoint
 from raytrain_gpt.export import huggingface
 from raytrain_gpt.export.huggingface import export_checkpoint, import_weights
+from raytrain_gpt.ingest.hf_tokenizer import hf_tokenizer_files
+from raytrain_gpt.ingest.train_tokenizer import train_bpe
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.train.launch import train
@@ -176,6 +178,19 @@ def test_transformers_loads_an_export_with_the_same_logits(
         best = model.logits(prompt["input_ids"])[0, -1, : model.shape.vocab_size].argmax()
     assert drawn.shape[1] == prompt["input_ids"].shape[1] + 5
     assert dtype == "bf16" or drawn[0, -5] == best
+
+
+def test_transformers_read_texts_as_a_tokenizer_of_ones_own_does(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    text = Path(__file__).read_text()
+    encoding = train_bpe([text], 600)
+    for name, content in hf_tokenizer_files(encoding, 64).items():
+        (tmp_path / name).write_text(content)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for one in (text, "It's  the 1st naïve 日本 model,\n\n isn't it?\t"):
+        assert theirs(one)["input_ids"] == encoding.encode_ordinary(one)
+    assert (theirs.eos_token_id, len(theirs)) == (599, 600)
 
 
 @pytest.mark.parametrize("sizes", [{}, UNTIED], ids=["gpt2", "qwen3"])

@@ -15,19 +15,29 @@ import itertools
 import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import tiktoken
 from tiktoken_ext.openai_public import r50k_pat_str  # type: ignore[import-untyped]
 
-from raytrain_gpt.data.tokenizer import EOT, MAX_TOKEN_BYTES, load_tokenizer, make_encoding
+from raytrain_gpt.data.tokenizer import (
+    EOT,
+    MAX_TOKEN_BYTES,
+    TOKENIZER_FILE,
+    load_tokenizer,
+    make_encoding,
+    read_tokenizer_file,
+    tokenizer_names,
+)
 from raytrain_gpt.errors import DataError, damage_as
 from raytrain_gpt.format import Log
 from raytrain_gpt.parsing import parse_json
+from raytrain_gpt.storage.location import Location
 
 HF_TOKENIZER_FILE = "tokenizer.json"
 HF_TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+_VOCABULARY_FILE, _MERGES_FILE = "vocab.json", "merges.txt"
+"""The format before `tokenizer.json`."""
 
 GPT2_PATTERN: str = r50k_pat_str
 GPT2_RANKS_SHA256 = "b580654d2e5d585af6dcee97b9cdd3a14a00503812dd6b9d4ea23a20da8bf49f"
@@ -66,6 +76,11 @@ def printable(token: bytes) -> str:
 
 def _bytes(text: str) -> bytes:
     return bytes(_BYTE[character] for character in text)
+
+
+def token_ranks(vocabulary: Mapping[str, int]) -> dict[bytes, int]:
+    """Convert printable tokens with their ids to bytes, in the order of the ids."""
+    return {_bytes(text): i for text, i in sorted(vocabulary.items(), key=lambda item: item[1])}
 
 
 def merges_of(ranks: TokenRanks) -> dict[bytes, tuple[bytes, bytes]]:
@@ -171,49 +186,77 @@ def with_last_id(encoding: tiktoken.Encoding, last_id: int) -> tiktoken.Encoding
     return make_encoding(IMPORTED, encoding._pat_str, encoding._mergeable_ranks, special)
 
 
-def read_hf_tokenizer(directory: Path, log: Log) -> tiktoken.Encoding | None:
+def open_tokenizer(name: str, log: Log) -> tiktoken.Encoding:
+    """Load a tokenizer by name, or from a directory or file in our format or Hugging Face's.
+
+    Raises a DataError like `load_tokenizer`, `read_tokenizer_file` and `read_hf_tokenizer`.
+    """
+    place = Location.of(name)
+    file = place if place.is_file() else place / TOKENIZER_FILE
+    if name in tokenizer_names() or not file.is_file():
+        return load_tokenizer(name)
+    with damage_as(DataError, f"tokenizer {file}"):
+        is_own = "ranks" in parse_json(file.read_bytes())
+    return read_tokenizer_file(file) if is_own else _read_hf_file(file, log)
+
+
+def read_hf_tokenizer(directory: Location, log: Log) -> tiktoken.Encoding | None:
     """Convert a Hugging Face directory's tokenizer to tiktoken with the same ids; None without one.
 
     Warns that NFC normalization is dropped. Raises a DataError if the tokenizer is damaged, or not a
     byte-level BPE like GPT-2's with `<|endoftext|>`.
     """
-    path = directory / HF_TOKENIZER_FILE
-    # The format before `tokenizer.json`.
-    vocabulary, merges = directory / "vocab.json", directory / "merges.txt"
-    if not path.is_file():
-        if not (vocabulary.is_file() and merges.is_file()):
-            return None
-        path = vocabulary
+    files = directory / HF_TOKENIZER_FILE, directory / _VOCABULARY_FILE
+    file = next((file for file in files if file.is_file()), None)
+    return None if file is None else _read_hf_file(file, log)
+
+
+def _read_hf_file(file: Location, log: Log) -> tiktoken.Encoding:
     try:
-        with damage_as(DataError, f"tokenizer {path}"):
-            if path == vocabulary:
-                content = _content_of(vocabulary.read_text("utf-8"), merges.read_text("utf-8"))
-            else:
-                content = parse_json(path.read_bytes())
-            special, ranks = _special(content), _ranks(content)
+        with damage_as(DataError, f"tokenizer {file}"):
+            content = parse_json(file.read_bytes())
+            if file.name == _VOCABULARY_FILE:
+                content = _content_of(content, (file.parent / _MERGES_FILE).read_text())
             if content.get("normalizer") is not None:
-                log(f"{path}: dropping its NFC normalization; normalize text that is not in NFC")
-            ids = [*ranks.values(), *special.values()]
-            if len(set(ids)) != len(ids):
-                raise _Unsupported("two of its tokens have the same id")
-            regex = _pattern(content["pre_tokenizer"])
-            if regex is None and any(len(token) > 1 for token in ranks):
-                raise _Unsupported("its pre_tokenizer has no pattern")
-            name, pattern = _exported_name(directory, regex) or _recognized_name(ranks, regex)
-            return make_encoding(name, pattern, ranks, special)
-    except _Unsupported as error:
+                log(f"{file}: dropping its NFC normalization; normalize text that is not in NFC")
+            return encoding_of(content, _exported_name(file.parent))
+    except Unsupported as error:
         raise DataError(
-            f"tokenizer {path} is not supported ({error}); set --tokenizer to one with the same ids"
+            f"tokenizer {file} is not supported ({error}); set --tokenizer to one with the same ids"
         ) from None
 
 
-class _Unsupported(Exception):
+def encoding_of(
+    content: dict[str, Any], written: tuple[str, str] | None = None
+) -> tiktoken.Encoding:
+    """Convert the content of a Hugging Face file.
+
+    Args:
+        written: Name and pattern that our export wrote beside it.
+
+    Raises:
+        Unsupported: it is unlike GPT-2's.
+        ValueError, TypeError, KeyError: it is damaged.
+    """
+    special, ranks = _special(content), _ranks(content)
+    ids = [*ranks.values(), *special.values()]
+    if len(set(ids)) != len(ids):
+        raise Unsupported("two of its tokens have the same id")
+    pattern = _pattern(content["pre_tokenizer"])
+    if pattern is None and any(len(token) > 1 for token in ranks):
+        raise Unsupported("its pre_tokenizer has no pattern")
+    # The export's name counts only if its pattern still matches the tokenizer.
+    if written is None or pattern not in (written[1], _oniguruma(written[1]), None):
+        written = _recognized_name(ranks, pattern)
+    return make_encoding(*written, ranks, special)
+
+
+class Unsupported(Exception):
     """A tokenizer unlike GPT-2's; the message has the reason."""
 
 
-def _content_of(vocabulary: str, merges: str) -> dict[str, Any]:
+def _content_of(ids: dict[str, int], merges: str) -> dict[str, Any]:
     """Convert `vocab.json` and `merges.txt` to the form of `tokenizer.json`."""
-    ids: dict[str, int] = parse_json(vocabulary)
     lines = [line for line in merges.splitlines() if line and not line.startswith("#version")]
     made = {line.replace(" ", "") for line in lines}
     special = {text: i for text, i in ids.items() if len(text) > 1 and text not in made}
@@ -229,30 +272,30 @@ def _ranks(content: dict[str, Any]) -> dict[bytes, int]:
     model = content["model"]
     # Older files, such as the released GPT-2's, lack the type.
     if model.get("type", "BPE") != "BPE" or content.get("normalizer") not in (None, _NFC):
-        raise _Unsupported(f"type {model.get('type')}, normalizer {content.get('normalizer')}")
+        raise Unsupported(f"type {model.get('type')}, normalizer {content.get('normalizer')}")
     for key in ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "dropout"):
         if model.get(key):
-            raise _Unsupported(f"it has {key} {model[key]!r}")
+            raise Unsupported(f"it has {key} {model[key]!r}")
     added = {token["content"] for token in content["added_tokens"]}
     texts = {text: int(i) for text, i in model["vocab"].items() if text not in added}
     if odd := [text for text in texts if not _BYTE.keys() >= set(text) or not text]:
-        raise _Unsupported(f"its token {odd[0]!r} is not written as bytes")
-    ranks = {_bytes(text): i for text, i in texts.items()}
+        raise Unsupported(f"its token {odd[0]!r} is not written as bytes")
+    ranks = token_ranks(texts)
     if max(map(len, texts), default=0) > MAX_TOKEN_BYTES:
-        raise _Unsupported(f"it has a token of more than {MAX_TOKEN_BYTES} bytes")
+        raise Unsupported(f"it has a token of more than {MAX_TOKEN_BYTES} bytes")
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
-        raise _Unsupported(f"it has no token for byte {missing[0]}")
+        raise Unsupported(f"it has no token for byte {missing[0]}")
     listed = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
     pairs = [(_bytes(left), _bytes(right)) for left, right in listed]
     order = [ranks[left + right] for left, right in pairs]
     if order != sorted(order):
-        raise _Unsupported("its merges are not in the order of the ids")
+        raise Unsupported("its merges are not in the order of the ids")
     derived = merges_of(ranks)
     if not set(derived.values()) <= set(pairs):
-        raise _Unsupported("its list of merges is incomplete")
+        raise Unsupported("its list of merges is incomplete")
     unmade = [token for token in ranks if len(token) > 1 and token not in derived]
     if unmade and not model.get("ignore_merges"):
-        raise _Unsupported(f"no merge makes its token {unmade[0]!r}")
+        raise Unsupported(f"no merge makes its token {unmade[0]!r}")
     return ranks
 
 
@@ -261,10 +304,10 @@ def _special(content: dict[str, Any]) -> dict[str, int]:
     contents = [token["content"] for token in tokens if not token["special"]]
     # Qwen's <think> and the like, which hardly occur in text, are special for us.
     if ordinary := [text for text in contents if not _TAG.fullmatch(text)]:
-        raise _Unsupported(f"its added token {ordinary[0]!r} is not a special one")
+        raise Unsupported(f"its added token {ordinary[0]!r} is not a special one")
     special = {str(token["content"]): int(token["id"]) for token in tokens}
     if EOT not in special:
-        raise _Unsupported(f"it has no {EOT}")
+        raise Unsupported(f"it has no {EOT}")
     return special
 
 
@@ -273,26 +316,22 @@ def _pattern(pre_tokenizer: dict[str, Any]) -> str | None:
     steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     *splits, last = steps
     if last["type"] != "ByteLevel" or last["add_prefix_space"] or len(splits) > 1:
-        raise _Unsupported("its pre_tokenizer is not ByteLevel without add_prefix_space")
+        raise Unsupported("its pre_tokenizer is not ByteLevel without add_prefix_space")
     if not splits:
         return GPT2_PATTERN if last.get("use_regex", True) else None
     (split,) = splits
     pattern = str(split["pattern"].get("Regex"))
     plain = split["type"] == "Split" and split["behavior"] == "Isolated" and not split["invert"]
     if not plain or last.get("use_regex", True) or "Regex" not in split["pattern"]:
-        raise _Unsupported("its pre_tokenizer is not one Split by a pattern, and ByteLevel")
+        raise Unsupported("its pre_tokenizer is not one Split by a pattern, and ByteLevel")
     return pattern
 
 
-def _exported_name(directory: Path, pattern: str | None) -> tuple[str, str] | None:
-    """Return the name and pattern written by our export, if they still match the tokenizer."""
-    path = directory / HF_TOKENIZER_CONFIG_FILE
-    if not path.is_file():
-        return None
-    entry = parse_json(path.read_bytes()).get(_OWN_KEY)
-    if entry is None or pattern not in (entry["pattern"], _oniguruma(entry["pattern"]), None):
-        return None
-    return str(entry["name"]), str(entry["pattern"])
+def _exported_name(directory: Location) -> tuple[str, str] | None:
+    """Return the name and pattern written by our export."""
+    file = directory / HF_TOKENIZER_CONFIG_FILE
+    entry = parse_json(file.read_bytes()).get(_OWN_KEY) if file.is_file() else None
+    return None if entry is None else (str(entry["name"]), str(entry["pattern"]))
 
 
 def _recognized_name(ranks: TokenRanks, pattern: str | None) -> tuple[str, str]:
@@ -305,5 +344,5 @@ def _recognized_name(ranks: TokenRanks, pattern: str | None) -> tuple[str, str]:
     if pattern == GPT2_PATTERN and hashlib.sha256(lines.encode()).hexdigest() == GPT2_RANKS_SHA256:
         return "gpt2", pattern
     if pattern != GPT2_PATTERN and _DIALECTS_DIFFER.search(pattern):
-        raise _Unsupported(f"its pattern {pattern!r} has a different meaning in tiktoken")
+        raise Unsupported(f"its pattern {pattern!r} has a different meaning in tiktoken")
     return IMPORTED, pattern

@@ -15,13 +15,14 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from raytrain_gpt.data.tokenizer import EOT, load_tokenizer, vocab_hash
 from raytrain_gpt.errors import DataError
-from raytrain_gpt.export.hf_tokenizer import (
+from raytrain_gpt.ingest.hf_tokenizer import (
     GPT2_PATTERN,
     HF_TOKENIZER_FILE,
     hf_tokenizer_files,
     read_hf_tokenizer,
     with_last_id,
 )
+from raytrain_gpt.storage.location import Location
 from tests.conftest import raises_line
 from tests.data.shard_tools import TEXTS, made_text
 
@@ -62,7 +63,7 @@ def made(trained: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> tiktok
     """Return an encoding with the ids of `trained`, a different pattern, a gap, and an unmergeable token."""
     directory = tmp_path_factory.mktemp("trained")
     trained.save(str(directory / HF_TOKENIZER_FILE))
-    found = read_hf_tokenizer(directory, print)
+    found = read_hf_tokenizer(Location.of(directory), print)
     assert found is not None
     ranks = {**found._mergeable_ranks, b"quixotic": 600}
     assert max(found._mergeable_ranks.values()) < 600
@@ -141,7 +142,7 @@ def write(directory: Path, files: dict[str, str]) -> Path:
 def test_what_was_written_is_read_as_the_same_tokenizer(
     encoding: tiktoken.Encoding, hf_files: dict[str, str], tmp_path: Path
 ) -> None:
-    read = read_hf_tokenizer(write(tmp_path, hf_files), print)
+    read = read_hf_tokenizer(Location.of(write(tmp_path, hf_files)), print)
     assert read is not None
     assert vocab_hash(read) == vocab_hash(encoding)
 
@@ -173,7 +174,7 @@ def test_a_tokenizer_from_elsewhere_has_the_same_ids(
                 content["model"].pop(key, None)
             content["model"]["merges"] = [" ".join(pair) for pair in content["model"]["merges"]]
         write(tmp_path, {HF_TOKENIZER_FILE: json.dumps(content)})
-    read = read_hf_tokenizer(tmp_path, print)
+    read = read_hf_tokenizer(Location.of(tmp_path), print)
     assert read is not None
     assert read.eot_token == trained.token_to_id(EOT) == 0
     assert (read.n_vocab, read._pat_str) == (trained.get_vocab_size(), GPT2_PATTERN)
@@ -181,7 +182,7 @@ def test_a_tokenizer_from_elsewhere_has_the_same_ids(
 
 
 def test_a_directory_without_a_tokenizer_has_none(tmp_path: Path) -> None:
-    assert read_hf_tokenizer(tmp_path, print) is None
+    assert read_hf_tokenizer(Location.of(tmp_path), print) is None
 
 
 def split(pattern: str) -> dict[str, Any]:
@@ -199,7 +200,7 @@ def split(pattern: str) -> dict[str, Any]:
 def test_a_pattern_of_its_own_is_kept(trained: Tokenizer, tmp_path: Path) -> None:
     content = json.loads(trained.to_str()) | {"pre_tokenizer": split(r" ?\p{L}+|\p{N}{1,3}|\s+|.")}
     write(tmp_path, {HF_TOKENIZER_FILE: json.dumps(content)})
-    read = read_hf_tokenizer(tmp_path, print)
+    read = read_hf_tokenizer(Location.of(tmp_path), print)
     assert read is not None
     check_same(
         read, Tokenizer.from_str(json.dumps(content)), ["the model 12345  x", made_text(5000)]
@@ -226,7 +227,7 @@ def test_a_tokenizer_like_qwens_is_carried(trained: Tokenizer, tmp_path: Path) -
     tokenizer.add_tokens(["<think>", "</think>", "<|fim_pad|>"])
     tokenizer.save(str(tmp_path / HF_TOKENIZER_FILE))
     lines: list[str] = []
-    read = read_hf_tokenizer(tmp_path, lines.append)
+    read = read_hf_tokenizer(Location.of(tmp_path), lines.append)
     assert read is not None
     assert [line.split(": ")[1].split(";")[0] for line in lines] == [
         "dropping its NFC normalization"
@@ -238,7 +239,10 @@ def test_a_tokenizer_like_qwens_is_carried(trained: Tokenizer, tmp_path: Path) -
 
     longer = with_last_id(read, 639)
     assert (read.n_vocab, longer.n_vocab) == (505, 640)
-    assert read_hf_tokenizer(write(tmp_path, hf_tokenizer_files(longer, 64)), print) is not None
+    assert (
+        read_hf_tokenizer(Location.of(write(tmp_path, hf_tokenizer_files(longer, 64))), print)
+        is not None
+    )
     again = Tokenizer.from_file(str(tmp_path / HF_TOKENIZER_FILE))
     assert again.token_to_id("<|unused_639|>") == 639
     check_same(longer, again, ["naïve 日本", made_text(5000, 6)])
@@ -279,11 +283,11 @@ def test_another_kind_of_tokenizer_is_refused(
     change(content)
     write(tmp_path, {HF_TOKENIZER_FILE: json.dumps(content)})
     with raises_line(DataError, HF_TOKENIZER_FILE, "--tokenizer", *words):
-        read_hf_tokenizer(tmp_path, print)
+        read_hf_tokenizer(Location.of(tmp_path), print)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"model": 3}', '{"model": {"type": "BPE"}}'])
 def test_a_damaged_tokenizer_is_refused(text: str, tmp_path: Path) -> None:
     write(tmp_path, {HF_TOKENIZER_FILE: text})
     with raises_line(DataError, HF_TOKENIZER_FILE, "is damaged"):
-        read_hf_tokenizer(tmp_path, print)
+        read_hf_tokenizer(Location.of(tmp_path), print)

@@ -1,0 +1,135 @@
+"""Train a tokenizer on the training documents of a preparation: `prepare --tokenizer bpe:VOCAB_SIZE`.
+
+Byte-level BPE with GPT-2's pattern, which Hugging Face, llama.cpp and tiktoken all read. `tokenizers` counts
+words and merges pairs; ties go to the pair with the lowest ids, so equal text gives equal ids on any machine.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+
+import tiktoken
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+
+from raytrain_gpt.config.call_options import PrepareOptions
+from raytrain_gpt.data.documents import SourcePiece
+from raytrain_gpt.data.prepare_plan import Plan, reader
+from raytrain_gpt.data.split import ReadDocuments, document_hash
+from raytrain_gpt.data.tokenizer import EOT, make_encoding
+from raytrain_gpt.errors import DataError
+from raytrain_gpt.format import Log, count, duration, size
+from raytrain_gpt.ingest.hf_tokenizer import GPT2_PATTERN, token_ranks
+
+PREFIX = "bpe:"
+_MAX_VOCAB_SIZE = 1_000_000
+SAMPLE_BYTES = 100_000_000
+"""Text to train on, which takes seconds and bounds memory; more hardly changes 8,192 ids."""
+_LEAST_PIECE_BYTES = 2**23
+_MOST_TOKEN_BYTES = 64
+"""No rule or blank line becomes a token of its own length."""
+_TEXT_CHARACTERS = 2**16
+"""Texts are passed on in parts, since `tokenizers` holds many bytes per character."""
+
+
+def new_vocab_size(name: str) -> int | None:
+    """Return the size in `bpe:VOCAB_SIZE`, or None for any other name; raises a DataError."""
+    if not name.startswith(PREFIX):
+        return None
+    digits = name.removeprefix(PREFIX)
+    if not (digits.isdecimal() and 257 < int(digits) <= _MAX_VOCAB_SIZE):
+        raise DataError(
+            f"tokenizer {name} needs a vocabulary size from 258 to {_MAX_VOCAB_SIZE}, as in bpe:8192"
+        )
+    return int(digits)
+
+
+def train_on_plan(
+    plan: Plan, vocab_size: int, options: PrepareOptions, log: Log
+) -> tiktoken.Encoding:
+    """Train on SAMPLE_BYTES of a plan's training documents.
+
+    Raises a DataError if their text is too little for `vocab_size`, or cannot be read.
+    """
+    started, num_documents, num_bytes = time.monotonic(), 0, 0
+
+    def texts() -> Iterator[str]:
+        nonlocal num_documents, num_bytes
+        for text in sample(plan, options):
+            num_documents, num_bytes = num_documents + 1, num_bytes + len(text.encode())
+            yield text
+
+    encoding = train_bpe(texts(), vocab_size)
+    log(
+        f"trained {encoding.name} on {size(num_bytes)} of {count(num_documents, 'training document')} "
+        f"in {duration(time.monotonic() - started)}"
+    )
+    return encoding
+
+
+def sample(plan: Plan, options: PrepareOptions, max_bytes: int = SAMPLE_BYTES) -> Iterator[str]:
+    """Yield the text of training documents, up to `max_bytes` of UTF-8 in all.
+
+    Chunks of the sources are read in the order of a hash, each up to its share, or _LEAST_PIECE_BYTES.
+    """
+    read, each = reader(options), max(_LEAST_PIECE_BYTES, max_bytes // len(plan.pieces))
+
+    def order(i: int) -> int:
+        return document_hash(plan.pieces[i].name, plan.pieces[i].start)
+
+    left = max_bytes
+    for i in sorted(range(len(plan.pieces)), key=order):
+        left_here = min(each, left)
+        for text in _train_texts(plan, i, plan.pieces[i], read):
+            content = text.encode("utf-8", "replace")[:left_here]
+            left_here, left = left_here - len(content), left - len(content)
+            yield content.decode(errors="ignore")
+            if left_here <= 0:
+                break
+        if left <= 0:
+            return
+
+
+def _train_texts(plan: Plan, i: int, piece: SourcePiece, read: ReadDocuments) -> Iterator[str]:
+    for document in read(piece):
+        for split, text in plan.split.parts(i, piece.name, document):
+            if split == "train":
+                yield text
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> tiktoken.Encoding:
+    """Train a byte-level BPE: 256 bytes, merges in the order of their ids, `<|endoftext|>` as the last id.
+
+    Raises:
+        DataError: the texts have too few pairs for `vocab_size`.
+    """
+    # Otherwise it warns when a cluster starts.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    trainer = BpeTrainer(
+        vocab_size=vocab_size - 1,
+        min_frequency=2,
+        initial_alphabet=ByteLevel.alphabet(),
+        max_token_length=_MOST_TOKEN_BYTES,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(
+        (
+            text[at : at + _TEXT_CHARACTERS]
+            for text in texts
+            for at in range(0, len(text), _TEXT_CHARACTERS)
+        ),
+        trainer,
+    )
+    ranks = token_ranks(tokenizer.get_vocab())
+    if len(ranks) < vocab_size - 1:
+        raise DataError(
+            f"the training text is enough for {len(ranks) + 1} ids, not for {PREFIX}{vocab_size}; use "
+            f"{PREFIX}{len(ranks) + 1}, or add text"
+        )
+    return make_encoding(f"{PREFIX}{vocab_size}", GPT2_PATTERN, ranks, {EOT: len(ranks)})

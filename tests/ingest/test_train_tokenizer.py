@@ -1,0 +1,198 @@
+"""`prepare --tokenizer bpe:N`: a tokenizer of the text itself, the same on any machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiktoken
+from tokenizers import Tokenizer
+
+from raytrain_gpt.config.call_options import PrepareOptions
+from raytrain_gpt.data.prepare_plan import make_plan
+from raytrain_gpt.data.shards import read_manifest
+from raytrain_gpt.data.tokenizer import (
+    TOKENIZER_FILE,
+    read_tokenizer,
+    tokenizer_json,
+    vocab_hash,
+)
+from raytrain_gpt.errors import DataError
+from raytrain_gpt.ingest.hf_tokenizer import (
+    HF_TOKENIZER_CONFIG_FILE,
+    HF_TOKENIZER_FILE,
+    hf_tokenizer_files,
+    merges_of,
+    open_tokenizer,
+)
+from raytrain_gpt.ingest.prepare import prepare
+from raytrain_gpt.ingest.train_tokenizer import sample, train_bpe
+from tests.conftest import RunCli, raises_line
+from tests.data.shard_tools import TEXTS, documents, made_text, prepare_here, write_jsonl
+
+SCRIPTS = "Да здравствует слово. 統一碼と日本語。 שלום עולם. Ένα δύο τρία. "
+MIXED = [
+    made_text(60_000),
+    Path(__file__).read_text(),
+    SCRIPTS * 40,
+    *TEXTS.values(),
+    "".join(map(chr, range(1, 0x250))),
+    "x" * 5_000 + "-" * 300,
+]
+
+
+@pytest.fixture(scope="module")
+def encoding() -> tiktoken.Encoding:
+    return train_bpe(MIXED, 600)
+
+
+def test_ids_are_those_of_tokenizers_and_every_id_is_made(encoding: tiktoken.Encoding) -> None:
+    theirs = Tokenizer.from_str(hf_tokenizer_files(encoding, 64)[HF_TOKENIZER_FILE])
+    assert encoding.n_vocab == 600
+    assert encoding.eot_token == 599
+    assert len(merges_of(encoding._mergeable_ranks)) == 600 - 257
+    for text in [
+        *MIXED,
+        "  def f(x):\n\n    return x\n",
+        "naïve ²½ \u00a0\u2028 we'LL",
+        "\ufeff\x00",
+    ]:
+        ids = encoding.encode_ordinary(text)
+        assert theirs.encode(text, add_special_tokens=False).ids == ids or "<|end" in text
+        assert encoding.decode(ids) == text
+    longest = max(map(len, encoding._mergeable_ranks))
+    assert longest <= 64, "no token is as long as a rule"
+
+
+@pytest.mark.slow
+def test_any_number_of_threads_trains_the_same_tokenizer() -> None:
+    code = (
+        "import argparse, inspect, typing\n"
+        "from raytrain_gpt.data.tokenizer import vocab_hash\n"
+        "from raytrain_gpt.ingest.train_tokenizer import train_bpe\n"
+        "texts = [open(module.__file__).read() for module in (argparse, inspect, typing)]\n"
+        "print(vocab_hash(train_bpe(texts, 2000)))"
+    )
+    hashes = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads},
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout
+        for threads in ("1", "4")
+    }
+    assert len(hashes) == 1
+
+
+def test_the_sample_is_bounded_and_leaves_out_validation(tmp_path: Path) -> None:
+    texts = [f"document {i} " * 40 for i in range(200)]
+    sources = [write_jsonl(tmp_path / f"{n}.jsonl", texts[n::4]) for n in range(4)]
+    options = PrepareOptions(val_fraction=0.2)
+    plan = make_plan(sources, None, options, print)
+    whole = list(sample(plan, options))
+    manifest = prepare_here(sources, tmp_path / "data", "bytes", val_fraction=0.2)
+    held_out = [text.decode() for text in documents(tmp_path / "data", manifest, "val")]
+    assert sorted([*whole, *held_out]) == sorted(texts)
+    some = list(sample(plan, options, max_bytes=10_000))
+    assert sum(map(len, some)) == 10_000
+    assert some == list(sample(plan, options, max_bytes=10_000))
+
+
+def test_a_dataset_has_its_own_tokenizer_and_trains_it_once(tmp_path: Path) -> None:
+    text, val = tmp_path / "train.txt", tmp_path / "val.txt"
+    text.write_text("to be or not to be, that is the question\n" * 300)
+    val.write_text("zyxwvu zyxwvu\n" * 300)
+    lines: list[str] = []
+
+    def prepared() -> None:
+        sources = [str(text), str(val)]
+        prepare(sources, tmp_path / "data", "bpe:270", PrepareOptions(), log=lines.append)
+
+    prepared()
+    manifest = read_manifest(tmp_path / "data")
+    encoding = read_tokenizer(tmp_path / "data")
+    assert (manifest.tokenizer, manifest.vocab_size, manifest.dtype) == ("bpe:270", 270, "uint16")
+    assert manifest.vocab_hash == vocab_hash(encoding)
+    assert not any(b"zy" in token for token in encoding._mergeable_ranks)
+    assert any(
+        line.startswith("trained bpe:270 on 12.3 kB of 1 training document") for line in lines
+    )
+    lines.clear()
+    prepared()
+    assert lines[-1] == f"{tmp_path / 'data'} is already prepared"
+    assert not any("trained" in line for line in lines)
+    (tmp_path / "data" / TOKENIZER_FILE).unlink()
+    prepared()
+    assert vocab_hash(read_tokenizer(tmp_path / "data")) == manifest.vocab_hash
+
+
+def test_a_second_dataset_takes_the_tokenizer_of_a_file(
+    encoding: tiktoken.Encoding, tmp_path: Path, run_cli: RunCli
+) -> None:
+    (tmp_path / "ours.json").write_text(tokenizer_json(encoding))
+    for name, content in hf_tokenizer_files(encoding, 64).items():
+        (tmp_path / name).write_text(content)
+    for name in ("ours.json", HF_TOKENIZER_FILE, "."):
+        assert vocab_hash(open_tokenizer(str(tmp_path / name), print)) == vocab_hash(encoding)
+    (tmp_path / HF_TOKENIZER_CONFIG_FILE).unlink()
+    nameless = open_tokenizer(str(tmp_path), print)
+    assert nameless.name == "imported"
+    assert nameless._mergeable_ranks == encoding._mergeable_ranks
+    (tmp_path / "book.txt").write_text("to be\n" * 100)
+    out = tmp_path / "data"
+    flags = ["--out", str(out), "--tokenizer", str(tmp_path / "ours.json")]
+    run_cli.succeeds("prepare", tmp_path / "book.txt", *flags)
+    assert read_manifest(out).vocab_hash == vocab_hash(encoding)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("bpe:", ("bpe:", "from 258", "as in bpe:8192")),
+        ("bpe:257", ("bpe:257", "from 258")),
+        ("bpe:-3", ("from 258",)),
+        ("bpe:1000001", ("to 1000000",)),
+        ("bpe:4096", ("is enough for", "add text")),
+        ("gpt3", ("unknown tokenizer gpt3", "bpe:VOCAB_SIZE", "tokenizer.json")),
+    ],
+)
+def test_names_that_cannot_be(name: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("to be or not to be\n" * 100)
+    with raises_line(DataError, *words):
+        prepare([str(tmp_path / "book.txt")], tmp_path / "data", name, PrepareOptions(), log=print)
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", ("is damaged",)),
+        ('{"version": "1.0"}', ("is damaged",)),
+        (
+            json.dumps({"model": {"type": "Unigram"}, "added_tokens": []}),
+            ("not supported", "<|endoftext|>"),
+        ),
+    ],
+)
+def test_files_that_are_no_tokenizer(content: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "odd.json").write_text(content)
+    with raises_line(DataError, *words, "odd.json"):
+        open_tokenizer(str(tmp_path / "odd.json"), print)
+
+
+def test_text_is_needed_and_its_tokens_are_not_known_before(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("to be or not to be\n" * 100)
+    with raises_line(DataError, "val_tokens=10", "--val_fraction"):
+        options = PrepareOptions(val_tokens=10)
+        prepare([str(tmp_path / "book.txt")], tmp_path / "data", "bpe:300", options, log=print)
+    (tmp_path / "ids.bin").write_bytes(bytes(range(200)) * 10)
+    with raises_line(DataError, "ids.bin contains token ids", "--tokenizer"):
+        prepare(
+            [str(tmp_path / "ids.bin")], tmp_path / "data", "bpe:300", PrepareOptions(), log=print
+        )
