@@ -11,13 +11,15 @@ from typing import Any
 from raytrain_gpt.parsing import parse_json
 
 _TEXTS = {"event", "session", "device", "precision", "tokenizer", "trace", "data/order_hash"}
-_TEXTS |= {"source"}
+_TEXTS |= {"source", "node", "where"}
 _COUNTS = {"step", "attempt", "num_workers", "lost_steps", "to_step", "first_batch", "stop_batch"}
-_COUNTS |= {"num_parameters", "train_tokens", "first_step", "num_steps"}
+_COUNTS |= {"num_parameters", "train_tokens", "first_step", "num_steps", "rank"}
 _COUNTS |= {"data/tokens_seen", "val/tokens", "hellaswag/examples", "hellaswag/cut"}
 _SECONDS = {"time", "lost_s", "perf/checkpoint_write_s"}
-_NUMBERS = {"loss", "loss_zscore", "grad_norm", "grad_norm_zscore"}
+_NUMBERS = {"loss", "loss_zscore", "grad_norm", "grad_norm_zscore", "slower"}
 """Numbers, as all other keys with a slash are."""
+_SECONDS_OF_RANKS = {"rank_forward_s", "rank_data_wait_s"}
+"""Lists with a number for each rank."""
 LIMIT = 1e100
 """Sums of numbers below it are finite."""
 _TIME_LIMIT_S = 1e11
@@ -27,6 +29,7 @@ _NEEDED = {
     "checkpoint": ("time", "perf/checkpoint_write_s"),
     "import": ("source",),
     "rollback": ("time", "to_step", "first_batch", "stop_batch"),
+    "slow_rank": ("time", "rank", "node", "device", "slower", "where", "num_steps"),
     "profile": ("time", "trace", "first_step", "num_steps"),
 }
 """Event -> required keys besides `step`; other events need `time`."""
@@ -49,6 +52,8 @@ def _is_valid(key: str, value: Any) -> bool:
     is_number = type(value) in (int, float)
     if key in _SECONDS:
         return is_number and 0 <= value < _TIME_LIMIT_S
+    if key in _SECONDS_OF_RANKS:
+        return isinstance(value, list) and all(_is_valid("time", seconds) for seconds in value)
     if key in _NUMBERS or "/" in key:  # null stands for a number that is not finite
         return value is None or (is_number and abs(value) < LIMIT)
     return True

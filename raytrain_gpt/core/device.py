@@ -9,7 +9,7 @@ import random
 import re
 import resource
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -233,6 +233,35 @@ class Moment:
             return self._at - earlier._at
         self._event.synchronize()
         return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+
+Span = tuple[Moment, Moment]
+
+
+class TimedContext:
+    """Makes contexts that measure what runs inside, such as autocast around a forward pass.
+
+    Args:
+        make: Makes the context itself.
+    """
+
+    def __init__(
+        self, make: Callable[[], contextlib.AbstractContextManager[object]], device: torch.device
+    ) -> None:
+        self._make, self._device = make, device
+        self._spans: list[Span] = []
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        started = Moment(self._device)
+        with self._make():
+            yield
+        self._spans.append((started, Moment(self._device)))
+
+    def take(self) -> list[Span]:
+        """Return start and end of the contexts since the last call."""
+        spans, self._spans = self._spans, []
+        return spans
 
 
 def forget_peak_memory() -> None:

@@ -23,6 +23,7 @@ from raytrain_gpt.format import (
     Log,
     is_loss_spike,
     own_scores,
+    slow_rank_text,
 )
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.charts import Chart, Curve, Floats, running_mean
@@ -35,6 +36,7 @@ from raytrain_gpt.tracking.goodput import (
 )
 from raytrain_gpt.tracking.page import page, yaml_text
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, Row, read_rows, read_samples
+from raytrain_gpt.tracking.slow_ranks import RankStrip, rank_strips
 from raytrain_gpt.tracking.step_time import StepTimeBreakdown
 from raytrain_gpt.tracking.sync import RunSync
 
@@ -107,6 +109,14 @@ class RunHistory:
             (name, LOST_TO.get(name, "effective"), parts[name], start, width)
             for name, start, width in zip(parts, starts.tolist(), widths.tolist(), strict=True)
         ]
+
+    def rank_strips(self) -> list[RankStrip]:
+        return rank_strips(self.rows)
+
+    def slow_ranks(self) -> list[str]:
+        """Return a text for each rank that was found to be slow, with the step."""
+        found = (event for event in self.events if event["event"] == "slow_rank")
+        return [f"step {event['step']:,}: {slow_rank_text(event)}" for event in found]
 
     def samples(self) -> list[tuple[int, list[str]]]:
         """Return (step, texts) of at most MAX_SAMPLE_SETS sets, spread over the run."""
@@ -198,9 +208,24 @@ class RunHistory:
 
 def write_report(sync: RunSync, tell: Log | None = None) -> Path:
     """Write a run's `report.html` and return its path; `tell` as in `RunHistory`."""
+    path = sync.work_dir / REPORT_FILE
+    Location.of(path).write_text(report_html(sync, tell))
+    return path
+
+
+def report_html(
+    sync: RunSync, tell: Log | None = None, *, refresh_s: int = 0, changed_s: float = 0.0
+) -> str:
+    """Return the report's page.
+
+    Args:
+        refresh_s: Seconds after which the page asks for itself again; 0 for a file.
+        changed_s: Unix time of the run's last row, shown if the page refreshes.
+    """
     run = RunHistory(sync, tell)
     mean = running_mean(run.column("train/loss"), run.window)[-1] if run.rows else None
-    return _write_page(sync.work_dir / REPORT_FILE, [run], run.charts(), mean_loss=mean)
+    live = {"refresh_s": refresh_s, "changed_s": changed_s}
+    return _page([run], run.charts(), mean_loss=mean, **live)
 
 
 def write_comparison(syncs: list[RunSync], out: Path, tell: Log | None = None) -> Path:
@@ -218,14 +243,16 @@ def write_comparison(syncs: list[RunSync], out: Path, tell: Log | None = None) -
     common = sorted(set.intersection(*steps)) if steps else []
     keys = dict.fromkeys(key for run in runs for key in run.fields if key != "run_name")
     values = {key: [yaml_text(run.fields.get(key, "–")) for run in runs] for key in keys}
-    return _write_page(
-        out,
+    html = _page(
         runs,
         charts,
         common_step=common[-1] if common else None,
         same_data=[_same_data(run, runs[0], common) for run in runs],
         differing={key: texts for key, texts in values.items() if len(set(texts)) > 1},
     )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    Location.of(out).write_text(html)
+    return out
 
 
 def _compared(runs: list[RunHistory], window: int, by_tokens: bool = False) -> list[Chart]:
@@ -272,12 +299,9 @@ def _same_data(run: RunHistory, first: RunHistory, common: Sequence[int]) -> str
     return "yes" if run.manifest_hash == first.manifest_hash else "no, same order of different data"
 
 
-def _write_page(path: Path, runs: list[RunHistory], charts: list[Chart], **more: Any) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
+def _page(runs: list[RunHistory], charts: list[Chart], **more: Any) -> str:
     values = {"runs": runs, "charts": charts, "bad_step_events": BAD_STEP_EVENTS, **more}
-    html = page(_TEMPLATE, one="differing" not in more, **values)
-    Location.of(path).write_text(html)
-    return path
+    return page(_TEMPLATE, one="differing" not in more, **values)
 
 
 def _sample(line: str) -> str:

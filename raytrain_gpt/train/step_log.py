@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch import Tensor
 from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.config.sections import SpikesSection
-from raytrain_gpt.core.device import Moment, peak_memory_bytes
+from raytrain_gpt.core.device import Moment, Span, peak_memory_bytes
 from raytrain_gpt.core.loop import StepResult
 from raytrain_gpt.core.spikes import BadStep, BadStreak, SpikeDetector
 from raytrain_gpt.data.mixed_order import MixedOrder
@@ -26,6 +27,7 @@ from raytrain_gpt.data.order import BatchRanges, batch_before, extend_order_hash
 from raytrain_gpt.ingest.feed import TrainFeed
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.tracking.run_files import Row, finite
+from raytrain_gpt.tracking.slow_ranks import SlowRanks, Times
 
 
 @dataclass
@@ -46,6 +48,7 @@ class _Window:
     """
 
     steps: list[StepResult]
+    forward: list[Sequence[Span]]
     losses: Tensor
     norms: Tensor
     scales: Tensor | None
@@ -61,6 +64,7 @@ class StepLog:
         flops_per_token: FLOPs of a token's forward and backward pass.
         peak_flops: FLOP/s of one worker's device, or None if unlisted.
         slowed: Steps slowed by a profile, whose speed is not reported.
+        slow_ranks: Compares the ranks' times, or None for a single rank.
 
     Attributes:
         bad_streak: Bad steps in a row that require a rollback, or None.
@@ -79,6 +83,7 @@ class StepLog:
         peak_flops: float | None,
         device: torch.device,
         slowed: range,
+        slow_ranks: SlowRanks | None = None,
     ) -> None:
         self._order, self._collectives, self._feed = ingest.order(), collectives, feed
         self._datasets, self._seq_len = ingest.data.names, ingest.seq_len
@@ -90,11 +95,12 @@ class StepLog:
         self._detector = SpikeDetector(spikes, before)
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self._device, self._slowed = device, slowed
-        self._pending: list[StepResult] = []
+        self._pending: list[tuple[StepResult, Sequence[Span]]] = []
         self._unread: deque[_Window] = deque()
         self._clock_from = self._began = Moment(device)
         self._seconds_excluded = 0.0
         self._steps_done = 0
+        self._slow_ranks = slow_ranks
         order_hash = resumed.state.order_hash if resumed else ingest.data.hash
         self.position = Position(ingest.first_batch, order_hash, ingest.skipped)
         self.bad_streak: BadStreak | None = None
@@ -112,9 +118,9 @@ class StepLog:
         """Exclude seconds that were not training from the steps until the next `flush`."""
         self._seconds_excluded += seconds
 
-    def add(self, result: StepResult) -> None:
-        """Add a result without reading it from the device."""
-        self._pending.append(result)
+    def add(self, result: StepResult, forward: Sequence[Span] = ()) -> None:
+        """Add a result, and its forward passes, without reading it from the device."""
+        self._pending.append((result, forward))
 
     def flush(self, late: bool = False) -> list[Row]:
         """Rows of all steps that have none yet, up to a streak of bad steps.
@@ -131,11 +137,13 @@ class StepLog:
 
     def _copied(self) -> _Window:
         """Start copying the pending results to the host (from a GPU: to pinned memory)."""
-        steps, self._pending = self._pending, []
+        pending, self._pending = self._pending, []
+        steps = [result for result, _ in pending]
         scales = [step.loss_scale for step in steps if step.loss_scale is not None]
         excluded, self._seconds_excluded = self._seconds_excluded, 0.0
         return _Window(
             steps,
+            [forward for _, forward in pending],
             losses=_to_host([step.loss for step in steps]),
             norms=_to_host([step.grad_norm.float() for step in steps]),
             scales=_to_host(scales) if scales else None,  # in a run all steps have one or none has
@@ -149,23 +157,35 @@ class StepLog:
         steps = window.steps
         # Waits until the window's values are on the host.
         seconds = window.end.seconds_since(self._clock_from) - window.seconds_excluded
+        # The host runs ahead of the device, so only the mean over a window is meaningful.
+        step_time_s = seconds / len(steps)
         sums = [self._feed.take_hash_sums() for _ in steps]
         scales = [None] * len(steps) if window.scales is None else window.scales.tolist()
         # The float64 mean of equal losses (exact sums) is exactly that loss.
         losses = window.losses.double()
         waits = torch.tensor([step.data_wait_s for step in steps], dtype=torch.float64)
+        forward = torch.tensor([_seconds(spans) for spans in window.forward], dtype=torch.float64)
         delivered = torch.tensor([hash_sum for hash_sum, _ in sums])
         skips = (~torch.isfinite(window.norms)).long()
         peak_bytes = torch.tensor([peak_memory_bytes(self._device)])
-        fields = [losses.view(torch.int64), waits.view(torch.int64), delivered, skips, peak_bytes]
-        by_rank = self._collectives.all_gather_rows(torch.cat(fields))
-        losses, waits, delivered, skips, peak_bytes = torch.split(by_rank, [*map(len, fields)], 1)
-        losses, waits = (
-            bits.contiguous().view(torch.float64).sum(0) / len(by_rank) for bits in (losses, waits)
+        fields = [
+            *(values.view(torch.int64) for values in (losses, waits, forward)),
+            *(delivered, skips, peak_bytes),
+        ]
+        gathered = self._collectives.all_gather_rows(torch.cat(fields))
+        losses, waits, forward, delivered, skips, peak_bytes = torch.split(
+            gathered, [*map(len, fields)], 1
         )
+        losses, waits, forward = (
+            bits.contiguous().view(torch.float64) for bits in (losses, waits, forward)
+        )
+        forward_s, data_wait_s = forward.numpy(), waits.numpy()
+        rank_means = {
+            "rank_forward_s": forward_s.mean(1).round(6).tolist(),
+            "rank_data_wait_s": data_wait_s.mean(1).round(6).tolist(),
+        }
+        losses, waits = (values.sum(0) / len(gathered) for values in (losses, waits))
         delivered, skips = delivered.sum(0), skips.sum(0)
-        # The host runs ahead of the device, so only the mean over a window is meaningful.
-        step_time_s = seconds / len(steps)
         self._clock_from = window.end
         self._steps_done += len(steps)
         tokens_done = self._steps_done * self._batch_tokens
@@ -186,7 +206,8 @@ class StepLog:
             loss, norm = float(losses[i]), float(window.norms[i])
             row = self._row(result, batch, loss, norm, step_time_s, float(waits[i]))
             scale = {} if scales[i] is None else {"optim/loss_scale": scales[i]}
-            rows.append(row | self._tokens_by_dataset(result.step) | since_start | scale)
+            by_rank = rank_means if self._slow_ranks and i == len(steps) - 1 else {}
+            rows.append(row | self._tokens_by_dataset(result.step) | since_start | scale | by_rank)
             bad = self._detector.judge(result.step, loss, norm, scales[i])
             if bad is not None:
                 rows.append(_event(bad, loss, norm, batch, int(skips[i])))
@@ -195,7 +216,7 @@ class StepLog:
                 first = batch_before(batch, result.step - streak[0], self.position.skipped)
                 self.bad_streak = BadStreak(streak[0], result.step, first, batch)
                 break  # later steps are repeated after the rollback
-        return rows
+        return rows + self._slow_rank_events(steps[-1].step, forward_s, data_wait_s, step_time_s)
 
     def _row(
         self,
@@ -225,6 +246,14 @@ class StepLog:
             "data/order_hash": self.position.order_hash,
         }
 
+    def _slow_rank_events(
+        self, step: int, forward_s: Times, data_wait_s: Times, step_time_s: float
+    ) -> list[Row]:
+        if self._slow_ranks is None or step in self._slowed:
+            return []
+        slow = self._slow_ranks.add(step, forward_s, data_wait_s, step_time_s)
+        return [{**asdict(found), "event": "slow_rank", "time": time.time()} for found in slow]
+
     def _tokens_by_dataset(self, step: int) -> Row:
         if not isinstance(self._order, MixedOrder):
             return {}
@@ -238,6 +267,10 @@ class StepLog:
 def _to_host(scalars: list[Tensor]) -> Tensor:
     """Copy scalars to the host at once, from a GPU asynchronously to pinned memory."""
     return torch.stack(scalars).to("cpu", non_blocking=True)
+
+
+def _seconds(spans: Sequence[Span]) -> float:
+    return sum(end.seconds_since(start) for start, end in spans)
 
 
 def _event(bad: BadStep, loss: float, norm: float, batch: int, skipping_ranks: int) -> Row:

@@ -23,6 +23,7 @@ from raytrain_gpt.cluster.compilers import check_compiler
 from raytrain_gpt.config.intervals import interval_warnings
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import (
+    TimedContext,
     device_name,
     environment_changes,
     numerics_environment,
@@ -39,9 +40,10 @@ from raytrain_gpt.format import count
 from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed, to_device
 from raytrain_gpt.ingest.ray_dataset import chunks_in_process, rank_chunks, ray_chunks
 from raytrain_gpt.tracking.run_files import Row
+from raytrain_gpt.tracking.slow_ranks import SlowRanks
 from raytrain_gpt.train.checkpointing import WRITE_TIMEOUT_S, Checkpointing
 from raytrain_gpt.train.heartbeat import RecorderClient
-from raytrain_gpt.train.model_setup import set_up_training
+from raytrain_gpt.train.model_setup import Sharded, set_up_training
 from raytrain_gpt.train.profile import Profile, StepProfile
 from raytrain_gpt.train.step_log import StepLog
 from raytrain_gpt.train.worker_group import WorkerSpec
@@ -168,6 +170,7 @@ class Worker:
         self.feed, self.evaluation = self._open_feeds()
         taken = self._take_profile if rank == 0 else None
         self.profile = StepProfile(train.profile_steps, self.step, train.max_steps, device, taken)
+        self._forward = TimedContext(self.setup.autocast, device)
         self._device_name = device_name(device)
         self.log = StepLog(
             spec.ingest,
@@ -180,7 +183,10 @@ class Worker:
             peak_flops=peak_flops(self._device_name, self.setup.precision),
             device=device,
             slowed=self.profile.slowed,
+            slow_ranks=self._slow_ranks(),
         )
+        here = {"node": socket.gethostname(), "device": self._device_name}
+        self._places = self.collectives.all_gather_json(here, dict[str, str])
         self.checkpoints = Checkpointing(
             spec, self.setup, self.log, self.collectives, self.recorder
         )
@@ -195,6 +201,11 @@ class Worker:
         )
         if train.exact:
             self._warn_if_not_exact()
+
+    def _slow_ranks(self) -> SlowRanks | None:
+        if self.collectives.world_size == 1:
+            return None
+        return SlowRanks(forward_is_own=not isinstance(self.setup.strategy, Sharded))
 
     def _warn_if_not_exact(self) -> None:
         """Exact sums need one kind of device, thread count and software version for the entire run."""
@@ -254,7 +265,7 @@ class Worker:
             max_steps=train.max_steps,
             learning_rate=lambda step: learning_rate(step, optim, train.max_steps),
             grad_clip=optim.grad_clip,
-            autocast=setup.autocast,
+            autocast=self._forward,
             seed=train.seed,
             loss_scale=setup.loss_scale,
         )
@@ -297,7 +308,7 @@ class Worker:
             gc.collect()
             gc.freeze()  # one rank's long collection would keep all others waiting
         self.step = result.step
-        self.log.add(result)
+        self.log.add(result, self._forward.take())
 
     def flush(self, late: bool) -> None:
         """Reduce results over the ranks and report them; on a CPU nothing is gained by being late."""
@@ -305,6 +316,8 @@ class Worker:
         for row in rows:
             if row.get("event") == "nonfinite":
                 self.recorder.log(f"step {row['step']}: not finite, update skipped")
+            if row.get("event") == "slow_rank":
+                row |= self._places[row["rank"]]
         self.checkpoints.add_rows(rows)
         self.recorder.rows(rows, force=self.step == self.config.train.max_steps)
 

@@ -395,6 +395,26 @@ def test_datasets_of_a_mixture_have_curves_of_their_own(tmp_path: Path) -> None:
     assert web.steps.tolist() == [2, 4]
 
 
+def test_ranks_are_compared_over_the_run(tmp_path: Path) -> None:
+    rows = []
+    for step in range(1, 41):
+        ranks = {"rank_forward_s": [0.1, 0.1, 0.15], "rank_data_wait_s": [0.0, 0.05, 0.0]}
+        rows.append(step_row(step, **ranks if step % 10 == 0 else {}))
+    slow = {"rank": 2, "node": "node-b", "device": "H100", "slower": 0.5, "where": "compute"}
+    rows.append(start("slow_rank", 40, 9.0, **slow, num_steps=20))
+    text = page(write_report(make_run(tmp_path / "run", rows)))
+    assert "step 40: rank 2 on node-b (H100): 50% slower than the others for 20 steps" in text
+    assert text.count('class="strip"') == 3
+    assert "steps 30–40: +50%" in text
+    row = re.search(r"<tr><th>1</th>.*?</tr>", text, re.DOTALL)
+    assert row is not None
+    assert row[0].endswith("<td>-20%</td><td>+20%</td></tr>")
+    damaged = step_row(50, rank_forward_s=[0.1, "x", 0.1])
+    path = tmp_path / "run" / METRICS_FILE
+    path.write_text(path.read_text() + json.dumps(damaged) + "\n")
+    assert page(write_report(RunSync(Location.of(tmp_path / "run")))).count('class="strip"') == 3
+
+
 def test_profiles_are_shown(tmp_path: Path) -> None:
     operators = [{"name": "<aten::mm>", "kind": "matmul", "time_s": 0.08, "calls": 48}]
     kinds = dict.fromkeys(KINDS, 0.0) | {"matmul": 0.15, "rest": 0.05}

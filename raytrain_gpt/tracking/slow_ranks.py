@@ -1,0 +1,161 @@
+"""Which rank keeps the others waiting, from the times of all ranks.
+
+Ranks wait for each other in the backward pass and the update, so all have the same step time. Their own
+speeds show in the forward pass and in waiting for data. A rank is slow if one of these costs it a tenth more
+than the median of the others with certainty: the mean over JUDGED_STEPS, less four standard errors, and the
+mean over the later half. On a quiet machine that takes 20 to 40 steps. Beside other load the ranks' times
+scatter by half, and only a large excess is certain.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+JUDGED_STEPS, REPORTED_STEPS = 40, 20
+SLOWER = 0.1
+_RECOVERED = 0.05
+_STANDARD_ERRORS = 4
+MAX_STRIPS, MAX_CELLS = 32, 60
+Where = Literal["compute", "data"]
+Times = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """A rank that became slow.
+
+    Attributes:
+        step: Last step of the measurement.
+        slower: Mean excess over the median of the others in the last `num_steps`: of their forward seconds,
+            or of the step's seconds.
+    """
+
+    step: int
+    rank: int
+    slower: float
+    where: Where
+    num_steps: int = REPORTED_STEPS
+
+
+class SlowRanks:
+    """Notices ranks that become slow.
+
+    Args:
+        forward_is_own: Whether ranks do not wait for each other in forward passes, as sharded ones do.
+    """
+
+    def __init__(self, forward_is_own: bool = True) -> None:
+        self._forward_is_own = forward_is_own
+        self._excess: dict[Where, list[Times]] = {where: [] for where in get_args(Where)}
+        self._slow: set[tuple[Where, int]] = set()
+
+    def add(
+        self, last_step: int, forward_s: Times, data_wait_s: Times, step_time_s: float
+    ) -> list[SlowRank]:
+        """Add steps; returns the ranks that are slow now and were not before.
+
+        Args:
+            forward_s: Seconds of the forward passes, float64 (ranks, steps).
+            data_wait_s: Seconds of waiting for data, likewise.
+        """
+        found = []
+        for where, excess in excess_of_ranks(forward_s, data_wait_s, np.array(step_time_s)).items():
+            if where == "data" or self._forward_is_own:
+                self._excess[where] = [*self._excess[where], *excess.T][-JUDGED_STEPS:]
+                found += self._judged(last_step, where)
+        return found
+
+    def _judged(self, step: int, where: Where) -> list[SlowRank]:
+        if len(self._excess[where]) < JUDGED_STEPS:
+            return []
+        # Logarithms, because twice as long and half as long are equally likely.
+        excess = np.log1p(np.maximum(self._excess[where], -0.99))
+        means, latest = excess.mean(0), excess[-REPORTED_STEPS:].mean(0)
+        least = means - _STANDARD_ERRORS * excess.std(0, ddof=1) / JUDGED_STEPS**0.5
+        certain = np.flatnonzero(np.minimum(least, latest) > np.log1p(SLOWER))
+        before = {rank for place, rank in self._slow if place == where}
+        news = [int(rank) for rank in certain if rank not in before]
+        recovered = {int(rank) for rank in np.flatnonzero(means < np.log1p(_RECOVERED))}
+        self._slow |= {(where, rank) for rank in news}
+        self._slow -= {(where, rank) for rank in recovered}
+        slower = np.expm1(latest).round(3).tolist()
+        return [SlowRank(step, rank, slower[rank], where) for rank in news]
+
+
+@dataclass(frozen=True)
+class RankStrip:
+    """How much a rank exceeded the others over a run.
+
+    Attributes:
+        cells: (steps as text, larger excess of the two) of consecutive parts of the run.
+        mean: Use of time -> mean excess.
+    """
+
+    rank: int
+    cells: list[tuple[str, float]]
+    mean: dict[Where, float]
+
+
+def rank_strips(rows: list[dict[str, Any]]) -> list[RankStrip]:
+    """Return the slowest MAX_STRIPS ranks of a run's rows, in rank order; of its last number of ranks."""
+    timed = [row for row in rows if row.get("rank_forward_s") and row.get("perf/step_time_s")]
+    if not timed:
+        return []
+    num_ranks = len(timed[-1]["rank_forward_s"])
+    timed = [
+        row
+        for row in timed
+        if len(row["rank_forward_s"]) == len(row.get("rank_data_wait_s", ())) == num_ranks > 1
+    ]
+    if not timed:
+        return []
+    forward, waits = (
+        np.array([row[key] for row in timed]).T for key in ("rank_forward_s", "rank_data_wait_s")
+    )
+    seconds = np.array([row["perf/step_time_s"] for row in timed])
+    excess = excess_of_ranks(forward, waits, seconds)
+    larger = np.maximum(excess["compute"], excess["data"])
+    parts = np.array_split(np.arange(len(timed)), min(len(timed), MAX_CELLS))
+    spans = [
+        f"steps {timed[max(0, part[0] - 1)]['step']:,}–{timed[part[-1]]['step']:,}"
+        for part in parts
+    ]
+    slowest = np.argsort(-larger.mean(1), kind="stable")[:MAX_STRIPS]
+    return [
+        RankStrip(
+            rank,
+            [
+                (span, float(larger[rank, part].mean()))
+                for span, part in zip(spans, parts, strict=True)
+            ],
+            {where: float(values[rank].mean()) for where, values in excess.items()},
+        )
+        for rank in sorted(map(int, slowest))
+    ]
+
+
+def excess_of_ranks(forward_s: Times, data_wait_s: Times, step_time_s: Times) -> dict[Where, Times]:
+    """Return how much each rank exceeds the median of the others, for each use of time.
+
+    Args:
+        forward_s: Seconds of the forward passes, float64 (ranks, steps).
+        data_wait_s: Seconds of waiting for data, likewise.
+        step_time_s: Seconds of the steps, float64, broadcast to that shape.
+
+    Returns:
+        Fractions, float64 (ranks, steps): of the others' forward seconds, and of the step's.
+    """
+    compute = forward_s / np.maximum(_median_of_others(forward_s), 1e-9) - 1
+    data = (data_wait_s - _median_of_others(data_wait_s)) / step_time_s
+    return {"compute": compute, "data": data}
+
+
+def _median_of_others(seconds: Times) -> Times:
+    """Return the median of the other ranks' values, for each rank: float64 (ranks, steps)."""
+    ranks = np.arange(len(seconds))
+    others = np.array([np.delete(ranks, rank) for rank in ranks])
+    return np.asarray(np.median(seconds[others], axis=1))
