@@ -29,7 +29,7 @@ _NO_USABLE_PATH = {
 """Errors blamed on a user's path wherever they occur; a missing file (ENOENT) may be our bug."""
 
 
-CODE_DECLARES_FLAGS = ("estimate", "train", "tune", "scale", "doctor")
+CODE_DECLARES_FLAGS = ("estimate", "train", "tune", "scale", "doctor", "submit")
 CODE_OF_CHECKPOINT = ("eval", "sample", "serve", "export")
 """Commands with `--code`; the latter compare it with the checkpoint before it is executed, except for
 `eval --evaluations`, whose flags it declares."""
@@ -169,7 +169,8 @@ def _parser() -> argparse.ArgumentParser:
     for command in (
         data.prepare, data.data, train.estimate, train.train, train.tune, train.scale, train.runs,
         inference.evaluate, inference.sample, inference.serve,
-        inference.export, inference.import_, cluster.doctor, cluster.node, completion(parser),
+        inference.export, inference.import_, cluster.doctor, cluster.node, cluster.submit,
+        completion(parser),
     ):  # fmt: skip
         command.add_parser(commands)
     return parser

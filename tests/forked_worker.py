@@ -38,15 +38,16 @@ LANGUAGE, RUNTIME_ENV = "--language=", "--serialized-runtime-env-context="
 
 def ask(arguments: list[str]) -> None:
     """Have the server fork the worker that this process was started to become."""
-    mine, variables = [], dict(os.environ)
+    mine, variables, directory = [], dict(os.environ), "."
     for argument in arguments:
-        if argument.startswith(
-            RUNTIME_ENV
-        ):  # runtime environment of the job or actor; tests set only variables
-            variables |= json.loads(argument.removeprefix(RUNTIME_ENV)).get("env_vars", {})
+        if argument.startswith(RUNTIME_ENV):  # runtime environment of the job or actor
+            context = json.loads(argument.removeprefix(RUNTIME_ENV))
+            variables |= context.get("env_vars", {})
+            if context.get("command_prefix", [])[:1] == ["cd"]:  # its working_dir
+                directory = context["command_prefix"][1]
         elif not argument.startswith(LANGUAGE):
             mine.append(argument)
-    request = json.dumps([mine, variables]).encode()
+    request = json.dumps([mine, variables, directory]).encode()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST_REQUEST)
         connection.connect(os.environ[ADDRESS])
@@ -121,7 +122,8 @@ def serve_one_environment(requests: socket.socket) -> tuple[bytes, list[int]] | 
 
 
 def become(request: bytes, files: list[int]) -> None:
-    arguments, environment = json.loads(request)
+    arguments, environment, directory = json.loads(request)
+    os.chdir(directory)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setpgid(0, 0)  # as in Ray, whose raylet kills the process group of an exited worker
     for number, file in enumerate(files):

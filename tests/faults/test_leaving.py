@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import fcntl
 import os
 import re
 import secrets
@@ -12,8 +12,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,50 @@ def answers(port: int) -> bool:
         return one.connect_ex(("127.0.0.1", port)) == 0
 
 
+class Submitted:
+    """`raytrain-gpt submit` on a terminal."""
+
+    def __init__(self, directory: Path, log: Path, token: dict[str, str], *flags: str) -> None:
+        self._keyboard, terminal = os.openpty()
+        # RAY_AUTH_MODE is missing on purpose: `submit` sends the token without it.
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_TOKEN": token["RAY_AUTH_TOKEN"]}
+        self._log = log
+        with log.open("w") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "raytrain_gpt.cli", "submit", *flags],
+                cwd=directory,
+                env={**env, "PYTHONUNBUFFERED": "1"},
+                stdin=terminal,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                preexec_fn=partial(_take_terminal, terminal),
+            )
+        os.close(terminal)
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text()
+
+    def press(self, keys: str) -> None:
+        os.write(self._keyboard, keys.encode())
+
+    def prints(self, text: str) -> None:
+        wait_until(lambda: text in self.output or self._process.poll() is not None, repr(text))
+        assert text in self.output, self.output
+
+    def ends(self) -> int:
+        try:
+            return self._process.wait(WITHIN_S)
+        finally:
+            os.close(self._keyboard)
+
+
+def _take_terminal(terminal: int) -> None:
+    """Make it the controlling terminal, so that Ctrl+C on it becomes SIGINT."""
+    os.setsid()
+    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+
+
 class Head:
     """A private `ray start --head` with a token, a dashboard and forked workers."""
 
@@ -77,18 +123,8 @@ class Head:
         wait_until(lambda: answers(dashboard), "the dashboard")
         self._jobs = f"http://127.0.0.1:{dashboard}"
 
-    def job(self, action: str, *flags: str) -> str:
-        """Run `ray job ACTION` and return its output."""
-        done = subprocess.run(
-            [*RAY, "job", action, f"--address={self._jobs}", *flags],
-            env={**os.environ, **self.token},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=WITHIN_S,
-        )
-        assert done.returncode == 0, done.stdout
-        return done.stdout
+    def submit(self, directory: Path, log: Path, *flags: str) -> Submitted:
+        return Submitted(directory, log, self.token, f"--address={self._jobs}", *flags)
 
     def close(self) -> None:
         self.command.kill()
@@ -110,27 +146,28 @@ def head(
 def test_a_stopped_job_has_saved_and_the_same_command_goes_on_bitwise(
     head: Head, straight: Straight, make_config: MakeConfig, gate: MakeGate, tmp_path: Path
 ) -> None:
+    """Submitted from a repository, whose `train.py` is gated; Ctrl+C stops it."""
     place = gate(0, 23)
     config = make_config(num_workers=2, run_name="job")
     working_dir = tmp_path / "working"
     working_dir.mkdir()
-    submitted = head.job(
-        "submit",
-        "--no-wait",
-        "--submission-id=stopped",
-        f"--working-dir={working_dir}",
-        "--runtime-env-json",
-        json.dumps({"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "120", "PYTHONPATH": str(ROOT)}}),
-        "--",
-        *gates.command(config, Faults((place,), stop_step=23), tmp_path / "job.json"),
+    gated = gates.command(config, Faults((place,), stop_step=23), tmp_path / "job.json")
+    (working_dir / "train.py").write_text(
+        f"import os\nos.execve({gated[0]!r}, {gated!r}, {{**os.environ, 'PYTHONPATH': {str(ROOT)!r}}})\n"
     )
-    assert "submitted successfully" in submitted
+    (working_dir / "data.bin").write_bytes(bytes(200_000_000))
+    subprocess.run(["git", "init", "-q"], cwd=working_dir, check=True)
+    subprocess.run(["git", "add", "train.py"], cwd=working_dir, check=True)
+    job = head.submit(working_dir, tmp_path / "submit.log")
     place.reached()
+    assert "uploading 1 file" in job.output
     place.open()
-    assert "'stopped' was stopped" in head.job("stop", "stopped")
-    printed = head.job("logs", "stopped")
+    job.press("\x03")
+    job.prints("[d]etach, [s]top and save")
+    job.press("s\n")
+    assert job.ends() == 130, job.output
     # Two ranks agree on the stop while they train one more step.
-    assert "interrupted at step 24, saved" in printed, printed
+    assert "interrupted at step 24, saved" in job.output
     saved = Catalog(Location.of(config.run.storage_path) / "job").newest_good(pytest.fail)
     assert saved is not None
     assert saved.state.step == 24

@@ -1,0 +1,84 @@
+"""The files that a submitted job gets: those that git tracks, and named ones.
+
+`ray job submit --working-dir .` uploads every file, and refuses a checkout with data in it. Git knows which
+files belong to the project.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.format import Log, count, size
+
+MAX_BYTES = 100 * 2**20
+"""Ray keeps the upload in the head's memory."""
+_RAYIGNORE = ".rayignore"
+_SHOWN = 3
+
+
+def job_files(directory: Path, named: Sequence[str], log: Log) -> list[Path]:
+    """Return the files of a job, relative to `directory`, sorted; without those in .rayignore.
+
+    Args:
+        named: Files or directories below `directory` to add.
+        log: Gets a line if git does not track some of the code.
+
+    Raises:
+        ConfigError: a named file is missing or outside of `directory`, or all are larger than MAX_BYTES.
+    """
+    root = directory.resolve()
+    ignored = (
+        _git(root, "ls-files", "-z", "--cached", "--ignored", f"--exclude-from={_RAYIGNORE}")
+        if (root / _RAYIGNORE).is_file()
+        else []
+    )
+    files = {root / name for name in {*_git(root, "ls-files", "-z")} - {*ignored}}
+    for name in named:
+        path = Path(root, name).resolve()
+        if not path.exists():
+            raise ConfigError(f"files: {name} does not exist; correct --files")
+        if root not in path.parents:
+            raise ConfigError(f"{name} is outside of {root}, which the job gets; copy it there")
+        files |= {path} if path.is_file() else {one for one in path.rglob("*") if one.is_file()}
+    files = {path for path in files if path.is_file()}
+    sizes = sorted(((path.stat().st_size, path) for path in files), reverse=True)
+    if (total := sum(number for number, _ in sizes)) > MAX_BYTES:
+        largest = ", ".join(f"{path.relative_to(root)} ({size(n)})" for n, path in sizes[:_SHOWN])
+        raise ConfigError(
+            f"the job's files have {size(total)}, and at most {size(MAX_BYTES)} are uploaded; put data on "
+            f"storage that the nodes share, and take the largest out of git or --files: {largest}"
+        )
+    others = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "*.py", "*.yaml")
+    if left_out := [name for name in others if root / name not in files]:
+        shown = ", ".join(left_out[:_SHOWN]) + ", …" * (len(left_out) > _SHOWN)
+        log(
+            f"not uploaded, since git does not track it: {shown}; add what the job needs with --files"
+        )
+    return sorted(path.relative_to(root) for path in files)
+
+
+def copy_files(directory: Path, files: Sequence[Path], target: Path) -> int:
+    """Copy files to an empty directory, links as what they link to; returns the bytes."""
+    total = 0
+    for file in files:
+        (target / file.parent).mkdir(parents=True, exist_ok=True)
+        shutil.copy2(directory / file, target / file)
+        total += (target / file).stat().st_size
+    return total
+
+
+def describe_files(files: Sequence[Path], num_bytes: int) -> str:
+    return f"uploading {count(len(files), 'file')}, {size(num_bytes)}"
+
+
+def _git(root: Path, *words: str) -> list[str]:
+    """Return the names that a git command prints, or none outside of a repository."""
+    try:
+        done = subprocess.run(["git", *words], cwd=root, capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):  # no git, or no repository
+        return []
+    return [name for name in done.stdout.decode("utf-8", "surrogateescape").split("\0") if name]
