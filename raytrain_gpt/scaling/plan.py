@@ -31,6 +31,8 @@ FAR_EXTRAPOLATION, MOST_EXTRAPOLATION = 15, 30
 MOST_EPOCHS = 4
 """More repetitions of data are worth less than new tokens (Muennighoff et al., 2023)."""
 MOST_WARMUP = 1 / 10
+FEW_STEPS = 100
+"""Steps of the shortest run below which it is doubted: one of 85 was 0.07 nats off the line of the others."""
 NUM_SEEDS = 3
 _ASPECT_WEIGHT = 0.25
 _MAX_LAYERS, _MAX_HEADS = 512, 4096
@@ -246,6 +248,11 @@ class StudyPlan:
             raise ConfigError(
                 f"the longest run reads {epochs:.1f} epochs of the data, but a law needs at most "
                 f"{MOST_EPOCHS}; use more data, or smaller sizes"
+            )
+        if shortest < FEW_STEPS:
+            yield (
+                f"the shortest run has {count(shortest, 'step')}, too few to be on the line of longer ones; "
+                "lower global_batch_tokens, or leave out the smallest size"
             )
         yield from doubt_of_extrapolation(self.study.target_compute / self.largest_compute)
         rates = self.study.peak_lrs

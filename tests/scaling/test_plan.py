@@ -88,6 +88,14 @@ def test_an_impossible_study_is_one_line(
         list(plan.check(train_tokens))
 
 
+def test_runs_of_few_steps_are_doubted(make_study: MakeStudy) -> None:
+    study = make_study(overrides={"global_batch_tokens": 2048})
+    doubts = [*plan_of(study).check(10**9)]
+    assert any(
+        "the shortest run has" in doubt and "global_batch_tokens" in doubt for doubt in doubts
+    )
+
+
 def test_a_far_target_is_doubted(make_study: MakeStudy) -> None:
     (doubt,) = plan_of(make_study(target={"compute": 3e14})).check(10**9)
     assert "18 times" in doubt
