@@ -11,12 +11,12 @@ from typing import Any
 from raytrain_gpt.parsing import parse_json
 
 _TEXTS = {"event", "session", "device", "precision", "tokenizer", "trace", "data/order_hash"}
-_TEXTS |= {"source", "node", "where"}
+_TEXTS |= {"source", "node"}
 _COUNTS = {"step", "attempt", "num_workers", "lost_steps", "to_step", "first_batch", "stop_batch"}
 _COUNTS |= {"num_parameters", "train_tokens", "first_step", "num_steps", "rank"}
 _COUNTS |= {"data/tokens_seen", "val/tokens", "hellaswag/examples", "hellaswag/cut"}
 _SECONDS = {"time", "lost_s", "perf/checkpoint_write_s"}
-_NUMBERS = {"loss", "loss_zscore", "grad_norm", "grad_norm_zscore", "slower"}
+_NUMBERS = {"loss", "loss_zscore", "grad_norm", "grad_norm_zscore"}
 """Numbers, as all other keys with a slash are."""
 _SECONDS_OF_RANKS = {"rank_forward_s", "rank_data_wait_s"}
 """Lists with a number for each rank."""
@@ -52,6 +52,10 @@ def _is_valid(key: str, value: Any) -> bool:
     is_number = type(value) in (int, float)
     if key in _SECONDS:
         return is_number and 0 <= value < _TIME_LIMIT_S
+    if key == "where":
+        return value in ("compute", "data")
+    if key == "slower":
+        return is_number and abs(value) < LIMIT
     if key in _SECONDS_OF_RANKS:
         return isinstance(value, list) and all(_is_valid("time", seconds) for seconds in value)
     if key in _NUMBERS or "/" in key:  # null stands for a number that is not finite

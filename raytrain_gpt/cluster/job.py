@@ -7,19 +7,23 @@ a checkpoint, and reports a wrong address or token as a traceback.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import logging
 import os
 import shlex
+import socket
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import aiohttp
 import psutil  # type: ignore[import-untyped]
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
@@ -35,6 +39,8 @@ ANSWER_TIMEOUT_S = 10.0
 RECONNECT_FOR_S = 300.0
 _RECONNECT_EVERY_S = 2.0
 _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
+_NETWORK_ERRORS = (OSError, RuntimeError, HTTPException, aiohttp.ClientError)
+"""Errors of Ray's client: `requests` raises OSErrors."""
 
 
 @dataclass(frozen=True)
@@ -60,17 +66,7 @@ def ask_job_server(address: str) -> JobServer:
         ClusterError: the address is invalid, nothing answers there, a stranger's process does, or it refuses
             the token.
     """
-    url = urlsplit(address)
-    try:
-        is_valid = url.scheme in ("http", "https") and url.hostname and (url.port or url.scheme)
-    except ValueError:
-        is_valid = False
-    if not is_valid:
-        raise ClusterError(
-            f"address {address} is not a dashboard's; set --address to one such as {DEFAULT_ADDRESS}"
-        )
-    if url.hostname in ("127.0.0.1", "localhost", "::1"):
-        _check_owner(address, url.port or 80)
+    check_owner(address)
     has_token = bool(_token_header())
     try:
         facts = _get(f"{address}/api/version")
@@ -86,8 +82,8 @@ def ask_job_server(address: str) -> JobServer:
             else "requires a token, and this machine has none; copy the head's ~/.ray/auth_token, mode 0600"
         )
         raise ClusterError(f"the cluster at {address} {wrong}") from None
-    except (OSError, ValueError) as error:
-        cause = getattr(error, "reason", error)
+    except (OSError, ValueError, HTTPException) as error:
+        cause = str(getattr(error, "reason", error)).strip() or type(error).__name__
         raise ClusterError(
             f"no cluster answers at {address} ({cause}); start it, open a tunnel with `ray dashboard "
             "cluster.yaml`, or set --address"
@@ -96,8 +92,31 @@ def ask_job_server(address: str) -> JobServer:
     return JobServer(address, is_here=bool(session) and _runs_here(session))
 
 
-def _check_owner(address: str, port: int) -> None:
-    """Refuse a port of this machine on which another user listens, since the token is sent to it."""
+def check_owner(address: str) -> None:
+    """Refuse a port of this machine on which another user listens, since the token is sent to it.
+
+    Raises:
+        ClusterError: a stranger listens, or the address is invalid.
+    """
+    try:
+        url = urlsplit(address)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise ValueError(address)
+        port = url.port or (443 if url.scheme == "https" else 80)
+        found = {row[4][0] for row in socket.getaddrinfo(url.hostname, port)}
+    except ValueError:
+        raise ClusterError(
+            f"address {address} is not a dashboard's; set --address to one such as {DEFAULT_ADDRESS}"
+        ) from None
+    except OSError as error:
+        raise ClusterError(
+            f"no host {url.hostname} ({error.strerror}); correct --address"
+        ) from None
+    hosts = [ipaddress.ip_address(str(host).partition("%")[0]) for host in found]
+    if not any(host.is_loopback or host.is_unspecified for host in hosts):
+        return
+    for name in ("no_proxy", "NO_PROXY"):  # a proxy would get the token
+        os.environ[name] = ",".join(filter(None, (os.environ.get(name), url.hostname)))
     owners = {row.uid for row in tcp_sockets() if row.listens and row.port == port}
     if strangers := owners - {0, os.getuid()}:
         raise ClusterError(
@@ -158,28 +177,32 @@ class SubmittedJob:
             self.id: str = self._client.submit_job(
                 entrypoint=shlex.join(words), runtime_env=environment
             )
-        except (RuntimeError, ConnectionError, ValueError) as error:
-            raise ClusterError(f"{server.address} refuses the job: {error}") from None
+        except (*_NETWORK_ERRORS, ValueError) as error:
+            raise ClusterError(f"{server.address} does not take the job: {error}") from None
 
     def follow(self, write: Callable[[str], object]) -> int:
         """Pass on the log until the job ends; returns its exit code, 130 if it was stopped.
 
         Raises:
             KeyboardInterrupt: Ctrl+C; the job goes on, and a later call continues where this one ended.
-            ClusterError: the connection was lost for RECONNECT_FOR_S.
+            ClusterError: the connection was lost for RECONNECT_FOR_S, or a stranger took the port.
         """
-        last_answer = time.monotonic()
+        lost_since: float | None = None
         while True:
+            printed = self._printed
             try:
+                check_owner(self._server.address)
                 asyncio.run(self._tail(write))
                 info = self._client.get_job_info(self.id)
                 if str(info.status) in _ENDED:
                     return {"SUCCEEDED": 0, "STOPPED": 130}.get(
                         str(info.status), info.driver_exit_code or 1
                     )
-                last_answer = time.monotonic()
-            except (RuntimeError, OSError) as error:  # aiohttp's and requests' errors are OSErrors
-                if time.monotonic() - last_answer > RECONNECT_FOR_S:
+                lost_since = None
+            except _NETWORK_ERRORS as error:
+                if lost_since is None or self._printed > printed:
+                    lost_since = time.monotonic()
+                if time.monotonic() - lost_since > RECONNECT_FOR_S:
                     raise ClusterError(
                         f"lost {self._server.address} ({error}); job {self.id} may go on: "
                         f"{self.log_command}"
@@ -195,8 +218,16 @@ class SubmittedJob:
                 self._printed = seen
 
     def stop(self) -> None:
-        """Ask the job to save and stop."""
-        self._client.stop_job(self.id)
+        """Ask the job to save and stop.
+
+        Raises:
+            ClusterError: the head does not answer.
+        """
+        try:
+            check_owner(self._server.address)
+            self._client.stop_job(self.id)
+        except _NETWORK_ERRORS as error:
+            raise ClusterError(f"{self._server.address} does not answer ({error})") from None
 
     @property
     def log_command(self) -> str:
@@ -219,8 +250,12 @@ def follow_until_end(job: SubmittedJob, log: Log) -> int:
         except KeyboardInterrupt:
             answer = "d" if stopping else _ask()
             if answer == "s":
+                try:
+                    job.stop()
+                except ClusterError as error:
+                    log(f"not stopped: {error}")
+                    continue
                 log(f"stopping {job.id}: it saves a checkpoint first; Ctrl+C detaches")
-                job.stop()
                 stopping = True
             elif answer == "d":
                 log(f"detached; {job.id} goes on")

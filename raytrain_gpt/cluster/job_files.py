@@ -6,6 +6,7 @@ files belong to the project.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ def job_files(directory: Path, named: Sequence[str], log: Log) -> list[Path]:
     """
     root = directory.resolve()
     ignored = (
-        _git(root, "ls-files", "-z", "--cached", "--ignored", f"--exclude-from={_RAYIGNORE}")
+        _git(root, "ls-files", "-z", "--cached", "--ignored", f"--exclude-from={root / _RAYIGNORE}")
         if (root / _RAYIGNORE).is_file()
         else []
     )
@@ -41,7 +42,7 @@ def job_files(directory: Path, named: Sequence[str], log: Log) -> list[Path]:
         path = Path(root, name).resolve()
         if not path.exists():
             raise ConfigError(f"files: {name} does not exist; correct --files")
-        if root not in path.parents:
+        if root not in (path, *path.parents):
             raise ConfigError(f"{name} is outside of {root}, which the job gets; copy it there")
         files |= {path} if path.is_file() else {one for one in path.rglob("*") if one.is_file()}
     files = {path for path in files if path.is_file()}
@@ -62,9 +63,14 @@ def job_files(directory: Path, named: Sequence[str], log: Log) -> list[Path]:
 
 
 def copy_files(directory: Path, files: Sequence[Path], target: Path) -> int:
-    """Copy files to an empty directory, links as what they link to; returns the bytes."""
+    """Copy files to an empty directory, links as what they link to; returns the bytes.
+
+    Files that make Ray leave out others are not copied: the choice is made.
+    """
     total = 0
     for file in files:
+        if file.name in (_RAYIGNORE, ".gitignore"):
+            continue
         (target / file.parent).mkdir(parents=True, exist_ok=True)
         shutil.copy2(directory / file, target / file)
         total += (target / file).stat().st_size
@@ -76,9 +82,20 @@ def describe_files(files: Sequence[Path], num_bytes: int) -> str:
 
 
 def _git(root: Path, *words: str) -> list[str]:
-    """Return the names that a git command prints, or none outside of a repository."""
+    """Return the names that a git command prints, or none outside of a repository.
+
+    Raises:
+        ConfigError: git refuses, for instance because the repository belongs to another user.
+    """
     try:
-        done = subprocess.run(["git", *words], cwd=root, capture_output=True, check=True)
-    except (OSError, subprocess.CalledProcessError):  # no git, or no repository
+        done = subprocess.run(
+            ["git", *words], cwd=root, capture_output=True, env={**os.environ, "LC_ALL": "C"}
+        )
+    except FileNotFoundError:  # no git
         return []
+    if done.returncode and b"not a git repository" in done.stderr:
+        return []
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").splitlines()
+        raise ConfigError(f"git does not list the files of {root}: {lines[0] if lines else words}")
     return [name for name in done.stdout.decode("utf-8", "surrogateescape").split("\0") if name]

@@ -105,9 +105,9 @@ def submit(options: SubmitOptions) -> None:
     named = [name for name in (options.files or "").split(",") if name]
     files = job_files(here, [*named, *sent.values()], say)
     own |= {name: os.path.relpath(Path(file).resolve(), here) for name, file in sent.items()}
-    is_checkout = Path("train.py") in files
+    is_checkout = {Path("train.py"), Path("raytrain_gpt", "cli.py")} <= {*files}
     words = ["python", "train.py"] if is_checkout else ["raytrain-gpt", "train"]
-    words += [word for name, value in {**own, **flags}.items() for word in _flag(name, value)]
+    words += [f"--{n}={'null' if v is None else v}" for n, v in {**own, **flags}.items()]
     words += ["--accept_changed_code"] * options.accept_changed_code
     if options.dry_run:
         say(job.plain_command(server.address, words))
@@ -132,7 +132,3 @@ def _absolute_flags(config: Config, is_here: bool) -> dict[str, str | None]:
             f"is another machine; set {name} to a path that all nodes share, or an s3:// or gs:// URL"
         )
     return {n: v if isinstance(v, str) else json.dumps(v) for n, v in changed.items()}
-
-
-def _flag(name: str, value: str | None) -> tuple[str, str]:
-    return f"--{name}", "null" if value is None else value

@@ -42,7 +42,7 @@ def describe_dataset(directory: Location, manifest: Manifest, say: Log) -> dict[
     for name, one in splits.items():
         say(
             f"  {name:5} {amount(one['tokens'])} tokens in {count(one['documents'], 'document')}, "
-            f"{one['text_bytes'] / one['tokens']:.2f} bytes/token, {count(one['shards'], 'shard')}, "
+            f"{one['text_bytes'] / max(1, one['tokens']):.2f} bytes/token, {count(one['shards'], 'shard')}, "
             f"{size(one['file_bytes'])}"
         )
     skipped = {name: manifest.source.get(name, 0) for name in ("bad_documents", "duplicates")}

@@ -16,6 +16,7 @@ from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.data.shards import Manifest, Split, read_row_group
 from raytrain_gpt.data.tokenizer import decode_tokens, encode_document, read_tokenizer
+from raytrain_gpt.errors import DataError
 from raytrain_gpt.format import Log, table
 from raytrain_gpt.ingest.hf_tokenizer import open_tokenizer
 from raytrain_gpt.ingest.train_tokenizer import new_vocab_size, train_bpe
@@ -49,6 +50,10 @@ def compare_tokenizers(
     own = read_tokenizer(directory)
     train, val = (list(_texts(directory, manifest, split, own)) for split in ("train", "val"))
     num_bytes = sum(len(text.encode()) for text in val)
+    if not num_bytes:
+        raise DataError(
+            f"the val split of {directory} has no text to compare; prepare one with text"
+        )
     compared = []
     for name in names:
         size = new_vocab_size(name)

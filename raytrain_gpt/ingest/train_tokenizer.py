@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import tiktoken
 from tokenizers import Tokenizer
@@ -41,7 +41,12 @@ def new_vocab_size(name: str) -> int | None:
     if not name.startswith(PREFIX):
         return None
     digits = name.removeprefix(PREFIX)
-    if not (digits.isdecimal() and 257 < int(digits) <= _MAX_VOCAB_SIZE):
+    if not (
+        digits.isascii()
+        and digits.isdecimal()
+        and len(digits) < 8
+        and 257 < int(digits) <= _MAX_VOCAB_SIZE
+    ):
         raise DataError(
             f"tokenizer {name} needs a vocabulary size from 258 to {_MAX_VOCAB_SIZE}, as in bpe:8192"
         )
@@ -74,15 +79,19 @@ def train_on_plan(
 def sample(plan: Plan, options: PrepareOptions, max_bytes: int = SAMPLE_BYTES) -> Iterator[str]:
     """Yield the text of training documents, up to `max_bytes` of UTF-8 in all.
 
-    Chunks of the sources are read in the order of a hash, each up to its share, or _LEAST_PIECE_BYTES.
+    Chunks of the sources are read in the order of a hash, each up to its share, or _LEAST_PIECE_BYTES. With
+    `dedupe` they are read from the start: only then is it known which of equal documents is the first one.
     """
     read, each = reader(options), max(_LEAST_PIECE_BYTES, max_bytes // len(plan.pieces))
-
-    def order(i: int) -> int:
-        return document_hash(plan.pieces[i].name, plan.pieces[i].start)
-
+    order: Sequence[int] = range(len(plan.pieces))
+    if plan.dedupe:
+        each = max_bytes
+    else:
+        order = sorted(
+            order, key=lambda i: document_hash(plan.pieces[i].name, plan.pieces[i].start)
+        )
     left = max_bytes
-    for i in sorted(range(len(plan.pieces)), key=order):
+    for i in order:
         left_here = min(each, left)
         for text in _train_texts(plan, i, plan.pieces[i], read):
             content = text.encode("utf-8", "replace")[:left_here]

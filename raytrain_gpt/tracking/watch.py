@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.server
 import json
 import secrets
+import sys
 import threading
 import time
 from typing import Any
@@ -22,7 +23,6 @@ from raytrain_gpt.tracking.sync import RunSync
 REFRESH_S = 5
 """Seconds between two questions of a page; drawing one takes one or two."""
 _HEADERS = {
-    "Content-Type": "text/html; charset=utf-8",
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
@@ -79,13 +79,21 @@ class WatchServer(http.server.ThreadingHTTPServer):
         except (OSError, RaytrainGptError) as error:
             return 503, reason(error)
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing if the browser left."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     server: WatchServer
+    timeout = 10.0
 
     def do_GET(self) -> None:
         status, page = self.server.answer(self.path)
         self.send_response(status)
+        kind = "html" if status == 200 else "plain"  # a message may have a stranger's text
+        self.send_header("Content-Type", f"text/{kind}; charset=utf-8")
         for name, value in _HEADERS.items():
             self.send_header(name, value)
         self.end_headers()

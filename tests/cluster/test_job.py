@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import http.server
+import os
+import socket
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import aiohttp
 import pytest
 
 from raytrain_gpt.cluster import job, job_files
@@ -23,6 +27,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "train.py": "1",
         "docs/a.md": "x",
         "pkg/own.py": "2",
+        "raytrain_gpt/cli.py": "",
         ".rayignore": ".?*\n/docs\n",
         ".gitignore": "runs/\n",
     }
@@ -43,7 +48,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_files_that_git_tracks_go_along_as_they_are_now(checkout: Path, tmp_path: Path) -> None:
     lines: list[str] = []
     files = job_files.job_files(checkout, [], lines.append)
-    assert files == [Path("pkg/own.py"), Path("train.py")]
+    assert files == [Path("pkg/own.py"), Path("raytrain_gpt/cli.py"), Path("train.py")]
     assert lines == [
         "not uploaded, since git does not track it: new.py; add what the job needs with --files"
     ]
@@ -118,7 +123,7 @@ def test_a_relative_path_is_refused_if_the_head_is_elsewhere(
         f"RAY_AUTH_MODE=token ray job submit --address {dashboard} --working-dir . --runtime-env-json"
     )
     assert shown.rstrip().endswith(
-        "-- python train.py --data_path s3://bucket/data --storage_path /shared/runs --max_steps 9"
+        "-- python train.py --data_path=s3://bucket/data --storage_path=/shared/runs --max_steps=9"
     )
 
 
@@ -131,7 +136,7 @@ def test_relative_paths_become_absolute_on_the_heads_machine(
 ) -> None:
     monkeypatch.setattr(job, "_runs_here", lambda session: session == "session_elsewhere_1")
     shown = run_cli.succeeds("submit", "--address", dashboard, "--dry_run")
-    assert f"--data_path {checkout}/data/stdlib --storage_path {checkout}/runs" in shown
+    assert f"--data_path={checkout}/data/stdlib --storage_path={checkout}/runs" in shown
 
 
 def test_a_configuration_goes_along_under_its_relative_name(
@@ -140,7 +145,7 @@ def test_a_configuration_goes_along_under_its_relative_name(
     (checkout / "runs" / "my.yaml").write_text("run: {storage_path: /shared/runs}")
     flags = ["--address", dashboard, "--dry_run", "--data_path", "/shared/data"]
     shown = run_cli.succeeds("submit", *flags, "--config", checkout / "runs" / "my.yaml")
-    assert "-- python train.py --config runs/my.yaml --data_path /shared/data\n" in shown
+    assert "-- python train.py --config=runs/my.yaml --data_path=/shared/data\n" in shown
 
 
 @pytest.mark.parametrize(
@@ -160,7 +165,7 @@ def test_a_wrong_or_missing_token(
 
 
 @pytest.mark.parametrize(
-    "address", ["127.0.0.1:8265", "ftp://a", "http://", "http://a:x", "ray://a:1"]
+    "address", ["127.0.0.1:8265", "ftp://a", "http://", "http://a:x", "ray://a:1", "http://[::1"]
 )
 def test_an_address_that_is_none(address: str, token: dict[str, str]) -> None:
     with raises_line(
@@ -181,6 +186,32 @@ def test_an_address_where_nobody_or_a_stranger_answers(
         job.ask_job_server(dashboard)
 
 
+@pytest.mark.parametrize("host", ["127.1", "127.0.0.2", "localhost", "0.0.0.0"])
+def test_every_name_of_this_machine_is_asked_for_its_owner(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stranger = TcpSocket("0100007F:2049", "00000000:0000", True, 12345, "1")
+    monkeypatch.setattr(job, "tcp_sockets", lambda: [stranger])
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("NO_PROXY", "")
+    with raises_line(ClusterError, "another user (uid 12345)"):
+        job.check_owner(f"http://{host}:8265")
+    assert os.environ["no_proxy"] == host
+
+
+def test_a_port_that_speaks_no_http(token: dict[str, str]) -> None:
+    def answer(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        connection.sendall(b"\0\0\0nothing\n\n")
+        connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=answer, args=(server,), daemon=True).start()
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        with raises_line(ClusterError, f"no cluster answers at {address}"):
+            job.ask_job_server(address)
+
+
 def test_the_address_comes_from_rays_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
@@ -190,6 +221,51 @@ def test_the_address_comes_from_rays_variables(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "https://head")
     assert job.job_address(None) == "https://head"
     assert job.job_address("http://b:1") == "http://b:1"
+
+
+class MadeClient:
+    """Ray's client of a job whose connection fails as listed, before the job ends."""
+
+    def __init__(self, *fails: Exception) -> None:
+        self._fails = list(fails)
+
+    async def tail_job_logs(self, _job: str) -> AsyncIterator[str]:
+        yield "first\n"
+        if self._fails:
+            raise self._fails.pop(0)
+        yield "last\n"
+
+    def get_job_info(self, _job: str) -> SimpleNamespace:
+        return SimpleNamespace(status="FAILED", driver_exit_code=7)
+
+    def stop_job(self, _job: str) -> None:
+        raise ConnectionError("refused")
+
+
+@pytest.fixture
+def submitted(monkeypatch: pytest.MonkeyPatch) -> job.SubmittedJob:
+    monkeypatch.setattr(job, "_RECONNECT_EVERY_S", 0)
+    monkeypatch.setattr(job, "check_owner", lambda address: None)
+    made = object.__new__(job.SubmittedJob)
+    made.id, made._printed = "job-1", 0
+    made._server = job.JobServer("http://127.0.0.1:8265", True)
+    return made
+
+
+def test_a_lost_connection_is_opened_again_and_no_line_is_printed_twice(
+    submitted: job.SubmittedJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails = (aiohttp.ServerDisconnectedError(), ConnectionError("refused"), RuntimeError("closed"))
+    submitted._client = MadeClient(*fails)  # type: ignore[assignment]
+    printed: list[str] = []
+    assert submitted.follow(printed.append) == 7
+    assert "".join(printed) == "first\nlast\n"
+    monkeypatch.setattr(job, "RECONNECT_FOR_S", -1)
+    submitted._client = MadeClient(*[ConnectionError("refused")] * 3)  # type: ignore[assignment]
+    with raises_line(ClusterError, "lost http://127.0.0.1:8265", "ray job logs"):
+        submitted.follow(printed.append)
+    with raises_line(ClusterError, "does not answer (refused)"):
+        submitted.stop()
 
 
 class MadeJob:

@@ -83,10 +83,15 @@ class Submitted:
         assert text in self.output, self.output
 
     def ends(self) -> int:
-        try:
-            return self._process.wait(WITHIN_S)
-        finally:
-            os.close(self._keyboard)
+        return self._process.wait(WITHIN_S)
+
+    def __enter__(self) -> Submitted:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._keyboard)
 
 
 def _take_terminal(terminal: int) -> None:
@@ -123,6 +128,19 @@ class Head:
         wait_until(lambda: answers(dashboard), "the dashboard")
         self._jobs = f"http://127.0.0.1:{dashboard}"
 
+    def job(self, action: str, *flags: str) -> str:
+        """Run `ray job ACTION` and return its output."""
+        done = subprocess.run(
+            [*RAY, "job", action, f"--address={self._jobs}", *flags],
+            env={**os.environ, **self.token},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=WITHIN_S,
+        )
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
     def submit(self, directory: Path, log: Path, *flags: str) -> Submitted:
         return Submitted(directory, log, self.token, f"--address={self._jobs}", *flags)
 
@@ -155,17 +173,20 @@ def test_a_stopped_job_has_saved_and_the_same_command_goes_on_bitwise(
     (working_dir / "train.py").write_text(
         f"import os\nos.execve({gated[0]!r}, {gated!r}, {{**os.environ, 'PYTHONPATH': {str(ROOT)!r}}})\n"
     )
-    (working_dir / "data.bin").write_bytes(bytes(200_000_000))
+    (working_dir / "raytrain_gpt").mkdir()
+    (working_dir / "raytrain_gpt" / "cli.py").touch()
     subprocess.run(["git", "init", "-q"], cwd=working_dir, check=True)
-    subprocess.run(["git", "add", "train.py"], cwd=working_dir, check=True)
-    job = head.submit(working_dir, tmp_path / "submit.log")
-    place.reached()
-    assert "uploading 1 file" in job.output
-    place.open()
-    job.press("\x03")
-    job.prints("[d]etach, [s]top and save")
-    job.press("s\n")
-    assert job.ends() == 130, job.output
+    subprocess.run(["git", "add", "."], cwd=working_dir, check=True)
+    with (working_dir / "data.bin").open("wb") as file:
+        file.truncate(600_000_000)
+    with head.submit(working_dir, tmp_path / "submit.log") as job:
+        place.reached()
+        assert "uploading 2 files" in job.output
+        place.open()
+        job.press("\x03")
+        job.prints("[d]etach, [s]top and save")
+        job.press("s\n")
+        assert job.ends() == 130, job.output
     # Two ranks agree on the stop while they train one more step.
     assert "interrupted at step 24, saved" in job.output
     saved = Catalog(Location.of(config.run.storage_path) / "job").newest_good(pytest.fail)

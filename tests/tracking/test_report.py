@@ -25,6 +25,7 @@ from raytrain_gpt.tracking.sync import RunSync
 from tests.training import STATE
 
 PROMPT = "<b>def</b> "
+ODD_RANKS = ({"slower": None}, {"where": "x"}, {"slower": 1e300}, {"rank": -1}, {"node": 5})
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 
 
@@ -409,9 +410,10 @@ def test_ranks_are_compared_over_the_run(tmp_path: Path) -> None:
     row = re.search(r"<tr><th>1</th>.*?</tr>", text, re.DOTALL)
     assert row is not None
     assert row[0].endswith("<td>-20%</td><td>+20%</td></tr>")
-    damaged = step_row(50, rank_forward_s=[0.1, "x", 0.1])
+    damaged = [step_row(50, rank_forward_s=[0.1, "x", 0.1])]
+    damaged += [start("slow_rank", 40, 9.0, **{**slow, **odd}, num_steps=20) for odd in ODD_RANKS]
     path = tmp_path / "run" / METRICS_FILE
-    path.write_text(path.read_text() + json.dumps(damaged) + "\n")
+    path.write_text(path.read_text() + "".join(json.dumps(row) + "\n" for row in damaged))
     assert page(write_report(RunSync(Location.of(tmp_path / "run")))).count('class="strip"') == 3
 
 

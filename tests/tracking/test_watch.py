@@ -27,6 +27,7 @@ from tests.serve.browser import installed, launched
 from .test_report import make_run, step_row, steps
 
 WITHIN_S = 60
+DEVNULL, PIPE = subprocess.DEVNULL, subprocess.PIPE
 TRAIN = {
     "num_workers": 0, "run_name": "followed", "max_steps": 100_000, "seq_len": 32, "num_layers": 1,
     "num_heads": 2, "embd_size": 16, "micro_batch_sequences": 2, "global_batch_tokens": 64,
@@ -35,9 +36,9 @@ TRAIN = {
 }  # fmt: skip
 
 
-def command(*words: object, cwd: Path) -> subprocess.Popen[str]:
+def command(*words: object, cwd: Path, stdout: int) -> subprocess.Popen[str]:
     argv = [sys.executable, "-m", "raytrain_gpt.cli", *map(str, words)]
-    return subprocess.Popen(argv, cwd=cwd, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(argv, cwd=cwd, stdout=stdout, text=True)
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def trains(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     source = write_jsonl(tmp_path / "a.jsonl", ["the model of the day " * 20] * 200)
     prepare_here([source], tmp_path / "data", "bytes", val_fraction=0.1)
     flags = [word for name, value in TRAIN.items() for word in (f"--{name}", value)]
-    with command("train", "--data_path", "data", *flags, cwd=tmp_path) as process:
+    with command("train", "--data_path", "data", *flags, cwd=tmp_path, stdout=DEVNULL) as process:
         metrics = tmp_path / "runs" / "followed" / "metrics.jsonl"
         wait_until(
             lambda: metrics.exists() and '"val/loss"' in metrics.read_text(), "an evaluation"
@@ -60,12 +61,15 @@ def test_the_page_follows_a_run_that_trains(trains: subprocess.Popen[str], tmp_p
     if installed() is None:
         pytest.skip("no browser: install chromium")
     with ExitStack() as stack:
-        watching = stack.enter_context(command("runs", "watch", "followed", "--json", cwd=tmp_path))
+        watching = stack.enter_context(
+            command("runs", "watch", "followed", "--json", cwd=tmp_path, stdout=PIPE)
+        )
         stack.callback(watching.kill)
         assert watching.stdout is not None
         lines = [watching.stdout.readline() for _ in range(3)]
         url = json.loads(lines[-1])["url"]
         playwright = stack.enter_context(sync_playwright())
+        expect.set_options(timeout=WITHIN_S * 1000)
         browser = stack.enter_context(launched(playwright))
         page = browser.new_page(viewport={"width": 390, "height": 800})
         page.goto(url)
@@ -75,7 +79,7 @@ def test_the_page_follows_a_run_that_trains(trains: subprocess.Popen[str], tmp_p
         expect(page.get_by_role("heading", name="Samples")).to_be_visible()
         page.get_by_role("heading", name="Configuration").scroll_into_view_if_needed()
         scrolled = page.evaluate("scrollY")
-        expect(step).not_to_have_text(first, timeout=WITHIN_S * 1000)
+        expect(step).not_to_have_text(first)
         assert page.evaluate("scrollY") == pytest.approx(scrolled, abs=300)
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         trains.send_signal(signal.SIGTERM)
@@ -83,7 +87,7 @@ def test_the_page_follows_a_run_that_trains(trains: subprocess.Popen[str], tmp_p
         expect(page.locator(".live")).to_contain_text("Followed every 5 s")
         watching.send_signal(signal.SIGINT)
         assert watching.wait(WITHIN_S) == 130
-        expect(page.locator(".live")).to_contain_text("No longer followed", timeout=WITHIN_S * 1000)
+        expect(page.locator(".live")).to_contain_text("No longer followed")
 
 
 def answer(url: str) -> tuple[int, str]:
@@ -125,3 +129,23 @@ def test_a_port_in_use_and_an_unknown_run(tmp_path: Path, run_cli: RunCli) -> No
     with watch.WatchServer(run, 0) as server, raises_line(ConfigError, "cannot listen", "--port"):
         watch.WatchServer(run, server.server_port)
     assert "no run other" in run_cli.refuses("runs", "watch", "other", "--storage_path", tmp_path)
+
+
+def test_a_run_that_cannot_be_read_is_told_as_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", steps(5))
+
+    def fails(*_: object, **__: object) -> str:
+        raise OSError("<script>alert(1)</script>")
+
+    monkeypatch.setattr(watch, "report_html", fails)
+    with watch.WatchServer(run, 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(server.url, timeout=WITHIN_S)
+        assert (caught.value.code, caught.value.headers["Content-Type"]) == (
+            503,
+            "text/plain; charset=utf-8",
+        )
+        server.shutdown()

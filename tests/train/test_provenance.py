@@ -53,7 +53,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Given:
             yield chunk
 
     def recorded_flush(log: StepLog, late: bool = False) -> Any:
-        for result in log._pending:
+        for result, _ in log._pending:
             found[result.step] = read.popleft().tolist()
         return flush(log, late)
 
