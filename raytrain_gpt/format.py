@@ -181,13 +181,12 @@ def event_line(
     if row["event"] == "preemption_notice":
         return f"{start} for the node of ranks {row['ranks']}: saving a checkpoint"
     if row["event"] == "slow_rank":
-        step = start.removesuffix(event)
-        return f"{step}{slow_rank_text(row)}"
+        return f"step {row['step']}/{max_steps} | {slow_rank_text(row)}"
     return None
 
 
 def slow_rank_text(row: dict[str, Any]) -> str:
-    """`rank 3 on node-b (H100): 31% slower than the others, in compute`."""
+    """`rank 3 on node-b (H100): 31% slower than the others for 20 steps, in compute`."""
     where = {"compute": "in compute", "data": "waiting for data"}[row["where"]]
     place = f"rank {row['rank']} on {row['node']} ({row['device']})"
     return (

@@ -1,4 +1,4 @@
-"""Submit a command to a Ray cluster as a job, follow its log, and stop it or leave it running.
+"""Submit a command to a Ray cluster as a job, follow its log, then stop or detach.
 
 Ray's own command sends no token unless RAY_AUTH_MODE is set, kills a stopped job after 3 s, too soon for
 a checkpoint, and reports a wrong address or token as a traceback.
@@ -112,11 +112,12 @@ def check_owner(address: str) -> None:
         raise ClusterError(
             f"no host {url.hostname} ({error.strerror}); correct --address"
         ) from None
-    hosts = [ipaddress.ip_address(str(host).partition("%")[0]) for host in found]
-    if not any(host.is_loopback or host.is_unspecified for host in hosts):
+    addresses = [ipaddress.ip_address(str(one).partition("%")[0]) for one in found]
+    if not any(one.is_loopback or one.is_unspecified for one in addresses):
         return
     for name in ("no_proxy", "NO_PROXY"):  # a proxy would get the token
-        os.environ[name] = ",".join(filter(None, (os.environ.get(name), url.hostname)))
+        if url.hostname not in (hosts := os.environ.get(name, "").split(",")):
+            os.environ[name] = ",".join([*filter(None, hosts), url.hostname])
     owners = {row.uid for row in tcp_sockets() if row.listens and row.port == port}
     if strangers := owners - {0, os.getuid()}:
         raise ClusterError(
@@ -146,10 +147,10 @@ def _get(url: str) -> dict[str, object]:
     return content
 
 
-def plain_command(address: str, words: Sequence[str]) -> str:
+def plain_command(address: str, words: Sequence[str], *, uploads: bool) -> str:
     """Return the `ray job submit` command that `submit` stands for."""
-    environment = json.dumps({"env_vars": STOP_WAIT})
-    given = ["--address", address, "--working-dir", ".", "--runtime-env-json", environment]
+    given = ["--address", address, *["--working-dir", "."] * uploads]
+    given += ["--runtime-env-json", json.dumps({"env_vars": STOP_WAIT})]
     return f"RAY_AUTH_MODE=token ray job submit {shlex.join(given)} -- {shlex.join(words)}"
 
 
@@ -184,7 +185,7 @@ class SubmittedJob:
         """Pass on the log until the job ends; returns its exit code, 130 if it was stopped.
 
         Raises:
-            KeyboardInterrupt: Ctrl+C; the job goes on, and a later call continues where this one ended.
+            KeyboardInterrupt: Ctrl+C; the job keeps running, and a later call continues the log.
             ClusterError: the connection was lost for RECONNECT_FOR_S, or a stranger took the port.
         """
         lost_since: float | None = None
@@ -204,7 +205,7 @@ class SubmittedJob:
                     lost_since = time.monotonic()
                 if time.monotonic() - lost_since > RECONNECT_FOR_S:
                     raise ClusterError(
-                        f"lost {self._server.address} ({error}); job {self.id} may go on: "
+                        f"lost {self._server.address} ({error}); job {self.id} may still run: "
                         f"{self.log_command}"
                     ) from None
             time.sleep(_RECONNECT_EVERY_S)
@@ -212,7 +213,7 @@ class SubmittedJob:
     async def _tail(self, write: Callable[[str], object]) -> None:
         seen = 0
         async for text in self._client.tail_job_logs(self.id):
-            seen += len(text)  # each connection starts at the beginning of the log
+            seen += len(text)  # each connection sends the log from its start
             if seen > self._printed:
                 write(text[-(seen - self._printed) :])
                 self._printed = seen
@@ -258,18 +259,18 @@ def follow_until_end(job: SubmittedJob, log: Log) -> int:
                 log(f"stopping {job.id}: it saves a checkpoint first; Ctrl+C detaches")
                 stopping = True
             elif answer == "d":
-                log(f"detached; {job.id} goes on")
+                log(f"detached; {job.id} keeps running")
                 log(f"log:  {job.log_command}")
                 log(f"stop: {job.stop_command}")
                 return 0
 
 
 def _ask() -> str:
-    """Ask what Ctrl+C shall do; returns `d`, `s`, or another text to go on. Without a terminal, detach."""
+    """Return the meaning of Ctrl+C: `d`, `s`, or other text to continue. Without a terminal, `d`."""
     if not sys.stdin.isatty():
         return "d"
     try:
-        return input("\n[d]etach, [s]top and save, or Enter to go on: ").strip().lower()[:1]
+        return input("\n[d]etach, [s]top and save, or Enter to continue: ").strip().lower()[:1]
     except (KeyboardInterrupt, EOFError):
         return "d"
 

@@ -1,7 +1,7 @@
 """The files that a submitted job gets: those that git tracks, and named ones.
 
-`ray job submit --working-dir .` uploads every file, and refuses a checkout with data in it. Git knows which
-files belong to the project.
+`ray job submit --working-dir .` uploads every file, and refuses a checkout with data in it. Tracked files are
+the project's.
 """
 
 from __future__ import annotations
@@ -13,20 +13,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.format import Log, count, size
+from raytrain_gpt.format import Log, size
 
 MAX_BYTES = 100 * 2**20
 """Ray keeps the upload in the head's memory."""
 _RAYIGNORE = ".rayignore"
+_IGNORE_FILES = (_RAYIGNORE, ".gitignore")
 _SHOWN = 3
 
 
 def job_files(directory: Path, named: Sequence[str], log: Log) -> list[Path]:
-    """Return the files of a job, relative to `directory`, sorted; without those in .rayignore.
+    """Return the files of a job, relative to `directory`, sorted.
+
+    Files in .rayignore count only if they are named. Ray would apply ignore files a second time, so these
+    are not uploaded.
 
     Args:
         named: Files or directories below `directory` to add.
-        log: Gets a line if git does not track some of the code.
+        log: Gets the names of code that git does not track.
 
     Raises:
         ConfigError: a named file is missing or outside of `directory`, or all are larger than MAX_BYTES.
@@ -45,7 +49,7 @@ def job_files(directory: Path, named: Sequence[str], log: Log) -> list[Path]:
         if root not in (path, *path.parents):
             raise ConfigError(f"{name} is outside of {root}, which the job gets; copy it there")
         files |= {path} if path.is_file() else {one for one in path.rglob("*") if one.is_file()}
-    files = {path for path in files if path.is_file()}
+    files = {path for path in files if path.is_file() and path.name not in _IGNORE_FILES}
     sizes = sorted(((path.stat().st_size, path) for path in files), reverse=True)
     if (total := sum(number for number, _ in sizes)) > MAX_BYTES:
         largest = ", ".join(f"{path.relative_to(root)} ({size(n)})" for n, path in sizes[:_SHOWN])
@@ -56,29 +60,18 @@ def job_files(directory: Path, named: Sequence[str], log: Log) -> list[Path]:
     others = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "*.py", "*.yaml")
     if left_out := [name for name in others if root / name not in files]:
         shown = ", ".join(left_out[:_SHOWN]) + ", …" * (len(left_out) > _SHOWN)
-        log(
-            f"not uploaded, since git does not track it: {shown}; add what the job needs with --files"
-        )
+        log(f"not uploaded, since git does not track them: {shown}; name needed ones in --files")
     return sorted(path.relative_to(root) for path in files)
 
 
 def copy_files(directory: Path, files: Sequence[Path], target: Path) -> int:
-    """Copy files to an empty directory, links as what they link to; returns the bytes.
-
-    Files that make Ray leave out others are not copied: the choice is made.
-    """
+    """Copy files to an empty directory, links as their targets; returns the bytes."""
     total = 0
     for file in files:
-        if file.name in (_RAYIGNORE, ".gitignore"):
-            continue
         (target / file.parent).mkdir(parents=True, exist_ok=True)
         shutil.copy2(directory / file, target / file)
         total += (target / file).stat().st_size
     return total
-
-
-def describe_files(files: Sequence[Path], num_bytes: int) -> str:
-    return f"uploading {count(len(files), 'file')}, {size(num_bytes)}"
 
 
 def _git(root: Path, *words: str) -> list[str]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import tempfile
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
@@ -14,6 +17,7 @@ from raytrain_gpt.config import kinds
 from raytrain_gpt.config.call_options import Metavar, Options
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.format import count, size
 
 
 class DoctorOptions(JsonOptions, ConfigOptions):
@@ -90,12 +94,8 @@ def submit(options: SubmitOptions) -> None:
     Uploads the files of this directory that git tracks. Ctrl+C asks whether to detach, or to stop the job,
     which saves a checkpoint. Submit again to resume. Values: defaults < preset or file < flags.
     """
-    import os
-    import tempfile
-    from pathlib import Path
-
     from raytrain_gpt.cluster import job
-    from raytrain_gpt.cluster.job_files import copy_files, describe_files, job_files
+    from raytrain_gpt.cluster.job_files import copy_files, job_files
 
     config, here = options.resolved(), Path.cwd()
     server = job.ask_job_server(job.job_address(options.address))
@@ -110,10 +110,11 @@ def submit(options: SubmitOptions) -> None:
     words += [f"--{n}={'null' if v is None else v}" for n, v in {**own, **flags}.items()]
     words += ["--accept_changed_code"] * options.accept_changed_code
     if options.dry_run:
-        say(job.plain_command(server.address, words))
+        say(job.plain_command(server.address, words, uploads=bool(files)))
         return
     with tempfile.TemporaryDirectory() as copy:
-        say(describe_files(files, copy_files(here, files, Path(copy))))
+        num_bytes = copy_files(here, files, Path(copy))
+        say(f"uploading {count(len(files), 'file')}, {size(num_bytes)}")
         submitted = job.SubmittedJob(server, words, Path(copy) if files else None)
     say(f"job {submitted.id} on {server.address}")
     sys.exit(job.follow_until_end(submitted, say))

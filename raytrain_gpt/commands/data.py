@@ -130,9 +130,8 @@ def stats(options: StatsOptions) -> None:
     directory = Location.of(options.directory)
     manifest = read_manifest(directory)
     if options.compare is not None:
-        options.say_json(
-            {"path": str(directory), "compared": _compared(options, directory, manifest)}
-        )
+        compared = _compared(options.compare.split(","), options.preset, directory, manifest)
+        options.say_json({"path": str(directory), "compared": compared})
         return
     picture = Location.of(options.png) if options.png else directory / PICTURE_FILE
     facts = dataset_stats(directory, manifest, picture, say)
@@ -141,12 +140,11 @@ def stats(options: StatsOptions) -> None:
 
 
 def _compared(
-    options: StatsOptions, directory: Location, manifest: Manifest
+    names: list[str], preset: str, directory: Location, manifest: Manifest
 ) -> list[dict[str, Any]]:
     from raytrain_gpt.estimate.tokenizer_comparison import compare_tokenizers, comparison_table
 
-    names = (options.compare or "").split(",")
-    rows = compare_tokenizers(directory, manifest, names, load_preset(options.preset), say)
+    rows = compare_tokenizers(directory, manifest, names, load_preset(preset), say)
     for line in comparison_table(rows):
         say(line)
     return [asdict(row) for row in rows]

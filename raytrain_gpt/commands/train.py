@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -158,9 +158,7 @@ def tune(options: TuneOptions) -> None:
     if options.dry_run:
         from raytrain_gpt.sweep.cost import cost_lines
 
-        for line in cost_lines(sweep):
-            say(line)
-        say("next: the same command without --dry_run")
+        _say_costs(cost_lines(sweep))
         return
     from raytrain_gpt.sweep.results import final_table
     from raytrain_gpt.sweep.tune import run_sweep
@@ -175,6 +173,12 @@ def tune(options: TuneOptions) -> None:
         raise TrainingFailed(summary.failure)
     best = summary.directory / "best.yaml"
     say(next_line(best, shell("raytrain-gpt", "train", "--config", best, *options.code_flags)))
+
+
+def _say_costs(lines: Iterable[str]) -> None:
+    for line in lines:
+        say(line)
+    say("next: the same command without --dry_run")
 
 
 class ScaleOptions(ProgressOptions, CodeOptions):
@@ -206,9 +210,7 @@ def scale(options: ScaleOptions) -> None:
     if options.dry_run:
         from raytrain_gpt.scaling.study_cost import cost_lines
 
-        for line in cost_lines(study):
-            say(line)
-        say("next: the same command without --dry_run")
+        _say_costs(cost_lines(study))
         return
     from raytrain_gpt.scaling.study import run_study
     from raytrain_gpt.tracking.summary import next_line

@@ -48,15 +48,16 @@ def compare_tokenizers(
 ) -> list[ComparedTokenizer]:
     """Compare tokenizers for a model of `config`; raises a DataError like `prepare`."""
     own = read_tokenizer(directory)
-    train, val = (list(_texts(directory, manifest, split, own)) for split in ("train", "val"))
+    sizes = {name: new_vocab_size(name) for name in names}
+    train = list(_texts(directory, manifest, "train", own)) if any(sizes.values()) else []
+    val = list(_texts(directory, manifest, "val", own))
     num_bytes = sum(len(text.encode()) for text in val)
     if not num_bytes:
         raise DataError(
             f"the val split of {directory} has no text to compare; prepare one with text"
         )
     compared = []
-    for name in names:
-        size = new_vocab_size(name)
+    for name, size in sizes.items():
         encoding = open_tokenizer(name, log) if size is None else train_bpe(train, size)
         tokens = sum(len(encode_document(encoding, text)) for text in val)
         counts = count_model(GPTShape.of(config, encoding.n_vocab))
@@ -95,7 +96,7 @@ def _texts(
         for shard in manifest.split_shards(split)
         for index in range(-(-shard.tokens // manifest.row_group_tokens))
     ]
-    # Fibonacci hashing: any first part of this order is spread evenly.
+    # Fibonacci hashing: any prefix of this order is spread evenly.
     order = sorted(range(len(groups)), key=lambda i: i * 0.6180339887498949 % 1)
     left = SAMPLE_BYTES
     for i in order:

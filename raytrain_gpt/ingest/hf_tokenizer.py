@@ -206,9 +206,13 @@ def read_hf_tokenizer(directory: Location, log: Log) -> tiktoken.Encoding | None
     Warns that NFC normalization is dropped. Raises a DataError if the tokenizer is damaged, or not a
     byte-level BPE like GPT-2's with `<|endoftext|>`.
     """
-    files = directory / HF_TOKENIZER_FILE, directory / _VOCABULARY_FILE
-    file = next((file for file in files if file.is_file()), None)
-    return None if file is None else _read_hf_file(file, log)
+    file = directory / HF_TOKENIZER_FILE
+    if not file.is_file():
+        older = [directory / name for name in (_VOCABULARY_FILE, _MERGES_FILE)]
+        if not all(part.is_file() for part in older):
+            return None
+        file = older[0]
+    return _read_hf_file(file, log)
 
 
 def _read_hf_file(file: Location, log: Log) -> tiktoken.Encoding:
@@ -219,39 +223,29 @@ def _read_hf_file(file: Location, log: Log) -> tiktoken.Encoding:
                 content = _content_of(content, (file.parent / _MERGES_FILE).read_text())
             if content.get("normalizer") is not None:
                 log(f"{file}: dropping its NFC normalization; normalize text that is not in NFC")
-            return encoding_of(content, _exported_name(file.parent))
-    except Unsupported as error:
+            return _encoding_of(content, _exported_name(file.parent))
+    except _Unsupported as error:
         raise DataError(
             f"tokenizer {file} is not supported ({error}); set --tokenizer to one with the same ids"
         ) from None
 
 
-def encoding_of(
-    content: dict[str, Any], written: tuple[str, str] | None = None
-) -> tiktoken.Encoding:
-    """Convert the content of a Hugging Face file.
-
-    Args:
-        written: Name and pattern that our export wrote beside it.
-
-    Raises:
-        Unsupported: it is unlike GPT-2's.
-        ValueError, TypeError, KeyError: it is damaged.
-    """
+def _encoding_of(content: dict[str, Any], written: tuple[str, str] | None) -> tiktoken.Encoding:
+    """Convert the content of a file; `written` is the name and pattern that our export wrote beside it."""
     special, ranks = _special(content), _ranks(content)
     ids = [*ranks.values(), *special.values()]
     if len(set(ids)) != len(ids):
-        raise Unsupported("two of its tokens have the same id")
+        raise _Unsupported("two of its tokens have the same id")
     pattern = _pattern(content["pre_tokenizer"])
     if pattern is None and any(len(token) > 1 for token in ranks):
-        raise Unsupported("its pre_tokenizer has no pattern")
+        raise _Unsupported("its pre_tokenizer has no pattern")
     # The export's name counts only if its pattern still matches the tokenizer.
     if written is None or pattern not in (written[1], _oniguruma(written[1]), None):
         written = _recognized_name(ranks, pattern)
     return make_encoding(*written, ranks, special)
 
 
-class Unsupported(Exception):
+class _Unsupported(Exception):
     """A tokenizer unlike GPT-2's; the message has the reason."""
 
 
@@ -272,30 +266,30 @@ def _ranks(content: dict[str, Any]) -> dict[bytes, int]:
     model = content["model"]
     # Older files, such as the released GPT-2's, lack the type.
     if model.get("type", "BPE") != "BPE" or content.get("normalizer") not in (None, _NFC):
-        raise Unsupported(f"type {model.get('type')}, normalizer {content.get('normalizer')}")
+        raise _Unsupported(f"type {model.get('type')}, normalizer {content.get('normalizer')}")
     for key in ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "dropout"):
         if model.get(key):
-            raise Unsupported(f"it has {key} {model[key]!r}")
+            raise _Unsupported(f"it has {key} {model[key]!r}")
     added = {token["content"] for token in content["added_tokens"]}
     texts = {text: int(i) for text, i in model["vocab"].items() if text not in added}
     if odd := [text for text in texts if not _BYTE.keys() >= set(text) or not text]:
-        raise Unsupported(f"its token {odd[0]!r} is not written as bytes")
+        raise _Unsupported(f"its token {odd[0]!r} is not written as bytes")
     ranks = token_ranks(texts)
     if max(map(len, texts), default=0) > MAX_TOKEN_BYTES:
-        raise Unsupported(f"it has a token of more than {MAX_TOKEN_BYTES} bytes")
+        raise _Unsupported(f"it has a token of more than {MAX_TOKEN_BYTES} bytes")
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
-        raise Unsupported(f"it has no token for byte {missing[0]}")
+        raise _Unsupported(f"it has no token for byte {missing[0]}")
     listed = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
     pairs = [(_bytes(left), _bytes(right)) for left, right in listed]
     order = [ranks[left + right] for left, right in pairs]
     if order != sorted(order):
-        raise Unsupported("its merges are not in the order of the ids")
+        raise _Unsupported("its merges are not in the order of the ids")
     derived = merges_of(ranks)
     if not set(derived.values()) <= set(pairs):
-        raise Unsupported("its list of merges is incomplete")
+        raise _Unsupported("its list of merges is incomplete")
     unmade = [token for token in ranks if len(token) > 1 and token not in derived]
     if unmade and not model.get("ignore_merges"):
-        raise Unsupported(f"no merge makes its token {unmade[0]!r}")
+        raise _Unsupported(f"no merge makes its token {unmade[0]!r}")
     return ranks
 
 
@@ -304,10 +298,10 @@ def _special(content: dict[str, Any]) -> dict[str, int]:
     contents = [token["content"] for token in tokens if not token["special"]]
     # Qwen's <think> and the like, which hardly occur in text, are special for us.
     if ordinary := [text for text in contents if not _TAG.fullmatch(text)]:
-        raise Unsupported(f"its added token {ordinary[0]!r} is not a special one")
+        raise _Unsupported(f"its added token {ordinary[0]!r} is not a special one")
     special = {str(token["content"]): int(token["id"]) for token in tokens}
     if EOT not in special:
-        raise Unsupported(f"it has no {EOT}")
+        raise _Unsupported(f"it has no {EOT}")
     return special
 
 
@@ -316,14 +310,14 @@ def _pattern(pre_tokenizer: dict[str, Any]) -> str | None:
     steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     *splits, last = steps
     if last["type"] != "ByteLevel" or last["add_prefix_space"] or len(splits) > 1:
-        raise Unsupported("its pre_tokenizer is not ByteLevel without add_prefix_space")
+        raise _Unsupported("its pre_tokenizer is not ByteLevel without add_prefix_space")
     if not splits:
         return GPT2_PATTERN if last.get("use_regex", True) else None
     (split,) = splits
     pattern = str(split["pattern"].get("Regex"))
     plain = split["type"] == "Split" and split["behavior"] == "Isolated" and not split["invert"]
     if not plain or last.get("use_regex", True) or "Regex" not in split["pattern"]:
-        raise Unsupported("its pre_tokenizer is not one Split by a pattern, and ByteLevel")
+        raise _Unsupported("its pre_tokenizer is not one Split by a pattern, and ByteLevel")
     return pattern
 
 
@@ -344,5 +338,5 @@ def _recognized_name(ranks: TokenRanks, pattern: str | None) -> tuple[str, str]:
     if pattern == GPT2_PATTERN and hashlib.sha256(lines.encode()).hexdigest() == GPT2_RANKS_SHA256:
         return "gpt2", pattern
     if pattern != GPT2_PATTERN and _DIALECTS_DIFFER.search(pattern):
-        raise Unsupported(f"its pattern {pattern!r} has a different meaning in tiktoken")
+        raise _Unsupported(f"its pattern {pattern!r} has a different meaning in tiktoken")
     return IMPORTED, pattern

@@ -7,6 +7,7 @@ words and merges pairs; ties go to the pair with the lowest ids, so equal text g
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -31,9 +32,9 @@ SAMPLE_BYTES = 100_000_000
 """Text to train on, which takes seconds and bounds memory; more hardly changes 8,192 ids."""
 _LEAST_PIECE_BYTES = 2**23
 _MOST_TOKEN_BYTES = 64
-"""No rule or blank line becomes a token of its own length."""
+"""Otherwise a line of a hundred dashes would become one token."""
 _TEXT_CHARACTERS = 2**16
-"""Texts are passed on in parts, since `tokenizers` holds many bytes per character."""
+"""Texts are cut to this length, since `tokenizers` holds many bytes per character."""
 
 
 def new_vocab_size(name: str) -> int | None:
@@ -41,12 +42,7 @@ def new_vocab_size(name: str) -> int | None:
     if not name.startswith(PREFIX):
         return None
     digits = name.removeprefix(PREFIX)
-    if not (
-        digits.isascii()
-        and digits.isdecimal()
-        and len(digits) < 8
-        and 257 < int(digits) <= _MAX_VOCAB_SIZE
-    ):
+    if not (re.fullmatch("[0-9]{1,7}", digits) and 257 < int(digits) <= _MAX_VOCAB_SIZE):
         raise DataError(
             f"tokenizer {name} needs a vocabulary size from 258 to {_MAX_VOCAB_SIZE}, as in bpe:8192"
         )

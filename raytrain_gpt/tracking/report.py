@@ -219,7 +219,7 @@ def report_html(
     """Return the report's page.
 
     Args:
-        refresh_s: Seconds after which the page asks for itself again; 0 for a file.
+        refresh_s: Seconds between two requests of the page; 0 for a file.
         changed_s: Unix time of the run's last row, shown if the page refreshes.
     """
     run = RunHistory(sync, tell)

@@ -4,7 +4,8 @@ Ranks wait for each other in the backward pass and the update, so all have the s
 speeds show in the forward pass and in waiting for data. A rank is slow if one of these costs it a tenth more
 than the median of the others with certainty: the mean over JUDGED_STEPS, less four standard errors, and the
 mean over the later half. On a quiet machine that takes 20 to 40 steps. Beside other load the ranks' times
-scatter by half, and only a large excess is certain.
+scatter by half, and only a large excess is certain. Sharded ranks wait for each other in the forward pass
+too, so theirs is not timed.
 """
 
 from __future__ import annotations
@@ -42,14 +43,9 @@ class SlowRank:
 
 
 class SlowRanks:
-    """Notices ranks that become slow.
+    """Notices ranks that become slow."""
 
-    Args:
-        forward_is_own: Whether ranks do not wait for each other in forward passes, as sharded ones do.
-    """
-
-    def __init__(self, forward_is_own: bool = True) -> None:
-        self._forward_is_own = forward_is_own
+    def __init__(self) -> None:
         self._excess: dict[Where, list[Times]] = {where: [] for where in get_args(Where)}
         self._slow: set[tuple[Where, int]] = set()
 
@@ -59,14 +55,13 @@ class SlowRanks:
         """Add steps; returns the ranks that are slow now and were not before.
 
         Args:
-            forward_s: Seconds of the forward passes, float64 (ranks, steps).
+            forward_s: Seconds of the forward passes, float64 (ranks, steps); 0 if they were not timed.
             data_wait_s: Seconds of waiting for data, likewise.
         """
         found = []
         for where, excess in excess_of_ranks(forward_s, data_wait_s, np.array(step_time_s)).items():
-            if where == "data" or self._forward_is_own:
-                self._excess[where] = [*self._excess[where], *excess.T][-JUDGED_STEPS:]
-                found += self._judged(last_step, where)
+            self._excess[where] = [*self._excess[where], *excess.T][-JUDGED_STEPS:]
+            found += self._judged(last_step, where)
         return found
 
     def _judged(self, step: int, where: Where) -> list[SlowRank]:
@@ -91,7 +86,7 @@ class RankStrip:
     """How much a rank exceeded the others over a run.
 
     Attributes:
-        cells: (steps as text, larger excess of the two) of consecutive parts of the run.
+        cells: (steps as text, larger excess of the two) of consecutive spans of the run.
         mean: Use of time -> mean excess.
     """
 
@@ -142,14 +137,15 @@ def excess_of_ranks(forward_s: Times, data_wait_s: Times, step_time_s: Times) ->
     """Return how much each rank exceeds the median of the others, for each use of time.
 
     Args:
-        forward_s: Seconds of the forward passes, float64 (ranks, steps).
+        forward_s: Seconds of the forward passes, float64 (ranks, steps); 0 if they were not timed.
         data_wait_s: Seconds of waiting for data, likewise.
         step_time_s: Seconds of the steps, float64, broadcast to that shape.
 
     Returns:
         Fractions, float64 (ranks, steps): of the others' forward seconds, and of the step's.
     """
-    compute = forward_s / np.maximum(_median_of_others(forward_s), 1e-9) - 1
+    others = _median_of_others(forward_s)
+    compute = np.divide(forward_s, others, out=np.ones_like(forward_s), where=others > 0) - 1
     data = (data_wait_s - _median_of_others(data_wait_s)) / step_time_s
     return {"compute": compute, "data": data}
 

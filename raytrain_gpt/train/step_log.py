@@ -27,7 +27,7 @@ from raytrain_gpt.data.order import BatchRanges, batch_before, extend_order_hash
 from raytrain_gpt.ingest.feed import TrainFeed
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.tracking.run_files import Row, finite
-from raytrain_gpt.tracking.slow_ranks import SlowRanks, Times
+from raytrain_gpt.tracking.slow_ranks import SlowRanks
 
 
 @dataclass
@@ -44,6 +44,7 @@ class _Window:
     """Steps between two flushes, with values that are on the host once `end` has passed.
 
     Attributes:
+        forward: The forward passes of each step.
         seconds_excluded: Seconds since the window before that were not training.
     """
 
@@ -180,10 +181,6 @@ class StepLog:
             bits.contiguous().view(torch.float64) for bits in (losses, waits, forward)
         )
         forward_s, data_wait_s = forward.numpy(), waits.numpy()
-        rank_means = {
-            "rank_forward_s": forward_s.mean(1).round(6).tolist(),
-            "rank_data_wait_s": data_wait_s.mean(1).round(6).tolist(),
-        }
         losses, waits = (values.sum(0) / len(gathered) for values in (losses, waits))
         delivered, skips = delivered.sum(0), skips.sum(0)
         self._clock_from = window.end
@@ -206,8 +203,7 @@ class StepLog:
             loss, norm = float(losses[i]), float(window.norms[i])
             row = self._row(result, batch, loss, norm, step_time_s, float(waits[i]))
             scale = {} if scales[i] is None else {"optim/loss_scale": scales[i]}
-            by_rank = rank_means if self._slow_ranks and i == len(steps) - 1 else {}
-            rows.append(row | self._tokens_by_dataset(result.step) | since_start | scale | by_rank)
+            rows.append(row | self._tokens_by_dataset(result.step) | since_start | scale)
             bad = self._detector.judge(result.step, loss, norm, scales[i])
             if bad is not None:
                 rows.append(_event(bad, loss, norm, batch, int(skips[i])))
@@ -216,7 +212,18 @@ class StepLog:
                 first = batch_before(batch, result.step - streak[0], self.position.skipped)
                 self.bad_streak = BadStreak(streak[0], result.step, first, batch)
                 break  # later steps are repeated after the rollback
-        return rows + self._slow_rank_events(steps[-1].step, forward_s, data_wait_s, step_time_s)
+        if (
+            self._slow_ranks is None
+            or self.bad_streak is not None
+            or steps[-1].step in self._slowed
+        ):
+            return rows
+        last = next(row for row in reversed(rows) if "event" not in row)
+        last["rank_forward_s"] = forward_s.mean(1).round(6).tolist()
+        last["rank_data_wait_s"] = data_wait_s.mean(1).round(6).tolist()
+        slow = self._slow_ranks.add(steps[-1].step, forward_s, data_wait_s, step_time_s)
+        events = [{**asdict(found), "event": "slow_rank", "time": time.time()} for found in slow]
+        return [*rows, *events]
 
     def _row(
         self,
@@ -245,14 +252,6 @@ class StepLog:
             "data/tokens_seen": result.step * self._batch_tokens,
             "data/order_hash": self.position.order_hash,
         }
-
-    def _slow_rank_events(
-        self, step: int, forward_s: Times, data_wait_s: Times, step_time_s: float
-    ) -> list[Row]:
-        if self._slow_ranks is None or step in self._slowed:
-            return []
-        slow = self._slow_ranks.add(step, forward_s, data_wait_s, step_time_s)
-        return [{**asdict(found), "event": "slow_rank", "time": time.time()} for found in slow]
 
     def _tokens_by_dataset(self, step: int) -> Row:
         if not isinstance(self._order, MixedOrder):

@@ -171,6 +171,7 @@ class Worker:
         taken = self._take_profile if rank == 0 else None
         self.profile = StepProfile(train.profile_steps, self.step, train.max_steps, device, taken)
         self._forward = TimedContext(self.setup.autocast, device)
+        self._compares_ranks = self.collectives.world_size > 1
         self._device_name = device_name(device)
         self.log = StepLog(
             spec.ingest,
@@ -183,7 +184,7 @@ class Worker:
             peak_flops=peak_flops(self._device_name, self.setup.precision),
             device=device,
             slowed=self.profile.slowed,
-            slow_ranks=self._slow_ranks(),
+            slow_ranks=SlowRanks() if self._compares_ranks else None,
         )
         here = {"node": socket.gethostname(), "device": self._device_name}
         self._places = self.collectives.all_gather_json(here, dict[str, str])
@@ -201,11 +202,6 @@ class Worker:
         )
         if train.exact:
             self._warn_if_not_exact()
-
-    def _slow_ranks(self) -> SlowRanks | None:
-        if self.collectives.world_size == 1:
-            return None
-        return SlowRanks(forward_is_own=not isinstance(self.setup.strategy, Sharded))
 
     def _warn_if_not_exact(self) -> None:
         """Exact sums need one kind of device, thread count and software version for the entire run."""
@@ -255,6 +251,8 @@ class Worker:
         self._record_start()
         if self.collectives.rank == 0 and not (self.spec.resumed or self.spec.is_trial):
             self._warn_of_intervals()
+        # Sharded ranks wait for each other in the forward pass too.
+        times_forward = self._compares_ranks and not isinstance(setup.strategy, Sharded)
         self.log.start_clock()
         results = train_steps(
             setup.model,
@@ -265,7 +263,7 @@ class Worker:
             max_steps=train.max_steps,
             learning_rate=lambda step: learning_rate(step, optim, train.max_steps),
             grad_clip=optim.grad_clip,
-            autocast=self._forward,
+            autocast=self._forward if times_forward else setup.autocast,
             seed=train.seed,
             loss_scale=setup.loss_scale,
         )

@@ -50,7 +50,7 @@ def test_the_files_that_git_tracks_go_along_as_they_are_now(checkout: Path, tmp_
     files = job_files.job_files(checkout, [], lines.append)
     assert files == [Path("pkg/own.py"), Path("raytrain_gpt/cli.py"), Path("train.py")]
     assert lines == [
-        "not uploaded, since git does not track it: new.py; add what the job needs with --files"
+        "not uploaded, since git does not track them: new.py; name needed ones in --files"
     ]
     copy = tmp_path / "runs" / "copy"
     copy.mkdir()

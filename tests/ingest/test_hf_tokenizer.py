@@ -183,6 +183,8 @@ def test_a_tokenizer_from_elsewhere_has_the_same_ids(
 
 def test_a_directory_without_a_tokenizer_has_none(tmp_path: Path) -> None:
     assert read_hf_tokenizer(Location.of(tmp_path), print) is None
+    (tmp_path / "vocab.json").write_text("{}")  # without merges.txt
+    assert read_hf_tokenizer(Location.of(tmp_path), print) is None
 
 
 def split(pattern: str) -> dict[str, Any]:
