@@ -18,7 +18,7 @@ _COUNTS |= {"data/tokens_seen", "val/tokens", "hellaswag/examples", "hellaswag/c
 _SECONDS = {"time", "lost_s", "perf/checkpoint_write_s"}
 _NUMBERS = {"loss", "loss_zscore", "grad_norm", "grad_norm_zscore"}
 """Numbers, as all other keys with a slash are."""
-_SECONDS_OF_RANKS = {"rank_forward_s", "rank_data_wait_s"}
+_SECONDS_OF_RANKS = {"perf/rank_forward_s", "perf/rank_data_wait_s"}
 """Lists with a number for each rank."""
 LIMIT = 1e100
 """Sums of numbers below it are finite."""

@@ -21,6 +21,7 @@ SLOWER = 0.1
 _RECOVERED = 0.05
 _STANDARD_ERRORS = 4
 MAX_STRIPS, MAX_CELLS = 32, 60
+_FORWARD, _WAITS = "perf/rank_forward_s", "perf/rank_data_wait_s"
 Where = Literal["compute", "data"]
 Times = NDArray[np.float64]
 
@@ -97,20 +98,16 @@ class RankStrip:
 
 def rank_strips(rows: list[dict[str, Any]]) -> list[RankStrip]:
     """Return the slowest MAX_STRIPS ranks of a run's rows, in rank order; of its last number of ranks."""
-    timed = [row for row in rows if row.get("rank_forward_s") and row.get("perf/step_time_s")]
+    timed = [row for row in rows if row.get(_FORWARD) and row.get("perf/step_time_s")]
     if not timed:
         return []
-    num_ranks = len(timed[-1]["rank_forward_s"])
+    num_ranks = len(timed[-1][_FORWARD])
     timed = [
-        row
-        for row in timed
-        if len(row["rank_forward_s"]) == len(row.get("rank_data_wait_s", ())) == num_ranks > 1
+        row for row in timed if len(row[_FORWARD]) == len(row.get(_WAITS, ())) == num_ranks > 1
     ]
     if not timed:
         return []
-    forward, waits = (
-        np.array([row[key] for row in timed]).T for key in ("rank_forward_s", "rank_data_wait_s")
-    )
+    forward, waits = (np.array([row[key] for row in timed]).T for key in (_FORWARD, _WAITS))
     seconds = np.array([row["perf/step_time_s"] for row in timed])
     excess = excess_of_ranks(forward, waits, seconds)
     larger = np.maximum(excess["compute"], excess["data"])

@@ -219,8 +219,8 @@ class StepLog:
         ):
             return rows
         last = next(row for row in reversed(rows) if "event" not in row)
-        last["rank_forward_s"] = forward_s.mean(1).round(6).tolist()
-        last["rank_data_wait_s"] = data_wait_s.mean(1).round(6).tolist()
+        last["perf/rank_forward_s"] = forward_s.mean(1).round(6).tolist()
+        last["perf/rank_data_wait_s"] = data_wait_s.mean(1).round(6).tolist()
         slow = self._slow_ranks.add(steps[-1].step, forward_s, data_wait_s, step_time_s)
         events = [{**asdict(found), "event": "slow_rank", "time": time.time()} for found in slow]
         return [*rows, *events]

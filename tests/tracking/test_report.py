@@ -399,7 +399,7 @@ def test_datasets_of_a_mixture_have_curves_of_their_own(tmp_path: Path) -> None:
 def test_ranks_are_compared_over_the_run(tmp_path: Path) -> None:
     rows = []
     for step in range(1, 41):
-        ranks = {"rank_forward_s": [0.1, 0.1, 0.15], "rank_data_wait_s": [0.0, 0.05, 0.0]}
+        ranks = {"perf/rank_forward_s": [0.1, 0.1, 0.15], "perf/rank_data_wait_s": [0.0, 0.05, 0.0]}
         rows.append(step_row(step, **ranks if step % 10 == 0 else {}))
     slow = {"rank": 2, "node": "node-b", "device": "H100", "slower": 0.5, "where": "compute"}
     rows.append(start("slow_rank", 40, 9.0, **slow, num_steps=20))
@@ -410,7 +410,7 @@ def test_ranks_are_compared_over_the_run(tmp_path: Path) -> None:
     row = re.search(r"<tr><th>1</th>.*?</tr>", text, re.DOTALL)
     assert row is not None
     assert row[0].endswith("<td>-20%</td><td>+20%</td></tr>")
-    damaged = [step_row(50, rank_forward_s=[0.1, "x", 0.1])]
+    damaged = [step_row(50, **{"perf/rank_forward_s": [0.1, "x", 0.1]})]
     damaged += [start("slow_rank", 40, 9.0, **{**slow, **odd}, num_steps=20) for odd in ODD_RANKS]
     path = tmp_path / "run" / METRICS_FILE
     path.write_text(path.read_text() + "".join(json.dumps(row) + "\n" for row in damaged))

@@ -211,10 +211,10 @@ def test_a_slow_rank_is_told_by_every_rank(config: Config) -> None:
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(run, thread_ranks(2)))
     for rows in found:
-        timed = [row for row in rows if "rank_forward_s" in row]
+        timed = [row for row in rows if "perf/rank_forward_s" in row]
         assert [row["step"] for row in timed] == [10, 20, 30, 40, 50]
-        assert timed[0]["rank_forward_s"] == pytest.approx([0.02, 0.03])
-        assert timed[0]["rank_data_wait_s"] == [0.25, 0.25]
+        assert timed[0]["perf/rank_forward_s"] == pytest.approx([0.02, 0.03])
+        assert timed[0]["perf/rank_data_wait_s"] == [0.25, 0.25]
         (event,) = (row for row in rows if row.get("event") == "slow_rank")
         known = ("step", "rank", "slower", "where", "num_steps")
         assert [event[key] for key in known] == [40, 1, 0.5, "compute", 20]
