@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from raytrain_gpt.format import event_line
-from raytrain_gpt.tracking.slow_ranks import SlowRank, SlowRanks
+from raytrain_gpt.tracking.slow_ranks import SlowRank, SlowRanks, excess_of_ranks
 
 STEP_S = 0.1
 
@@ -34,6 +34,15 @@ def test_a_slower_rank_is_named_once(num_ranks: int) -> None:
     (slow,) = judged(lambda step, rank: 0.03 * (1.31 if rank == 1 else 1), num_ranks=num_ranks)
     assert (slow.step, slow.rank, slow.where, slow.num_steps) == (40, 1, "compute", 20)
     assert slow.slower == pytest.approx(0.31)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 7])
+def test_excess_is_over_the_median_of_the_others(num_ranks: int) -> None:
+    seconds = np.random.default_rng(0).integers(1, 6, (num_ranks, 20)).astype(float)
+    others = np.array([np.median(np.delete(seconds, i, 0), axis=0) for i in range(num_ranks)])
+    excess = excess_of_ranks(seconds, seconds, np.array(2.0))
+    np.testing.assert_allclose(excess["compute"], seconds / others - 1)
+    np.testing.assert_allclose(excess["data"], (seconds - others) / 2)
 
 
 def test_a_rank_that_becomes_slow_is_named_within_forty_steps() -> None:
