@@ -3,9 +3,9 @@
 Ranks wait for each other in the backward pass and the update, so all have the same step time. Their own
 speeds show in the forward pass and in waiting for data. A rank is slow if one of these costs it a tenth more
 than the median of the others with certainty: the mean over JUDGED_STEPS, less four standard errors, and the
-mean over the later half. On a quiet machine that takes 20 to 40 steps. Beside other load the ranks' times
-scatter by half, and only a large excess is certain. Sharded ranks wait for each other in the forward pass
-too, so theirs is not timed.
+mean over the later half. On a quiet machine that takes 20 to 40 steps. Beside other load each rank is slow
+now and then for many steps, so less three times the scatter of earlier such means too, and at the start less
+six standard errors. Sharded ranks wait for each other in the forward pass too, so theirs is not timed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 JUDGED_STEPS, REPORTED_STEPS = 40, 20
+HISTORY_STEPS = 400
+_LEAST_HISTORY_STEPS = 60
 SLOWER = 0.1
 _RECOVERED = 0.05
-_STANDARD_ERRORS = 4
 MAX_STRIPS, MAX_CELLS = 32, 60
 _FORWARD, _WAITS = "perf/rank_forward_s", "perf/rank_data_wait_s"
 Where = Literal["compute", "data"]
@@ -61,25 +62,39 @@ class SlowRanks:
         """
         found = []
         for where, excess in excess_of_ranks(forward_s, data_wait_s, np.array(step_time_s)).items():
-            self._excess[where] = [*self._excess[where], *excess.T][-JUDGED_STEPS:]
+            # Logarithms, because twice as long and half as long are equally likely.
+            logs = np.log1p(np.maximum(excess.T, -0.99))
+            self._excess[where] = [*self._excess[where], *logs][-HISTORY_STEPS - JUDGED_STEPS :]
             found += self._judged(last_step, where)
         return found
 
     def _judged(self, step: int, where: Where) -> list[SlowRank]:
         if len(self._excess[where]) < JUDGED_STEPS:
             return []
-        # Logarithms, because twice as long and half as long are equally likely.
-        excess = np.log1p(np.maximum(self._excess[where], -0.99))
-        means, latest = excess.mean(0), excess[-REPORTED_STEPS:].mean(0)
-        least = means - _STANDARD_ERRORS * excess.std(0, ddof=1) / JUDGED_STEPS**0.5
+        excess = np.array(self._excess[where])
+        before, judged = excess[:-JUDGED_STEPS], excess[-JUDGED_STEPS:]
+        means, latest = judged.mean(0), judged[-REPORTED_STEPS:].mean(0)
+        error = judged.std(0, ddof=1) / JUDGED_STEPS**0.5
+        if len(before) < _LEAST_HISTORY_STEPS:
+            doubt = 6 * error
+        else:
+            doubt = np.maximum(4 * error, 3 * _scatter_of_means(before))
+        least = means - doubt
         certain = np.flatnonzero(np.minimum(least, latest) > np.log1p(SLOWER))
-        before = {rank for place, rank in self._slow if place == where}
-        news = [int(rank) for rank in certain if rank not in before]
+        known = {rank for place, rank in self._slow if place == where}
+        news = [int(rank) for rank in certain if rank not in known]
         recovered = {int(rank) for rank in np.flatnonzero(means < np.log1p(_RECOVERED))}
         self._slow |= {(where, rank) for rank in news}
         self._slow -= {(where, rank) for rank in recovered}
         slower = np.expm1(latest).round(3).tolist()
         return [SlowRank(step, rank, slower[rank], where) for rank in news]
+
+
+def _scatter_of_means(excess: Times) -> float:
+    """Return the standard deviation of a rank's means over JUDGED_STEPS; excess: float64 (steps, ranks)."""
+    sums = np.cumsum(np.concatenate([np.zeros_like(excess[:1]), excess]), axis=0)
+    means = (sums[JUDGED_STEPS:] - sums[:-JUDGED_STEPS]) / JUDGED_STEPS
+    return float(means.var(0).mean() ** 0.5)
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,18 @@ def test_ranks_that_scatter_are_not_slow() -> None:
     assert [slow.rank for slow in doubled] == [1]
 
 
+def test_ranks_that_take_turns_at_being_slow_are_not_named() -> None:
+    """Beside other load a rank shares its core for a while, then the other does."""
+    rng = np.random.default_rng(1)
+    turns = np.repeat(rng.lognormal(0, 0.3, (2, 100)), 10, axis=1)
+    seconds = turns * rng.lognormal(0, 0.2, (2, 1000))
+    assert judged(lambda step, rank: seconds[rank, step - 1], num_steps=1000, num_ranks=2) == []
+    seconds[1, 600:] *= 3
+    (slow,) = judged(lambda step, rank: seconds[rank, step - 1], num_steps=1000, num_ranks=2)
+    assert slow.rank == 1
+    assert 620 <= slow.step <= 640
+
+
 def test_it_is_named_again_only_after_a_recovery() -> None:
     def around_the_limit(step: int, rank: int) -> float:
         return 0.03 * (1.08 + 0.08 * (step // 50 % 2) if rank == 1 else 1)
