@@ -1,6 +1,6 @@
 """Bits per byte of models with different tokenizers, trained with equal FLOPs on the same text.
 
-    python benchmarks/vocabularies.py stdlib --compute 1e12 [--names bytes gpt2 bpe:512 bpe:2048 bpe:8192]
+    python benchmarks/vocabularies.py stdlib --compute 5e12 [--names bytes gpt2 bpe:512 bpe:2048 bpe:8192]
 
 Models have equal blocks; the vocabulary changes embeddings, head and FLOPs per token, and so the steps. A
 batch is a number of tokens.
@@ -23,7 +23,7 @@ NAMES = ["bytes", "gpt2", "bpe:512", "bpe:2048", "bpe:8192"]
 
 
 def main() -> None:
-    parser = flags(__doc__, compute=1e12, names=NAMES, val_fraction=0.05, preset="quickstart")
+    parser = flags(__doc__, compute=5e12, names=NAMES, val_fraction=0.05, preset="quickstart")
     parser.add_argument("source", help="text, as for prepare")
     args = parser.parse_args()
     base = load_preset(args.preset)
