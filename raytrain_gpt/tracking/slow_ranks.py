@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 JUDGED_STEPS, REPORTED_STEPS = 40, 20
-HISTORY_STEPS = 400
-_LEAST_HISTORY_STEPS = 60
+_HISTORY_STEPS = 400
+_MIN_HISTORY_STEPS = 60
 SLOWER = 0.1
 _RECOVERED = 0.05
 MAX_STRIPS, MAX_CELLS = 32, 60
@@ -64,7 +64,7 @@ class SlowRanks:
         for where, excess in excess_of_ranks(forward_s, data_wait_s, np.array(step_time_s)).items():
             # Logarithms, because twice as long and half as long are equally likely.
             logs = np.log1p(np.maximum(excess.T, -0.99))
-            self._excess[where] = [*self._excess[where], *logs][-HISTORY_STEPS - JUDGED_STEPS :]
+            self._excess[where] = [*self._excess[where], *logs][-_HISTORY_STEPS - JUDGED_STEPS :]
             found += self._judged(last_step, where)
         return found
 
@@ -75,13 +75,12 @@ class SlowRanks:
         before, judged = excess[:-JUDGED_STEPS], excess[-JUDGED_STEPS:]
         means, latest = judged.mean(0), judged[-REPORTED_STEPS:].mean(0)
         error = judged.std(0, ddof=1) / JUDGED_STEPS**0.5
-        if len(before) < _LEAST_HISTORY_STEPS:
+        if len(before) < _MIN_HISTORY_STEPS:
             doubt = 6 * error
         else:
             doubt = np.maximum(4 * error, 3 * _scatter_of_means(before))
-        least = means - doubt
-        certain = np.flatnonzero(np.minimum(least, latest) > np.log1p(SLOWER))
-        known = {rank for place, rank in self._slow if place == where}
+        certain = np.flatnonzero(np.minimum(means - doubt, latest) > np.log1p(SLOWER))
+        known = {rank for use, rank in self._slow if use == where}
         news = [int(rank) for rank in certain if rank not in known]
         recovered = {int(rank) for rank in np.flatnonzero(means < np.log1p(_RECOVERED))}
         self._slow |= {(where, rank) for rank in news}
@@ -166,10 +165,10 @@ def _median_of_others(seconds: Times) -> Times:
     """Return the median of the other ranks' values, for each rank: float64 (ranks, steps)."""
     others = len(seconds) - 1
     ordered = np.sort(seconds, axis=0)
-    place = seconds.argsort(axis=0, kind="stable").argsort(axis=0)
-    # Without the rank's own value, each later value stands one place earlier.
+    index = seconds.argsort(axis=0, kind="stable").argsort(axis=0)
+    # Without the rank's own value, the index of each later value is one lower.
     low, high = (
-        np.take_along_axis(ordered, middle + (place <= middle), axis=0)
+        np.take_along_axis(ordered, middle + (index <= middle), axis=0)
         for middle in ((others - 1) // 2, others // 2)
     )
     return (low + high) / 2

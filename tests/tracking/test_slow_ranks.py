@@ -97,6 +97,14 @@ def test_ranks_that_take_turns_at_being_slow_are_not_named() -> None:
     assert 620 <= slow.step <= 640
 
 
+def test_the_start_of_a_run_needs_more_certainty() -> None:
+    """Four standard errors would name a rank in seven of these runs."""
+    rng = np.random.default_rng(14)
+    turns = np.repeat(rng.lognormal(0, 0.2, (2, 4)), 10, axis=1)
+    for seconds in turns * rng.lognormal(0, 0.2, (40, 2, 40)):
+        assert judged(lambda step, rank, s=seconds: s[rank, step - 1], 0.0, 40, 2) == []
+
+
 def test_it_is_named_again_only_after_a_recovery() -> None:
     def around_the_limit(step: int, rank: int) -> float:
         return 0.03 * (1.08 + 0.08 * (step // 50 % 2) if rank == 1 else 1)
