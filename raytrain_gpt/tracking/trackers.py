@@ -180,7 +180,7 @@ class TrackerQueue:
                 with self._changed:
                     self._rows, self._texts, self._is_off = [], [], True
                     return
-            except Exception as error:  # a tracker's error must not end the run
+            except (Exception, SystemExit) as error:  # a tracker must not end the run
                 if not warned:
                     self._log(f"{self._name} does not respond, retrying: {error}")
                     warned = True

@@ -30,6 +30,7 @@ from ray._private.utils import estimate_available_memory
 from raytrain_gpt.checkpoint.collectives import as_bytes, check_size
 from raytrain_gpt.cluster.address import check_no_cluster_named
 from raytrain_gpt.cluster.capacity import Node, Resources, fit_to_process
+from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.other_load import busy_cores, crowded_cores
 from raytrain_gpt.cluster.process_groups import meet_on_one_host, new_group
 from raytrain_gpt.cluster.scaling import Pause
@@ -39,7 +40,7 @@ from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import set_cuda_defaults
 from raytrain_gpt.data.locations import data_of
-from raytrain_gpt.errors import ConfigError, Interrupted
+from raytrain_gpt.errors import ConfigError, Interrupted, TrainingFailed
 from raytrain_gpt.evaluate.hellaswag import Choices
 from raytrain_gpt.format import Log, count
 from raytrain_gpt.storage.location import Location
@@ -175,9 +176,11 @@ class LaunchRanks:
             signals.defer()
             attempt, choices = orders
             spec = WorkerSpec(**vars(attempt), hellaswag=choices)
-            train_loop(
-                replace(spec, recorder=ConsoleRecorder(log), control=RankControl(signals.stop))
-            )
+            own = replace(spec, recorder=ConsoleRecorder(log), control=RankControl(signals.stop))
+            try:
+                train_loop(own)
+            except (SystemExit, KeyboardInterrupt) as error:  # of the user's code, not of a signal
+                raise TrainingFailed(f"rank {self.rank} failed ({root_cause(error)})") from error
         dist.destroy_process_group()
         sys.exit(Interrupted.exit_code if signals.stop.is_set() else 0)
 
@@ -221,7 +224,8 @@ class InProcess:
         return value
 
     def train(self, attempt: Attempt) -> AttemptEnd:
-        ended, error = threading.Event(), None
+        ended = threading.Event()
+        error: BaseException | None = None
         self.control = RankControl(attempt.stop, attempt.evaluated)
         spec = replace(attempt.spec, recorder=attempt.recorder, control=self.control)
         with ThreadPoolExecutor(1, "console") as console:
@@ -231,7 +235,7 @@ class InProcess:
                 self.ranks.training = True
                 attempt.train_loop(spec)
                 self.ranks.training = False
-            except Exception as raised:
+            except BaseException as raised:  # signals are deferred: this is from the user's code
                 error = raised
             finally:
                 ended.set()

@@ -28,18 +28,18 @@ class AttemptEnd:
     """How an attempt ended.
 
     Attributes:
-        error: Exception of `fit()` or of the memory probe, or one for an early exit.
+        error: Raised by `fit()`, the memory probe or, in local mode, the training; or one for an early exit.
         user_error: This package's error inside `error`, which a retry would repeat.
     """
 
     kind: Kind
-    error: Exception | None = None
+    error: BaseException | None = None
     bad_streak: BadStreak | None = None
     user_error: RaytrainGptError | None = None
 
 
 def classify_end(
-    outcome: CleanExit | None, error: Exception | None, *, stopping: bool, hung: bool
+    outcome: CleanExit | None, error: BaseException | None, *, stopping: bool, hung: bool
 ) -> AttemptEnd:
     """Classify the end of an attempt.
 
@@ -65,8 +65,14 @@ def classify_end(
 
 @dataclass(frozen=True)
 class Counters:
-    """Failures and rollbacks in a row without progress, and all preemptions in this command."""
+    """Failures and rollbacks in a row without progress, and all preemptions in this command.
 
+    Attributes:
+        highest_step: Highest step to resume from so far; only a later one is progress. A run that goes back
+            trains some steps twice.
+    """
+
+    highest_step: int = 0
     failures: int = 0
     preemptions: int = 0
     rollbacks: int = 0
@@ -105,18 +111,18 @@ def next_action(
     The attempt started at step `start`; the run would resume from `step`.
     """
     limits, run_name = config.cluster, config.run.run_name
-    made_progress = step > start
+    highest = max(start, done.highest_step)
+    made_progress, done = step > highest, replace(done, highest_step=max(step, highest))
     if end.kind == "finished":
         return Finish()
     if end.kind == "stopped":
         return Interrupt()
     if end.kind == "rolled_back":
-        # Progress means that this attempt wrote the checkpoint that the run rolls back to.
         rollbacks = 1 if made_progress else done.rollbacks + 1
         if rollbacks > MAX_ROLLBACKS:
             return GiveUp(
                 f"run {run_name} rolled back to step {step} {count(rollbacks, 'time')} in a row because "
-                "of bad losses; start again with a lower peak_lr, or set spike_detection to false"
+                "of bad steps; start again with a lower peak_lr, or set spike_detection to false"
             )
         return StartAttempt(replace(done, rollbacks=rollbacks))
     if step >= config.train.max_steps:  # it died after the last checkpoint was complete

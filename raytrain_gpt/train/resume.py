@@ -218,6 +218,6 @@ class ResumePoints:
         }
         recorder.ask("add_event", bad.last_step, "rollback", **details)
         self._log(
-            f"bad losses in steps {bad.first_step}–{bad.last_step}: rolled back to step {step}, "
+            f"bad steps {bad.first_step}–{bad.last_step}: rolled back to step {step}, "
             f"skipping batches {skipped[0]}–{skipped[1] - 1}"
         )

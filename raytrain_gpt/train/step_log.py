@@ -111,6 +111,16 @@ class StepLog:
         """Whether the newest judged step had a bad loss."""
         return bool(self._detector.streak)
 
+    def reject_weights(self, step: int) -> None:
+        """Roll back from a reported step with weights that are not finite.
+
+        The update before the first bad loss made them so, and its batch is skipped too.
+        """
+        skipped, streak = self.position.skipped, self._detector.streak
+        first = streak[0] - 1 if streak else step
+        batch = batch_before(self.position.next_batch, 1, skipped)
+        self.bad_streak = BadStreak(first, step, batch_before(batch, step - first, skipped), batch)
+
     def start_clock(self) -> None:
         """Start measuring; the first step follows."""
         self._clock_from = self._began = Moment(self._device)

@@ -162,9 +162,10 @@ class Run:
                 raise end.user_error from None
             reason = root_cause(end.error) if end.error else ""
             if end.kind == "failed" and not place.retries:
+                newest = self.resume.newest()
                 raise TrainingFailed(
-                    f"run {self.run_dir.name} failed ({reason}); run the same command to resume from its "
-                    "newest checkpoint"
+                    f"run {self.run_dir.name} failed ({reason}); run the same command to resume from "
+                    f"{newest.path if newest else 'its start, as it has no checkpoint'}"
                 ) from end.error
             resumed, stopping = self.resume.after(end), self.signals.stop.is_set()
             step = resume_step(resumed)
@@ -214,7 +215,7 @@ class Run:
                 stop=self.signals.stop,
                 is_trial=self.trial is not None,
             )
-        except ray.exceptions.RayError as error:  # the memory probe died
+        except (ray.exceptions.RayError, SystemExit) as error:  # the memory probe died
             return policy.AttemptEnd("failed", error)
         work_dir = Location.of(self.output.sync.work_dir)
         self.signals.defer(partial(mark_interrupted, work_dir, self.config))

@@ -34,7 +34,8 @@ from raytrain_gpt.core.loop import StepResult, train_steps, warm_up_ddp_buckets
 from raytrain_gpt.core.memory import largest_share_bytes
 from raytrain_gpt.core.optim import learning_rate
 from raytrain_gpt.core.registry import assumed_step_time_s, count_model
-from raytrain_gpt.errors import UserError
+from raytrain_gpt.core.state import has_finite_parameters
+from raytrain_gpt.errors import Diverged, UserError
 from raytrain_gpt.evaluate.evaluation import Evaluation, watched
 from raytrain_gpt.format import count
 from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed, to_device
@@ -120,7 +121,9 @@ def train_worker(spec: WorkerSpec) -> None:
         )
         if actions.flush != "no":
             worker.flush(late=actions.flush == "late")
-        if worker.steps_were_bad:  # only the flush reveals it; bad steps are not saved
+        if actions.save != "no":
+            worker.check_weights()
+        if worker.steps_were_bad:  # only now is it known; bad steps are not saved
             break
         if actions.save == "before_evaluation":
             worker.save_checkpoint()
@@ -318,6 +321,26 @@ class Worker:
                 row |= self._places[row["rank"]]
         self.checkpoints.add_rows(rows)
         self.recorder.rows(rows, force=self.step == self.config.train.max_steps)
+
+    def check_weights(self) -> None:
+        """Roll back if a rank's weights are not finite, since a checkpoint of them would count as good.
+
+        Raises:
+            Diverged: they are not, in a trial or without `spike_detection`.
+        """
+        if self.steps_were_bad:
+            return
+        started = time.perf_counter()
+        is_bad = not has_finite_parameters(self.setup.raw_model)
+        (is_bad,) = self.collectives.any_later(is_bad)()
+        self.log.exclude_time(time.perf_counter() - started)
+        if not is_bad:
+            return
+        line = f"weights are not finite after step {self.step}, so they are not saved"
+        if self.spec.is_trial or not self.config.spikes.spike_detection:
+            raise Diverged(f"{line}; start again under another run_name with a lower peak_lr")
+        self.recorder.log(line)
+        self.log.reject_weights(self.step)
 
     @property
     def steps_were_bad(self) -> bool:

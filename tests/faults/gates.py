@@ -103,6 +103,7 @@ class Faults:
         gates: Gates where ranks wait.
         nan_rank: Rank whose gradients become NaN in `nan_steps`.
         nan_steps: Steps in which the gradients of `nan_rank` become NaN.
+        nan_weight_step: Step after which, in the first attempt, all weights are NaN.
         spiked_batches: Global batches whose loss, and therefore gradient, is a thousand times too large.
         notice_step: Step after which every rank of several waits for Ray's preemption notice.
         stop_step: Step after which every rank waits for the request to stop.
@@ -112,6 +113,7 @@ class Faults:
     gates: tuple[Gate, ...] = ()
     nan_rank: int = 0
     nan_steps: tuple[int, ...] = ()
+    nan_weight_step: int | None = None
     spiked_batches: tuple[int, ...] = ()
     notice_step: int | None = None
     stop_step: int | None = None
@@ -140,6 +142,8 @@ def _install(faults: Faults, spec: WorkerSpec, patch: pytest.MonkeyPatch) -> Non
     def recording(worker: Worker, result: Any) -> None:
         record(worker, result)
         at["step"] = result.step
+        if (spec.attempt, result.step) == (1, faults.nan_weight_step):
+            torch._foreach_mul_([p.detach() for p in worker.setup.raw_model.parameters()], math.nan)
         for gate in faults.gates:
             if (gate.rank, gate.step, gate.in_checkpoint) == (at["rank"], at["step"], False):
                 gate.pass_through()

@@ -13,12 +13,14 @@ from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.order import Order, extend_order_hash, sequence_hashes
 from raytrain_gpt.data.shards import read_manifest
+from raytrain_gpt.errors import Diverged
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.goodput import goodput
 from raytrain_gpt.tracking.run_files import read_rows
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.resume import SKIPPED_FILE
+from tests.conftest import raises_line
 from tests.runs import MakeConfig, assert_same_order, events, restarted_from, steps
 
 from .gates import Faults, gated
@@ -120,6 +122,23 @@ def test_events_stand_in_mlflow(spiked: Spiked, storage: Path) -> None:
         "spike": [batch + 1 for batch in SPIKED],
         "rollback": [34],
     }
+
+
+@pytest.mark.fault("NaN weights", "never saved; rollback, or exit 1 without `spike_detection`")
+def test_weights_that_are_not_finite_are_not_saved(make_config: MakeConfig) -> None:
+    faults = Faults(nan_weight_step=48)  # too late to run out of patience
+    config = make_config(run_name="nan-weights", skip_before=0)
+    run = train(config, print, gated(faults))
+    (event,) = events(run.run_dir.path, "rollback")
+    assert (event["to_step"], event["first_bad_step"]) == (40, 48)
+    assert (event["first_batch"], event["stop_batch"]) == (47, 50)
+    assert run.step == 50
+    weights = load_file(Catalog(run.run_dir).complete()[-1].path.path / "model.safetensors")
+    assert all(bool(torch.isfinite(weight).all()) for weight in weights.values())
+
+    config = config.updated({"run_name": "nan-weights-off", "spike_detection": False})
+    with raises_line(Diverged, "weights are not finite after step 50", "lower peak_lr"):
+        train(config, print, gated(faults))
 
 
 def test_spikes_behind_a_resume_lead_back_to_where_it_went_on(

@@ -65,6 +65,23 @@ def test_a_run_has_the_files_of_one_with_workers(straight: Straight) -> None:
     assert not list((run_dir / "checkpoints").glob("unfinished*"))
 
 
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt()], ids=repr)
+def test_users_code_that_leaves_ends_the_run_as_failed(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    record = Worker.record
+
+    def leave(worker: Worker, result: Any) -> None:
+        record(worker, result)
+        if result.step == 14:
+            raise error
+
+    monkeypatch.setattr(Worker, "record", leave)
+    config = make_config(run_name=f"left-{type(error).__name__}")
+    with raises_line(TrainingFailed, type(error).__name__, "same command", "step=00000010"):
+        train(config, print)
+
+
 @pytest.mark.faults
 def test_a_killed_run_goes_on_by_the_same_command_with_the_same_bits(
     straight: Straight, make_config: MakeConfig, tmp_path: Path, start: Start

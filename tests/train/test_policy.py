@@ -26,7 +26,9 @@ from raytrain_gpt.train.policy import (
     next_action,
 )
 
-COUNTERS = [Counters(*counts) for counts in product(range(4), repeat=3)]
+COUNTERS = [
+    Counters(highest, *counts) for highest, *counts in product((0, 25, 40), *[range(4)] * 3)
+]
 STARTED_AT, ALL_STEPS = 20, 50
 STEPS = {"gone back": 10, "no progress": 20, "progress": 30, "all steps": 50}
 
@@ -52,6 +54,15 @@ def after(
     return next_action(end, STARTED_AT, step, counters, config, stopping)
 
 
+def is_progress(step: int, counters: Counters) -> bool:
+    return step > max(STARTED_AT, counters.highest_step)
+
+
+def started(step: int, counters: Counters, pause_s: float = 0.0, **counts: int) -> StartAttempt:
+    highest = max(step, STARTED_AT, counters.highest_step)
+    return StartAttempt(replace(counters, highest_step=highest, **counts), pause_s)
+
+
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def test_an_attempt_that_ended_well_ends_the_run_whatever_was_before(step: int) -> None:
     for counters in COUNTERS:
@@ -70,10 +81,9 @@ def test_a_run_whose_last_step_is_saved_is_finished_however_the_attempt_ended(ki
 def test_failures_in_a_row_without_progress_end_the_run(kind: Kind, step: int) -> None:
     for counters in COUNTERS:
         action = after(kind, step, counters)
-        failures = 1 if step > STARTED_AT else counters.failures + 1
+        failures = 1 if is_progress(step, counters) else counters.failures + 1
         if failures <= LIMITS.cluster.max_failures:
-            expected = replace(counters, failures=failures)
-            assert action == StartAttempt(expected, BACK_OFF_S[failures - 1])
+            assert action == started(step, counters, BACK_OFF_S[failures - 1], failures=failures)
         else:
             assert action == GiveUp(
                 f"run a failed {failures} times without progress at step {step} (max_failures=2): "
@@ -99,7 +109,8 @@ def test_pauses_grow_to_a_minute() -> None:
 
 
 def test_progress_resets_the_failures_in_a_row() -> None:
-    assert after("failed", 30, Counters(failures=2)) == StartAttempt(Counters(failures=1))
+    counters = Counters(failures=2)
+    assert after("failed", 30, counters) == started(30, counters, failures=1)
 
 
 def test_a_failure_while_the_run_is_being_stopped_starts_no_other_attempt() -> None:
@@ -115,7 +126,7 @@ def test_preemptions_are_counted_in_all_and_cost_no_pause(limit: int | None) -> 
         action = after("preempted", step, counters, config)
         preemptions = counters.preemptions + 1
         if limit is None or preemptions <= limit:
-            assert action == StartAttempt(replace(counters, preemptions=preemptions))
+            assert action == started(step, counters, preemptions=preemptions)
         else:
             assert isinstance(action, GiveUp)
             assert (
@@ -127,19 +138,31 @@ def test_preemptions_are_counted_in_all_and_cost_no_pause(limit: int | None) -> 
 
 def test_a_resize_counts_as_nothing() -> None:
     for counters, step in product(COUNTERS, (20, 30)):
-        assert after("resized", step, counters) == StartAttempt(counters)
+        assert after("resized", step, counters) == started(step, counters)
 
 
 def test_rollbacks_to_the_same_step_end_the_run_and_others_begin_a_new_row() -> None:
     for counters, step in product(COUNTERS, (0, 10, 20, 30)):
         action = after("rolled_back", step, counters)
-        rollbacks = 1 if step > STARTED_AT else counters.rollbacks + 1
+        rollbacks = 1 if is_progress(step, counters) else counters.rollbacks + 1
         if rollbacks <= MAX_ROLLBACKS:
-            assert action == StartAttempt(replace(counters, rollbacks=rollbacks))
+            assert action == started(step, counters, rollbacks=rollbacks)
         else:
             assert isinstance(action, GiveUp)
             assert f"rolled back to step {step} {rollbacks} times in a row" in action.message
             assert "lower peak_lr" in action.message
+
+
+def test_steps_that_are_trained_again_are_no_progress() -> None:
+    """Bad weights in the newest checkpoint lead back behind it, which is written again, and so on."""
+    counters, start, ends = Counters(), 10, []
+    for step in (15, 10) * 10:
+        end = AttemptEnd("rolled_back")
+        ends.append(next_action(end, start, step, counters, LIMITS, False))
+        if not isinstance(ends[-1], StartAttempt):
+            break
+        counters, start = ends[-1].counters, step
+    assert [type(end) for end in ends] == [StartAttempt] * MAX_ROLLBACKS + [GiveUp]
 
 
 BAD = BadStreak(first_step=25, last_step=34, first_batch=24, last_batch=33)

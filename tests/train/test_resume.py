@@ -283,7 +283,7 @@ def test_the_checkpoint_before_the_bad_steps_is_gone_back_to(run: Location, reco
     (event,) = recorder.events
     assert (event["step"], event["event"], event["to_step"]) == (34, "rollback", 20)
     assert (event["first_batch"], event["stop_batch"]) == (22, 34)
-    assert lines == ["bad losses in steps 25–34: rolled back to step 20, skipping batches 22–33"]
+    assert lines == ["bad steps 25–34: rolled back to step 20, skipping batches 22–33"]
 
 
 @pytest.mark.parametrize("content", ["", "[[1,", "[5]", '{"a": 1}', '[["x", 2]]'])

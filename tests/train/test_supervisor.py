@@ -149,11 +149,12 @@ def test_failures_without_progress_end_the_run_with_their_reason(attempts: Attem
 def test_a_place_that_retries_nothing_ends_the_run_with_the_cause(attempts: Attempts) -> None:
     run, begun, lines = attempts((AttemptEnd("failed", ERROR), [10]))
     run.place.retries = False
+    newest = run.run_dir / "checkpoints" / "step=00000010"
     (run.run_dir / "checkpoints" / "step=00000020").path.mkdir(parents=True)
     with pytest.raises(TrainingFailed) as raised:
         run._supervise(None, LEASE)
     assert str(raised.value).endswith(
-        "failed (RuntimeError: a worker died); run the same command to resume from its newest checkpoint"
+        f"failed (RuntimeError: a worker died); run the same command to resume from {newest}"
     )
     assert raised.value.__cause__ is ERROR
     assert (begun, lines) == ([0], []), "no checkpoint was verified"
