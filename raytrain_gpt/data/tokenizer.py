@@ -97,10 +97,10 @@ def encode(encoding: tiktoken.Encoding, text: str) -> NDArray[np.uint32]:
             raise
         tokens, why = np.empty(0, np.uint32), " ".join(str(error).split())
     lengths = bytes_per_id(encoding, encoding.max_token_value + 1)
-    if (kept := int(lengths[tokens].sum())) != len(content):
+    if (kept := int(lengths.take(tokens).sum())) != len(content):
         raise DataError(
-            f"tokenizer {encoding.name} encodes {kept} of {len(content)} bytes of {preview(text, 40)} ({why}); "
-            "shorten the text or use a different tokenizer"
+            f"tokenizer {encoding.name} encodes {kept} of {len(content)} bytes of {preview(text, 40)}: {why}"
+            "; shorten it or use a different tokenizer"
         )
     return np.asarray(tokens)
 
