@@ -186,15 +186,14 @@ def make_encoding(
         raise ValueError("it has no token for one of the 256 bytes")
     if max(map(len, ranks)) > MAX_TOKEN_BYTES:
         raise ValueError(f"it has a token of more than {MAX_TOKEN_BYTES} bytes")
-    shown = preview(pattern, 80)
     # In this tokenizer an empty match is a token; without it, tiktoken panics.
     own_ranks = {b"": 256} | {bytes([i]): i for i in range(256)}
     probe = tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=own_ranks, special_tokens={})
     if 256 in (ids := probe.encode(PROBE, disallowed_special=())):
-        raise ValueError(f"its pattern {shown} matches empty text")
+        raise ValueError(f"its pattern {preview(pattern, 80)} matches empty text")
     kept = bytes(ids).decode().ljust(len(PROBE), "\ufffd")
     if dropped := [lost for lost, left in zip(PROBE, kept, strict=True) if lost != left]:
-        raise ValueError(f"its pattern {shown} drops text, such as {dropped[0]!a}")
+        raise ValueError(f"its pattern {preview(pattern, 80)} drops text such as {dropped[0]!a}")
     return tiktoken.Encoding(
         name=name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
     )

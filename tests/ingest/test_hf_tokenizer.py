@@ -414,7 +414,7 @@ Change = Callable[[dict[str, Any]], object]
         (lambda c: c["pre_tokenizer"].update(add_prefix_space=True), ["add_prefix_space"]),
         (lambda c: c["pre_tokenizer"].update(use_regex=False), ["no pattern"]),
         (lambda c: c.update(pre_tokenizer=split("a|^a|.")), ["may read '^a|.' in patterns diff"]),
-        (lambda c: c.update(pre_tokenizer=split(r" ?\p{L}+|\p{N}+")), ["drops text, such as"]),
+        (lambda c: c.update(pre_tokenizer=split(r" ?\p{L}+|\p{N}+")), ["drops text such as"]),
         (lambda c: c.update(pre_tokenizer={"type": "Whitespace"}), ["pre_tokenizer"]),
     ],
 )
