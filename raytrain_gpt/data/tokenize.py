@@ -26,6 +26,7 @@ from raytrain_gpt.data.preparation import read_result, task_file, write_result
 from raytrain_gpt.data.prepare_plan import Plan
 from raytrain_gpt.data.shards import SPLITS, ShardWriter, Split
 from raytrain_gpt.data.tokenizer import bytes_per_id, encode_document, read_tokenizer, token_dtype
+from raytrain_gpt.errors import DataError
 from raytrain_gpt.storage.location import Location, LocationLike
 
 
@@ -104,7 +105,11 @@ def _encoded(
         if left_out is not None and left_out[number]:
             continue
         for split, text in plan.split.parts(i, plan.pieces[i].name, document):
-            tokens = encode_document(encoding, text)
+            try:
+                tokens = encode_document(encoding, text)
+            except DataError as error:
+                place = f"{plan.pieces[i].location}, document at {document.position}"
+                raise DataError(f"{place}: {error}") from None
             yield _Tokens(split, tokens, len(text.encode("utf-8", "replace")), 1)
 
 

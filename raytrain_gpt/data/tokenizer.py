@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import base64
 import codecs
-import contextlib
 import hashlib
 import json
 import re
 import string
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Annotated, Literal
 
 import numpy as np
-import regex  # type: ignore[import-untyped]
 import tiktoken
 from numpy.typing import NDArray
 from pydantic import AfterValidator
@@ -33,8 +32,11 @@ TOKENIZER_FILE = "tokenizer.json"
 MAX_VOCAB_SIZE = 2**24
 MAX_TOKEN_BYTES = 2**12
 MAX_NAME_LENGTH = 100
-_PROBE = f"Aa don't {string.printable} é日本😀\u00a0"
-"""Every kind of text that patterns distinguish."""
+PROBE = (
+    f"Aa don't é日本😀 1234 ١{string.printable}ⅷ½ǅʰe\u0301\u0903\u20dd\u203f\u2014«»€\u02c6©\u00ad\u200b"
+    "\ue000\u0378\U0010ffff\u00a0\u2028\u2029\u3000\x85\x00\r\n\r\n  \n\n ß'ſK''  "
+)
+"""Text of every Unicode category, in the mixtures that patterns distinguish."""
 
 
 def _hash(text: str) -> str:
@@ -81,16 +83,31 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
     return encoding
 
 
-def encode_document(encoding: tiktoken.Encoding, text: str) -> NDArray[np.uint32]:
-    """Encode one document and append `eot`: uint32 (tokens + 1,).
+def encode(encoding: tiktoken.Encoding, text: str) -> NDArray[np.uint32]:
+    """Encode text, uint32 (tokens,); raises a DataError if the tokenizer fails or drops text.
 
     Special tokens in the text are ordinary text; a lone surrogate, which only JSON allows, becomes `?`.
     """
+    content = text.encode("utf-8", "replace")
+    why = "its pattern does not match the rest"  # which tiktoken drops
     try:
-        tokens = encoding.encode_to_numpy(text, disallowed_special=())
-    except UnicodeEncodeError:
-        text = text.encode("utf-8", "replace").decode()
-        tokens = encoding.encode_to_numpy(text, disallowed_special=())
+        tokens = encoding.encode_to_numpy(content.decode(), disallowed_special=())
+    except BaseException as error:  # a panic of tiktoken's Rust code is not an Exception
+        if not isinstance(error, ValueError) and type(error).__module__ != "pyo3_runtime":
+            raise
+        tokens, why = np.empty(0, np.uint32), " ".join(str(error).split())
+    lengths = bytes_per_id(encoding, encoding.max_token_value + 1)
+    if (kept := int(lengths.take(tokens).sum())) != len(content):
+        raise DataError(
+            f"tokenizer {encoding.name} encodes {kept} of {len(content)} bytes of {preview(text, 40)}: {why}"
+            "; shorten it or use a different tokenizer"
+        )
+    return np.asarray(tokens)
+
+
+def encode_document(encoding: tiktoken.Encoding, text: str) -> NDArray[np.uint32]:
+    """Encode one document as `encode` does, and append `eot`: uint32 (tokens + 1,)."""
+    tokens = encode(encoding, text)
     ids = np.empty(len(tokens) + 1, np.uint32)
     ids[:-1], ids[-1] = tokens, encoding.eot_token
     return ids
@@ -100,6 +117,7 @@ def token_dtype(vocab_size: int) -> Dtype:
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
+@lru_cache(maxsize=4)
 def bytes_per_id(encoding: tiktoken.Encoding, size: int) -> NDArray[np.int64]:
     """Count the text bytes of each token id, int64 (size,); 0 for special and padded ids."""
     lengths = np.zeros(size, np.int64)
@@ -154,9 +172,8 @@ def make_encoding(
     """Make a tokenizer from untrusted fields; tiktoken itself panics on most errors checked here.
 
     Raises:
-        ValueError: the fields are inconsistent, or the pattern is invalid.
+        ValueError: the fields are inconsistent, or the pattern is invalid or drops text.
         TypeError: a field has a wrong type.
-        TimeoutError: the pattern takes more than a second for a hundred characters.
     """
     if not (isinstance(name, str) and name.isprintable() and 0 < len(name) <= MAX_NAME_LENGTH):
         raise ValueError(f"its name must have 1 to {MAX_NAME_LENGTH} printable characters")
@@ -169,9 +186,14 @@ def make_encoding(
         raise ValueError("it has no token for one of the 256 bytes")
     if max(map(len, ranks)) > MAX_TOKEN_BYTES:
         raise ValueError(f"it has a token of more than {MAX_TOKEN_BYTES} bytes")
-    with contextlib.suppress(regex.error):  # tiktoken has a different dialect and decides
-        if any(not match[0] for match in regex.finditer(pattern, _PROBE, timeout=1)):
-            raise ValueError(f"its pattern {preview(pattern, 80)} matches empty text")
+    # In this tokenizer an empty match is a token; without it, tiktoken panics.
+    own_ranks = {b"": 256} | {bytes([i]): i for i in range(256)}
+    probe = tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=own_ranks, special_tokens={})
+    if 256 in (ids := probe.encode(PROBE, disallowed_special=())):
+        raise ValueError(f"its pattern {preview(pattern, 80)} matches empty text")
+    kept = bytes(ids).decode().ljust(len(PROBE), "\ufffd")
+    if dropped := [lost for lost, left in zip(PROBE, kept, strict=True) if lost != left]:
+        raise ValueError(f"its pattern {preview(pattern, 80)} drops text such as {dropped[0]!a}")
     return tiktoken.Encoding(
         name=name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
     )

@@ -31,6 +31,7 @@ from raytrain_gpt.core.attention import without_cudnn_sdpa
 from raytrain_gpt.core.loop import Autocast
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.data.locations import location
+from raytrain_gpt.data.tokenizer import encode
 from raytrain_gpt.errors import DataError, failure_as
 from raytrain_gpt.storage.location import Location, LocationLike, cache_directory
 
@@ -208,8 +209,8 @@ def encode_choices(examples: list[Example], tokenizer: tiktoken.Encoding, seq_le
     """
     rows, num_scored, num_cut = [], [], 0
     for example in examples:
-        context = tokenizer.encode_ordinary(example.context)
-        endings = [tokenizer.encode_ordinary(f" {ending}") for ending in example.endings]
+        context = encode(tokenizer, example.context)
+        endings = [encode(tokenizer, f" {ending}") for ending in example.endings]
         rows += [[*context, *ending][-(seq_len + 1) :] for ending in endings]
         num_scored += [min(len(ending), seq_len) for ending in endings]
         num_cut += len(context) + max(map(len, endings)) > seq_len + 1

@@ -33,6 +33,7 @@ from raytrain_gpt.data.mixture import Mixture, check_val_split, check_vocabulary
 from raytrain_gpt.data.tokenizer import (
     TOKENIZER_FILE,
     decode_tokens,
+    encode,
     read_tokenizer,
     token_to_bytes,
 )
@@ -280,4 +281,4 @@ class _Lines:
 
 def prompt_tokens(tokenizer: tiktoken.Encoding, prompt: str) -> list[int]:
     """Encode a prompt; an empty one becomes `eot`, which precedes every document."""
-    return tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
+    return encode(tokenizer, prompt).tolist() or [tokenizer.eot_token]

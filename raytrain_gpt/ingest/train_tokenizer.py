@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 
+import regex  # type: ignore[import-untyped]
 import tiktoken
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
@@ -35,6 +38,9 @@ _MOST_TOKEN_BYTES = 64
 """Otherwise a line of a hundred dashes would become one token."""
 _TEXT_CHARACTERS = 2**16
 """Texts are cut to this length, since `tokenizers` holds many bytes per character."""
+_WORD_CHARACTERS = 2**8
+"""Words are cut after two to three times this length: every merge in a word reads all of it."""
+_WORD = regex.compile(GPT2_PATTERN)
 
 
 def new_vocab_size(name: str) -> int | None:
@@ -106,6 +112,20 @@ def _train_texts(plan: Plan, i: int, piece: SourcePiece, read: ReadDocuments) ->
                 yield text
 
 
+def _pieces(texts: Iterable[str], stopped: threading.Event) -> Iterator[str]:
+    """Cut texts to _TEXT_CHARACTERS, and after a part of _WORD_CHARACTERS that is inside one word."""
+    for text in texts:
+        start = 0
+        for stop in range(_WORD_CHARACTERS, len(text) + 1, _WORD_CHARACTERS):
+            if stopped.is_set():
+                raise KeyboardInterrupt
+            word = _WORD.match(text, stop - _WORD_CHARACTERS, stop)
+            if word.end() == stop or stop - start >= _TEXT_CHARACTERS:
+                yield text[start:stop]
+                start = stop
+        yield text[start:]
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int) -> tiktoken.Encoding:
     """Train a byte-level BPE: 256 bytes, merges in the order of their ids, `<|endoftext|>` as the last id.
 
@@ -123,14 +143,25 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tiktoken.Encoding:
         max_token_length=_MOST_TOKEN_BYTES,
         show_progress=False,
     )
-    tokenizer.train_from_iterator(
-        (
-            text[at : at + _TEXT_CHARACTERS]
-            for text in texts
-            for at in range(0, len(text), _TEXT_CHARACTERS)
-        ),
-        trainer,
-    )
+    result, stopped = Future[None](), threading.Event()
+
+    def train() -> None:
+        try:
+            tokenizer.train_from_iterator(_pieces(texts, stopped), trainer)
+            result.set_result(None)
+        except BaseException as error:
+            result.set_exception(error)
+
+    try:
+        # Python handles Ctrl+C only in the main thread, and not while `tokenizers` runs there.
+        threading.Thread(target=train, daemon=True).start()
+        result.result()
+    except BaseException:
+        stopped.set()
+        wait(
+            [result], 1
+        )  # if the thread still read texts when Python exits, the process would abort
+        raise
     ranks = token_ranks(tokenizer.get_vocab())
     if len(ranks) < vocab_size - 1:
         raise DataError(

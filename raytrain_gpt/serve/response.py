@@ -16,6 +16,7 @@ import tiktoken
 
 from raytrain_gpt.core.sampling import TokenScore
 from raytrain_gpt.data.tokenizer import token_to_bytes
+from raytrain_gpt.errors import DataError
 from raytrain_gpt.evaluate.inference import prompt_tokens
 from raytrain_gpt.serve.engine import Engine, Job, Weights
 from raytrain_gpt.serve.protocol import ApiError, CompletionRequest, Prompt
@@ -230,11 +231,8 @@ def encoded(prompt: Prompt, weights: Weights) -> list[int]:
         )
     try:
         return prompt_tokens(weights.tokenizer, prompt)
-    except BaseException as error:  # a panic of tiktoken's Rust code is not an Exception
-        if type(error).__module__ != "pyo3_runtime":
-            raise
-        message = "the prompt cannot be tokenized; shorten it"
-        raise ApiError(400, message, "prompt") from None
+    except DataError as error:
+        raise ApiError(400, str(error), "prompt") from None
 
 
 def _choice(chunk: Chunk) -> dict[str, Any]:

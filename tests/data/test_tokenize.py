@@ -23,7 +23,12 @@ from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, read_manifest
 from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.data.split import SplitRule
 from raytrain_gpt.data.tokenize import run_task
-from raytrain_gpt.data.tokenizer import load_tokenizer, read_tokenizer, vocab_hash
+from raytrain_gpt.data.tokenizer import (
+    load_tokenizer,
+    make_encoding,
+    read_tokenizer,
+    vocab_hash,
+)
 from raytrain_gpt.data.verify import check_shard
 from raytrain_gpt.errors import DataError, UserError
 from raytrain_gpt.storage.location import Location
@@ -454,6 +459,19 @@ def test_a_task_that_fails_leaves_no_file(tmp_path: Path) -> None:
     with raises_line(DataError, "a.jsonl at byte"):
         run_task(out, plan, 0)
     assert sorted(path.name for path in out.iterdir()) == ["tokenizer.json", "unfinished"]
+
+
+def test_a_document_that_loses_text_is_named(tmp_path: Path) -> None:
+    encoding, out = load_tokenizer("bytes"), tmp_path / "out"
+    odd = make_encoding("odd", "[^丁]", encoding._mergeable_ranks, encoding._special_tokens)
+    source = write_jsonl(tmp_path / "a.jsonl", ["all of it", "一丁"])
+    start(out, plan := plan_of([source], odd, val_fraction=0.5), odd)
+    place = len(Path(source).read_bytes().splitlines(keepends=True)[0])
+    with raises_line(
+        DataError, f"a.jsonl, document at {place}: ", "encodes 3 of 6 bytes of '一丁'"
+    ):
+        run_task(out, plan, 0)
+    assert not list(out.glob("*.parquet"))
 
 
 def test_a_finished_preparation_is_not_done_again(source: str, out: Path) -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
+import unicodedata
 from pathlib import Path
 
 import pytest
 import tiktoken
 
+import raytrain_gpt
 from raytrain_gpt.data.tokenizer import (
     EOT,
+    PROBE,
     TOKENIZER_FILE,
     bytes_per_id,
     decode_tokens,
     encode_document,
     load_tokenizer,
+    make_encoding,
     read_tokenizer,
     token_dtype,
     tokenizer_json,
@@ -49,6 +54,36 @@ def test_a_lone_surrogate_becomes_a_question_mark(tokenizer: str) -> None:
     encoding = load_tokenizer(tokenizer)
     tokens = encode_document(encoding, "a\ud800b")
     assert encoding.decode(tokens[:-1].tolist()) == "a?b"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "why"),
+    [
+        (
+            "[^丁]",
+            "a\ud800丁b",
+            "encodes 3 of 6 bytes of 'a\\ud800丁b': its pattern does not match",
+        ),
+        ("(?=丁)|[^丁]", "丁", "encodes 0 of 3 bytes of '丁': range end index"),
+        (r"(?:(?!\S)a|a)+(a+a+)+b(?!c)|(?s).", "a" * 60, "Max limit for backtracking"),
+        (r"\s+(?!\S)|\s|\S", " " * 2_000_000 + "a", "Max stack size"),
+    ],
+)
+def test_text_that_a_tokenizer_cannot_encode_is_one_line(pattern: str, text: str, why: str) -> None:
+    encoding = make_encoding("odd", pattern, {bytes([i]): i for i in range(256)}, {EOT: 256})
+    with raises_line(DataError, "tokenizer odd", why, "use a different tokenizer"):
+        encode_document(encoding, text)
+
+
+def test_all_text_is_encoded_by_the_function_that_counts_bytes() -> None:
+    files = Path(raytrain_gpt.__file__).parent.rglob("*.py")
+    calls = re.compile(r"\.encode_(ordinary|to_numpy|batch)\(")
+    assert [file.name for file in files if calls.search(file.read_text())] == ["tokenizer.py"]
+
+
+def test_the_probe_has_every_unicode_category() -> None:
+    every = {unicodedata.category(chr(i)) for i in range(0x110000)} - {"Cs"}
+    assert {*map(unicodedata.category, PROBE)} == every
 
 
 def test_token_bytes_add_up_to_the_text(tokenizer: str) -> None:
@@ -116,6 +151,8 @@ def test_an_unknown_tokenizer_is_named_with_those_there_are() -> None:
         ("pattern", "", "matches empty text"),
         ("pattern", "x*", "matches empty text"),
         ("pattern", "(", "position"),
+        ("pattern", r" ?\p{L}+|\p{N}+", "drops text such as"),
+        ("pattern", r"\d{1,3}", "drops text such as 'A'"),
         ("special_tokens", {}, f"no {EOT}"),
         ("special_tokens", {EOT: 255}, "must be distinct numbers"),
         ("special_tokens", {EOT: 10**9}, "must be distinct numbers"),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import regex  # type: ignore[import-untyped]
 import tiktoken
 from tokenizers import Tokenizer
 
@@ -23,6 +26,7 @@ from raytrain_gpt.data.tokenizer import (
 )
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.ingest.hf_tokenizer import (
+    GPT2_PATTERN,
     HF_TOKENIZER_CONFIG_FILE,
     HF_TOKENIZER_FILE,
     hf_tokenizer_files,
@@ -30,7 +34,7 @@ from raytrain_gpt.ingest.hf_tokenizer import (
     open_tokenizer,
 )
 from raytrain_gpt.ingest.prepare import prepare
-from raytrain_gpt.ingest.train_tokenizer import sample, train_bpe
+from raytrain_gpt.ingest.train_tokenizer import _pieces, sample, train_bpe
 from tests.conftest import RunCli, raises_line
 from tests.data.shard_tools import TEXTS, documents, made_text, prepare_here, write_jsonl
 
@@ -66,6 +70,42 @@ def test_ids_are_those_of_tokenizers_and_every_id_is_made(encoding: tiktoken.Enc
         assert encoding.decode(ids) == text
     longest = max(map(len, encoding._mergeable_ranks))
     assert longest <= 64, "no token is as long as a rule"
+
+
+@pytest.mark.parametrize("word", ["ACGT", "=-", " \n", "१२३"])
+def test_words_for_training_are_cut(word: str) -> None:
+    ordinary = f"def f(x):\n    return {'x' * 200}\n" * 200
+    text = f"{ordinary}{word * 20_000}{ordinary}"
+    cut = list(_pieces([text], threading.Event()))
+    assert "".join(cut) == text
+    words = [found[0] for one in cut for found in regex.finditer(GPT2_PATTERN, one)]
+    assert max(map(len, words)) <= 3 * 256
+    assert [*_pieces([ordinary], threading.Event())] == [ordinary], "ordinary words stay whole"
+
+
+def test_ctrl_c_ends_training() -> None:
+    code = (
+        "import random\n"
+        "from raytrain_gpt.ingest.train_tokenizer import train_bpe\n"
+        "def texts():\n"
+        "    yield ''.join(random.choices('abcdefghijklmnopqrstuvwxyz', k=3_000_000))\n"
+        "    print('read', flush=True)\n"
+        "train_bpe(texts(), 30_000)\n"  # takes half a minute
+        "print('trained', flush=True)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "read\n"
+        process.send_signal(signal.SIGINT)
+        shown, errors = process.communicate()
+    assert (shown, errors.splitlines()[-1]) == ("", "KeyboardInterrupt")
+
+
+def test_merges_of_very_long_tokens_are_refused() -> None:
+    with raises_line(DataError, "squared lengths of tokens sum to", "above"):
+        merges_of({b"a" * length: length for length in range(1, 800)})
 
 
 @pytest.mark.slow
