@@ -1,6 +1,6 @@
 """Unreadable documents: counted, sampled for a report, an error above a limit.
 
-A bad document is not UTF-8, not JSON, or lacks a string in its text field. A damaged file is always an error.
+A bad document is not UTF-8, not JSON, lacks a string in its text field, or the tokenizer cannot encode it. A damaged file is always an error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_KEPT = 100
 
 @dataclass(frozen=True)
 class BadDocument:
-    """An unreadable document, its position in its file (byte, row or element), and the reason."""
+    """An unreadable document, its position in its file, and the reason."""
 
     path: str
     place: str

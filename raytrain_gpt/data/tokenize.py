@@ -108,8 +108,8 @@ def _encoded(
             try:
                 tokens = encode_document(encoding, text)
             except DataError as error:
-                place = f"{plan.pieces[i].location}, document at {document.position}"
-                raise DataError(f"{place}: {error}") from None
+                bad.add(plan.pieces[i].location, f"document {document.position}", str(error))
+                continue
             yield _Tokens(split, tokens, len(text.encode("utf-8", "replace")), 1)
 
 

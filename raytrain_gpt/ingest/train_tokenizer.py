@@ -158,9 +158,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tiktoken.Encoding:
         result.result()
     except BaseException:
         stopped.set()
-        wait(
-            [result], 1
-        )  # if the thread still read texts when Python exits, the process would abort
+        # If the thread still read texts when Python exits, the process would abort.
+        wait([result], 1)
         raise
     ranks = token_ranks(tokenizer.get_vocab())
     if len(ranks) < vocab_size - 1:

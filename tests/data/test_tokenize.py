@@ -467,9 +467,8 @@ def test_a_document_that_loses_text_is_named(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", ["all of it", "一丁"])
     start(out, plan := plan_of([source], odd, val_fraction=0.5), odd)
     place = len(Path(source).read_bytes().splitlines(keepends=True)[0])
-    with raises_line(
-        DataError, f"a.jsonl, document at {place}: ", "encodes 3 of 6 bytes of '一丁'"
-    ):
+    words = f"a.jsonl at document {place}: ", "encodes 3 of 6 bytes of '一丁'"
+    with raises_line(DataError, *words, "--max_bad_documents"):
         run_task(out, plan, 0)
     assert not list(out.glob("*.parquet"))
 
