@@ -1,6 +1,7 @@
 """Unreadable documents: counted, sampled for a report, an error above a limit.
 
-A bad document is not UTF-8, not JSON, lacks a string in its text field, or the tokenizer cannot encode it. A damaged file is always an error.
+A bad document is not UTF-8, not JSON, lacks a string in its text field, or is not encoded by the tokenizer.
+A damaged file is always an error.
 """
 
 from __future__ import annotations
