@@ -144,9 +144,8 @@ def _leave_soon(code: int) -> None:
             signal.signal(number, handler or signal.SIG_DFL)
 
     before = {n: signal.signal(n, leave) for n in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM)}
-    signal.setitimer(
-        signal.ITIMER_REAL, LEAVE_AFTER_S, 1.0
-    )  # Python misses one just before it waits
+    # Repeated, since a signal just before Python waits would not wake it.
+    signal.setitimer(signal.ITIMER_REAL, LEAVE_AFTER_S, 1.0)
     atexit.register(arrived)  # called before those registered earlier
 
 
