@@ -5,4 +5,5 @@ import sys
 from raytrain_gpt.cli import main
 
 if __name__ == "__main__":
-    main(["train", *sys.argv[1:]])
+    sys.argv.insert(1, "train")
+    main()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import shlex
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +57,9 @@ def start_own_cluster(num_cpus: int, **options: Any) -> None:
     """
     os.environ.update({k: v for k, v in _ENVIRONMENT.items() if k not in os.environ})
     make_token()
+    if (python := shlex.quote(sys.executable)) != sys.executable:
+        # Ray puts the path unquoted into the shell command of workers with environment variables.
+        options["runtime_env"] = {"py_executable": python}
     base = get_default_system_temp_dir()
     if len(base) > 30:  # Ray's socket paths below it, limited to 107 characters, would be too long
         base = "/tmp"

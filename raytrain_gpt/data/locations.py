@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
-from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.schema import Config, parse_config
+from raytrain_gpt.config.sections import EvalSection, TrackingSection
 from raytrain_gpt.data.mixture import BatchOrder, Mixture, parse_data_path, read_mixture
 from raytrain_gpt.data.shards import MANIFEST_FILE
 from raytrain_gpt.errors import ConfigError, DataError
@@ -65,9 +67,17 @@ def order_of(config: Config, data: Mixture) -> BatchOrder:
     return data.order(config.batch_sequences, config.data.seq_len, config.train.seed)
 
 
-def recorded(config: Config) -> Config:
-    """Drop endpoint and retries from a stored configuration: the endpoint would receive credentials."""
-    return config.updated({"s3_endpoint": None, "retry_for_s": COMMAND_RETRY_S})
+def recorded(tree: Mapping[str, Mapping[str, Any]], where: str) -> Config:
+    """Parse a stored configuration without what only its reader may choose.
+
+    That is the endpoint, which would receive credentials, retries, and settings of evaluations and trackers.
+    """
+    kept = {"eval": EvalSection.model_fields, "tracking": TrackingSection.model_fields}
+    tree = {
+        title: {name: value for name, value in section.items() if name in kept.get(title, section)}
+        for title, section in tree.items()
+    }
+    return parse_config(tree, where).updated({"s3_endpoint": None, "retry_for_s": COMMAND_RETRY_S})
 
 
 def recorded_data(config: Config, holder: Location) -> Mixture:

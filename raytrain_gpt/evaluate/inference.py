@@ -16,7 +16,7 @@ from raytrain_gpt.checkpoint.code_check import check_executable
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.call_options import SamplingOptions
-from raytrain_gpt.config.schema import Config, parse_config
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import (
     best_device,
     has_bf16,
@@ -68,7 +68,7 @@ def open_checkpoint(
     """
     checkpoint = resolve_checkpoint(Location.of(path, retry_for_s=COMMAND_RETRY_S), on_skip)
     check_executable(checkpoint)
-    config = recorded(parse_config(checkpoint.state.config, str(checkpoint.path)))
+    config = recorded(checkpoint.state.config, str(checkpoint.path))
     device = best_device() if device is None else device
     model, tokenizer = load_checkpoint(checkpoint, config, device)
     return checkpoint, config, model, tokenizer, device
@@ -110,7 +110,7 @@ def evaluate_checkpoint(
         hellaswag: The file, or `download`.
         evaluations: Names of the user's evaluations, with commas; by default the training run's, without
             those whose code was not given.
-        settings: Changed settings of `evaluations`.
+        settings: Settings of `evaluations`; others have their defaults, not the training run's values.
 
     Raises:
         CheckpointError: it is missing or damaged.
@@ -124,6 +124,10 @@ def evaluate_checkpoint(
         config = config.updated({"precision": "fp32"})
     own = _known_evaluations(checkpoint, config, log) if evaluations is None else evaluations
     config = config.updated({"evaluations": own, **(settings or {})})
+    ours, theirs = config.eval.model_extra or {}, checkpoint.state.config.get("eval", {})
+    left = [name for name in ours if name not in (settings or {})]
+    if flags := [f"--{n}={theirs[n]}" for n in left if theirs.get(n, ours[n]) != ours[n]]:
+        log(f"not with the run's settings; if you trust it, add --evaluations {shell(own, *flags)}")
     choices = None if hellaswag is None else read_choices(config, hellaswag, tokenizer)
     feed = None
     try:
@@ -137,14 +141,14 @@ def evaluate_checkpoint(
     return checkpoint.path, {"step": checkpoint.state.step, **evaluation.metrics(log=log)}
 
 
-def _known_evaluations(checkpoint: Checkpoint, config: Config, log: Log) -> list[str]:
-    """Names of the run's own evaluations; logs those whose code was not given."""
+def _known_evaluations(checkpoint: Checkpoint, config: Config, log: Log) -> str:
+    """Names of the run's own evaluations, with commas; logs those whose code was not given."""
     names = config.eval.evaluations
     known = [name for name in names if kinds.find("evaluations", name)]
     if skipped := ", ".join(name for name in names if name not in known):
         code = shell(checkpoint.path / CODE_FILE)
         log(f"skipping {skipped}: no code was given; if you trust it, pass --code {code}")
-    return known
+    return ",".join(known)
 
 
 def lone_evaluation(
@@ -201,7 +205,7 @@ def validation_feed(
     seq_len = config.data.seq_len
     check_val_split(data, seq_len)
     tokens, ids = data.read("val", seq_len, data.val_ids(seq_len, config.eval.eval_tokens))
-    micro = parse_config(checkpoint.state.config, str(checkpoint.path)).train.micro_batch_sequences
+    micro = recorded(checkpoint.state.config, str(checkpoint.path)).train.micro_batch_sequences
     micro = 1 if micro == "auto" else micro  # a run stores the resolved value
     return EvalFeed(tokens, ids, data, micro, device)
 

@@ -35,9 +35,9 @@ from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.config.code import Code
-from raytrain_gpt.config.schema import parse_config
 from raytrain_gpt.core.device import inference_autocast
 from raytrain_gpt.core.generate import sample_tokens
+from raytrain_gpt.data.locations import recorded
 from raytrain_gpt.data.tokenizer import decode_tokens
 from raytrain_gpt.errors import ClusterError, DataError, damage_as, failure_as
 from raytrain_gpt.evaluate.inference import open_checkpoint, prompt_tokens, sampling_options
@@ -83,7 +83,7 @@ def sample_batch(
         raise DataError(f'{source} has no prompts; write lines {{"prompt": TEXT}}')
     resolved = resolve_checkpoint(Location.of(checkpoint, retry_for_s=COMMAND_RETRY_S), log)
     check_executable(resolved)
-    sampling = sampling_options(parse_config(resolved.state.config, str(resolved.path)), options)
+    sampling = sampling_options(recorded(resolved.state.config, str(resolved.path)), options)
     stopped = StopSignals(f"interrupted; {out} was not written")
     with stopped, connected(0, log) as resources:
         results = _results(

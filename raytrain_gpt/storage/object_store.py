@@ -13,6 +13,7 @@ import random
 import re
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import lru_cache
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -52,6 +53,7 @@ _log = logging.getLogger(__name__)
 def filesystem_for(scheme: str, endpoint: str | None, retry_for_s: float) -> Any:
     """Connect this process to a store, once: with pyarrow, or read-only."""
     timeout_s = min(REQUEST_TIMEOUT_S, max(1.0, retry_for_s))
+    connect_s = min(CONNECT_TIMEOUT_S, timeout_s)
     if scheme in WEB_SCHEMES:
         return WebFiles(scheme, timeout_s)
     if scheme == "hf":
@@ -61,11 +63,11 @@ def filesystem_for(scheme: str, endpoint: str | None, retry_for_s: float) -> Any
         parts = urlsplit(endpoint if "://" in endpoint else f"https://{endpoint}")
         where = {"scheme": parts.scheme, "endpoint_override": parts.netloc + parts.path.rstrip("/")}
     if scheme == "gs":
-        return pafs.GcsFileSystem(**where)
+        return pafs.GcsFileSystem(retry_time_limit=timedelta(seconds=connect_s), **where)
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
     return pafs.S3FileSystem(
         region=region,
-        connect_timeout=min(CONNECT_TIMEOUT_S, timeout_s),
+        connect_timeout=connect_s,
         request_timeout=timeout_s,
         # One request for a small file instead of a multipart upload of three.
         allow_delayed_open=True,

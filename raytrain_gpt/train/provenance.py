@@ -70,7 +70,8 @@ class RunProvenance:
     def __init__(self, name: str, storage: Location, data: str | None = None) -> None:
         sync = find_run(name, storage)
         self.dir = sync.run_dir
-        self._config = recorded(load_config_file(sync.work_dir / CONFIG_FILE))
+        stored = load_config_file(sync.work_dir / CONFIG_FILE)
+        self._config = recorded(stored.model_dump(), str(self.dir))
         if data is None:
             self._data = recorded_data(self._config, self.dir)
         else:

@@ -67,6 +67,34 @@ def test_workers_are_no_nicer_than_other_processes_unless_asked(
     assert found == ["0", "7"]
 
 
+WORKER = """
+import sys
+from ray._private.runtime_env.context import RuntimeEnvContext
+from ray.core.generated.common_pb2 import Language
+RuntimeEnvContext(py_executable=sys.argv[1]).exec_worker(["-c", "print('works')"], Language.PYTHON)
+"""
+
+
+def test_workers_start_although_the_path_of_python_has_a_blank(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+
+    def cannot_start(*_: object, runtime_env: dict[str, str], **__: object) -> None:
+        found.append(runtime_env["py_executable"])
+        raise RuntimeError
+
+    monkeypatch.setattr(ray, "init", cannot_start)
+    (base / "my env").symlink_to(Path(sys.executable).parent)
+    monkeypatch.setattr(
+        sys, "executable", str(base / "my env" / Path(python := sys.executable).name)
+    )
+    with pytest.raises(ClusterError):
+        own_cluster.start_own_cluster(1)
+    started = [python, "-c", WORKER, *found]  # as Ray starts a worker with variables
+    assert subprocess.run(started, stdout=subprocess.PIPE, check=True).stdout == b"works\n"
+
+
 @pytest.mark.fault("worker dies while Ray starts", "start abandoned after 120 s")
 def test_a_start_that_takes_too_long_ends_with_an_error() -> None:
     program = (

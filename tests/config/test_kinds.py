@@ -187,6 +187,7 @@ def test_changed_text_declares_its_own_kinds_and_the_first_text_its_own_again() 
         ("import not_installed_here", ["line 1", "ModuleNotFoundError", "not_installed_here"]),
         ("def f():\n    return 1 / 0\n\nf()", ["line 2", "ZeroDivisionError"]),
         ("raise SystemExit(3)", ["line 1", "SystemExit"]),
+        ("raise GeneratorExit('no')", ["line 1: GeneratorExit: no"]),
         (OWN.replace('"lion", LionSettings', '"muon", LionSettings'), ["muon exists already"]),
         (OWN.replace('"flat"', '"a b"'), ["'a b' is not a name"]),
         (OWN.replace("lion_beta: float", "beta1: float"), ["beta1", "adamw", "AdamWSettings"]),
@@ -202,6 +203,8 @@ def test_code_that_cannot_be_used_is_one_line_with_its_place(text: str, words: l
     with raises_line(ConfigError, "my.py", *words):
         kinds.own_kinds()
     assert f"raytrain_gpt_code_{code.sha256[:8]}" not in sys.modules
+    with pytest.raises(GeneratorExit), code.errors_as_line():
+        raise GeneratorExit  # as of a generator of ours, which is closed
 
 
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from raytrain_gpt import batch_at
+from raytrain_gpt.config import kinds
+from raytrain_gpt.config.code import Code
 from raytrain_gpt.data.locations import location, recorded, recorded_data
 from raytrain_gpt.data.shards import read_manifest
 from raytrain_gpt.errors import DataError
@@ -64,7 +66,8 @@ def test_a_runs_directory_chooses_no_store(tmp_path: Path, theirs: str, run_cli:
 def test_an_endpoint_comes_from_the_environment_alone(
     monkeypatch: pytest.MonkeyPatch, theirs: str
 ) -> None:
-    config = recorded(small_config(SEQ_LEN).updated({"s3_endpoint": theirs, "retry_for_s": 1e9}))
+    stored = small_config(SEQ_LEN).updated({"s3_endpoint": theirs, "retry_for_s": 1e9})
+    config = recorded(stored.model_dump(), "theirs")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://mine:9000")
     place = location(config, "s3://mine/hellaswag.jsonl")
     assert (place.endpoint, place.retry_for_s) == ("http://mine:9000", 20)
@@ -94,6 +97,20 @@ def test_data_is_read_from_the_checkpoints_own_bucket_and_from_where_the_user_sa
     ]
     assert found[0]["val/tokens"] == SEQ_LEN
     assert found == [found[0]] * 3
+
+
+def test_a_checkpoint_chooses_no_setting_of_the_readers_evaluation(
+    tmp_path: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = Path(__file__).parents[2] / "examples" / "accuracy.py"
+    kinds.use(Code("accuracy.py", example.read_text()))
+    evil = {"evaluations": ["accuracy", "absent"], "accuracy_file": str(tmp_path / "secret")}
+    checkpoint = write_checkpoint(tmp_path / "run", 10, 3.0, **evil)
+    (tmp_path / "README.md").write_text("the default")
+    monkeypatch.chdir(tmp_path)
+    out = run_cli.succeeds("eval", checkpoint, "--code", example)
+    assert f"trust it, add --evaluations accuracy --accuracy_file={tmp_path / 'secret'}\n" in out
+    assert "accuracy/top1" in out
 
 
 def test_a_bucket_whose_name_begins_alike_is_a_different_one() -> None:

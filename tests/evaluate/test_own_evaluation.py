@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pickle
+import shlex
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -115,9 +116,11 @@ def test_the_example_measures_accuracy_in_a_run_its_report_and_its_checkpoints(
     assert "accuracy/top1" in (run.path / "report.html").read_text()
     assert dict(_scores(newest(run)))["`accuracy/top1`"] == line.split()[1]
 
-    out = run_cli.succeeds("eval", run.path, "--code", EXAMPLE, "--json")
+    out = run_cli.succeeds("eval", run.path, "--code", EXAMPLE)
+    as_in_run = shlex.split(out.partition("if you trust it, add ")[2].partition("\n")[0])
+    out = run_cli.succeeds("eval", run.path, "--code", EXAMPLE, "--json", *as_in_run)
     assert json.loads(out.splitlines()[-1])["accuracy/top5"] == rows[-1]["accuracy/top5"]
-    assert line in run_cli.succeeds("eval", run.path, "--code", run.path / CODE_FILE)
+    assert line in run_cli.succeeds("eval", run.path, "--code", run.path / CODE_FILE, *as_in_run)
     out = run_cli.succeeds("eval", run.path)
     assert f"skipping accuracy: no code was given; if you trust it, pass --code {run}" in out
     assert "accuracy/top1" not in out

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -609,6 +610,16 @@ def test_an_outage_of_an_object_store_is_not_a_loss(s3: S3Server, object_lease: 
         while object_lease.read_text() == before:
             lease.check()
     assert not object_lease.exists()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_a_beat_gives_up_where_nobody_answers(scheme: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
+    place = Location.of(f"{scheme}://runs/{LEASE_FILE}", endpoint=endpoint)
+    with raises_line(StorageError, f"cannot read {place}", "retry_for_s=0.1"):
+        Lease(place, "run x", print, LeaseTimes(heartbeat_s=0.1))._beat()
 
 
 @pytest.mark.fault("run directory renamed or unmounted")
