@@ -91,19 +91,15 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> dict[str, Any]:
     return {"median": round(statistics.median(pairs), 4), "all": [round(r, 4) for r in pairs]}
 
 
-def machine() -> dict[str, Any]:
-    """Return device, CPU, cores and torch's version."""
-    return {
+def report(**fields: Any) -> None:
+    """Print one JSON object, the last line of a benchmark, with the machine."""
+    machine = {
         "device": device_name(best_device()),
         "cpu": platform.processor() or platform.machine(),
         "cores": CORES,
         "torch": torch.__version__,
     }
-
-
-def report(**fields: Any) -> None:
-    """Print one JSON object, the last line of a benchmark, with the machine."""
-    print(json.dumps({"machine": machine(), **fields}))
+    print(json.dumps({"machine": machine, **fields}))
 
 
 def quiet_config(
