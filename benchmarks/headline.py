@@ -11,8 +11,7 @@ SHA-256; the last twentieth of the files is held out. On these tokens, one after
 `--gpu` compiles 124M parameters in bf16, `--tiny` trains 10M on the CPU. Seconds are those of training steps:
 a calibration times a few steps and decides how many fit into `--seconds`; the schedule spans exactly these.
 Startup and evaluations do not count. The steps before a process's first evaluation, which compile, count as
-median steps; their excess is `compile_s`. Logged steps that a kill loses count. The product also writes
-checkpoints, nanoGPT does not. `wall_s` is the time of the whole case.
+median steps; their excess is `compile_s`. Logged steps that a kill loses count. Only the product saves.
 
 Losses are those of the product's evaluation on the same sequences, at every 16th of the steps. For nanoGPT's
 model it runs in a hook after the optimizer's step. The JSON is rewritten each time. It has all cases in
@@ -55,24 +54,22 @@ from raytrain_gpt.ingest.feed import EvalFeed
 from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.tracking.run_files import read_rows
 
-KINDS = {
+KINDS = {  # kind of case -> its legend
     "nanogpt": "nanoGPT, learning rate {:g}",
     "plain": "raytrain-gpt, GPT-2, learning rate {:g}",
     "modern": "raytrain-gpt, modern recipe",
     "killed": "the same, killed twice",
 }
-"""Kind of case -> its legend."""
 SCALES: dict[str, dict[str, Any]] = {
     "gpu": {"num_layers": 12, "num_heads": 12, "embd_size": 768, "seq_len": 1024}
     | {"micro_batch_sequences": 32, "global_batch_tokens": 2**17, "eval_tokens": 2**19},
     "tiny": {"num_layers": 6, "num_heads": 5, "embd_size": 160, "seq_len": 256}
-    | {"micro_batch_sequences": 4, "global_batch_tokens": 2**10, "eval_tokens": 2**14}
+    | {"micro_batch_sequences": 2, "global_batch_tokens": 2**9, "eval_tokens": 2**13}
     | {"precision": "fp32", "residual_dtype": "fp32", "use_gpu": False, "compile": False},
 }
 RATES = {"gpu": [6e-4, 1.8e-3], "tiny": [2e-3, 4e-3]}
 CORPUS_MB = {"gpu": 1000, "tiny": 60}
-SPANS, SPAN_STEPS = 16, 8
-"""Evaluations of a case; steps between those of a calibration, which has three."""
+SPANS, SPAN_STEPS = 16, 8  # evaluations of a case; steps between those of a calibration
 
 
 def main() -> None:
@@ -89,17 +86,16 @@ def main() -> None:
 def parsed() -> argparse.Namespace:
     """Return the arguments, with `sizes`; paths are absolute."""
     out, work = Path(os.environ.get("OUT", "."), "headline.json"), Path("build/headline")
-    parser = flags(__doc__, seconds=150.0, threads=min(CORES, 4), work=work, out=out)
+    parser = flags(__doc__, seconds=150.0, threads=min(CORES, 4), work=work, out=out, corpus_mb=0)
     scale = parser.add_mutually_exclusive_group(required=True)
     for name in SCALES:
         scale.add_argument(f"--{name}", dest="scale", action="store_const", const=name)
     parser.add_argument("--cases", nargs="*", choices=KINDS, default=list(KINDS))
     parser.add_argument("--nanogpt", type=Path, help="checkout; without it, no nanoGPT")
     parser.add_argument("--rates", nargs="+", type=float, help="learning rates of nanoGPT")
-    parser.add_argument("--corpus_mb", type=int, help="most text to take")
     args = parser.parse_args()
     args.sizes, args.rates = SCALES[args.scale], args.rates or RATES[args.scale]
-    args.work, args.out = args.work.resolve(), args.out.resolve()
+    args.work, args.out, args.gpu = args.work.resolve(), args.out.resolve(), args.scale == "gpu"
     return args
 
 
@@ -115,8 +111,7 @@ def prepare_corpus(args: argparse.Namespace) -> None:
     files = [by_hash[digest] for digest in sorted(by_hash)]
     ends = np.cumsum([path.stat().st_size for path in files])
     files = files[: int((ends <= (args.corpus_mb or CORPUS_MB[args.scale]) * 1e6).sum())]
-    about: Row = {"files": len(files), "text_bytes": int(ends[len(files) - 1])}
-    cut = len(files) - len(files) // 20
+    cut, about = len(files) - len(files) // 20, {"files": len(files)}
     for split, paths in {"train": files[:cut], "val": files[cut:]}.items():
         with (directory / f"{split}.bin").open("wb") as file:
             for i in range(0, len(paths), 1000):
@@ -194,12 +189,16 @@ def train_nanogpt(args: argparse.Namespace, config: Config, directory: Path) -> 
     """Run nanoGPT's train.py in this process, with a hook that times its steps and evaluates its model."""
     seq_len, micro = config.data.seq_len, config.train.micro_batch_sequences
     model, optim, steps = config.model, config.optim, config.train.max_steps
-    place, data = torch.device("cuda" if config.cluster.use_gpu else "cpu"), data_of(config)
+    place, data = torch.device("cuda" if args.gpu else "cpu"), data_of(config)
     tokens, ids = data.read("val", seq_len, data.val_ids(seq_len, config.eval.eval_tokens))
     val = EvalFeed(tokens, ids, data, micro // 4 or 1, place)
     text_bytes = torch.ones(2**16, dtype=torch.int64, device=place)
     autocast = device.make_autocast(config.train.precision, place)
     every, step, began = config.eval.eval_every_steps, 0, time.perf_counter()
+
+    def losses(ids: torch.Tensor, targets: torch.Tensor, reduction: str) -> Any:
+        loss = sys.modules["__main__"].raw_model(ids, targets.contiguous())[1]
+        return loss.expand(targets.shape)  # the batch's mean for each target
 
     def after_step(*_: Any) -> None:
         nonlocal step, began
@@ -207,20 +206,15 @@ def train_nanogpt(args: argparse.Namespace, config: Config, directory: Path) -> 
         if step % every:
             return
         device.synchronize(place)
-        row = {"perf/step_time_s": (time.perf_counter() - began) / every}
+        row: Row = {"perf/step_time_s": (time.perf_counter() - began) / every}
         row["perf/peak_memory_bytes"] = device.peak_memory_bytes(place)
         gpt = sys.modules["__main__"].raw_model  # train.py's, while it runs
-
-        def losses(ids: torch.Tensor, targets: torch.Tensor, reduction: str) -> Any:
-            return gpt(ids, targets.contiguous())[1].expand(targets.shape)  # the batch's mean
-
         losses.eval, losses.device = gpt.eval, place  # type: ignore[attr-defined]
         sums = evaluation_sums(losses, val.micro_batches()[0], text_bytes, autocast)  # type: ignore
         gpt.train()
-        rows = [{"step": step - i, **row} for i in reversed(range(every))]
-        rows.append({"step": step, "val/loss": loss_metrics(sums)["val/loss"]})
+        row |= {"step": step, "val/loss": loss_metrics(sums)["val/loss"]}
         with (directory / "metrics.jsonl").open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+            file.write(json.dumps(row) + "\n")
         summarize(args)
         began = time.perf_counter()
 
@@ -229,8 +223,7 @@ def train_nanogpt(args: argparse.Namespace, config: Config, directory: Path) -> 
         --gradient_accumulation_steps={config.batch_sequences // micro} --log_interval=100
         --learning_rate={optim.peak_lr} --min_lr={optim.min_lr} --warmup_iters={optim.warmup_steps}
         --max_iters={steps - 1} --lr_decay_iters={steps} --eval_interval={steps + 1} --device={place}
-        --dtype={"bfloat16" if place.type == "cuda" else "float32"}
-        --compile={config.train.compile}""".split()
+        --dtype={"bfloat16" if args.gpu else "float32"} --compile={config.train.compile}""".split()
     sys.argv += [f"--dataset={args.work / 'corpus'}", f"--out_dir={directory}"]
     sys.dont_write_bytecode = True
     os.chdir(args.nanogpt)
@@ -241,17 +234,18 @@ def train_nanogpt(args: argparse.Namespace, config: Config, directory: Path) -> 
 
 
 def timed(rows: list[Row], every: int) -> tuple[Row, dict[int, float]]:
-    """Return times of the median step, of compiling and of lost steps, and the seconds after each step."""
+    """Return times of the median step, of compiling and of lost steps, and seconds at each evaluation."""
     begun = [row for row in rows if row.get("event") == "attempt"]
     lost = {row["step"]: row["lost_s"] for row in begun} or {0: 0.0}
-    first = {start + i for start in lost for i in range(1, every + 1)}
-    steps = {row["step"]: row["perf/step_time_s"] for row in rows if "perf/step_time_s" in row}
-    step_s = float(np.median([steps[s] for s in steps if s not in first] or [*steps.values(), 0.0]))
-    counted = {step: step_s if step in first else steps[step] for step in steps}
-    ends = np.cumsum([counted[step] + lost.get(step - 1, 0.0) for step in steps])
-    found = {"step_s": step_s, "compile_s": sum(steps.values()) - sum(counted.values())}
-    found |= {"starts": max(1, len(begun)), "lost_s": sum(lost.values())}
-    return found, dict(zip(steps, ends.tolist(), strict=True))
+    ends = [row for row in rows if "perf/step_time_s" in row and row["step"] % every == 0]
+    spans = {row["step"]: every * row["perf/step_time_s"] for row in ends}
+    later = [spans[step] for step in spans if step - every not in lost] or [*spans.values(), 0.0]
+    span_s = float(np.median(later))
+    counted = {step: span_s if step - every in lost else spans[step] for step in spans}
+    after = np.cumsum([counted[step] + lost.get(step - every, 0.0) for step in spans]).tolist()
+    found = {"starts": max(1, len(begun)), "lost_s": sum(lost.values()), "step_s": span_s / every}
+    found["compile_s"] = sum(spans.values()) - sum(counted.values())
+    return found, dict(zip(spans, after, strict=True))
 
 
 def summarize(args: argparse.Namespace) -> Row:
@@ -269,11 +263,10 @@ def summarize(args: argparse.Namespace) -> Row:
         case |= {key: round(times[key], 4) for key in times}
         case |= {"tokens_per_s": round(speed), "peak_memory_mb": max(peaks, default=0) // 10**6}
         case["mfu"] = round(speed * case["flops_per_token"] / flops, 4) or None
-        case["curve"] = [
-            [row["step"], round(row["val/loss"], 4), round(after[row["step"]], 2)]
-            for row in rows
-            if row.get("val/loss") and row["step"] in after
+        points = [
+            (r["step"], r["val/loss"]) for r in rows if r.get("val/loss") and r["step"] in after
         ]
+        case["curve"] = [[step, round(loss, 4), round(after[step], 2)] for step, loss in points]
         found["cases"][file.stem[2:]] = case
     curves = {name: case["curve"] for name, case in found["cases"].items() if case["curve"]}
     peers = {name: curves[name][-1][1] for name in curves if name.startswith("nanogpt")}
@@ -284,8 +277,7 @@ def summarize(args: argparse.Namespace) -> Row:
     for name, curve in curves.items():
         _, losses, seconds = zip(*curve, strict=True)
         found["cases"][name]["loss_at_s"] = np.interp(at, seconds, losses).round(4).tolist()
-        below = [point for point in curve if point[1] <= target]
-        found["cases"][name]["passes_nanogpt"] = below[0] if below else None
+        found["cases"][name]["passes_nanogpt"] = next((p for p in curve if p[1] <= target), None)
     args.out.write_text(json.dumps(found, indent=1) + "\n")
     return found
 
