@@ -197,8 +197,7 @@ def train_nanogpt(args: argparse.Namespace, config: Config, directory: Path) -> 
     every, step, began = config.eval.eval_every_steps, 0, time.perf_counter()
 
     def losses(ids: torch.Tensor, targets: torch.Tensor, reduction: str) -> Any:
-        loss = sys.modules["__main__"].raw_model(ids, targets.contiguous())[1]
-        return loss.expand(targets.shape)  # the batch's mean for each target
+        return losses.gpt(ids, targets.contiguous())[1].expand(targets.shape)  # the batch's mean
 
     def after_step(*_: Any) -> None:
         nonlocal step, began
@@ -208,7 +207,8 @@ def train_nanogpt(args: argparse.Namespace, config: Config, directory: Path) -> 
         device.synchronize(place)
         row: Row = {"perf/step_time_s": (time.perf_counter() - began) / every}
         row["perf/peak_memory_bytes"] = device.peak_memory_bytes(place)
-        gpt = sys.modules["__main__"].raw_model  # train.py's, while it runs
+        raw_model = sys.modules["__main__"].raw_model  # train.py's, while it runs
+        losses.gpt = gpt = getattr(raw_model, "_orig_mod", raw_model)  # before compilation
         losses.eval, losses.device = gpt.eval, place  # type: ignore[attr-defined]
         sums = evaluation_sums(losses, val.micro_batches()[0], text_bytes, autocast)  # type: ignore
         gpt.train()
