@@ -58,7 +58,7 @@ KINDS = {  # kind of case -> its legend
     "nanogpt": "nanoGPT, learning rate {:g}",
     "plain": "raytrain-gpt, GPT-2, learning rate {:g}",
     "modern": "raytrain-gpt, modern recipe",
-    "killed": "the same, killed twice",
+    "killed": "raytrain-gpt, modern recipe, killed twice",
 }
 SCALES: dict[str, dict[str, Any]] = {
     "gpu": {"num_layers": 12, "num_heads": 12, "embd_size": 768, "seq_len": 1024}
@@ -290,7 +290,7 @@ def draw(found: Row, file: Path) -> None:
         seconds, losses = ([point[i] for point in case["curve"]] for i in (2, 1))
         axes.plot(seconds, losses, "--" if name == "killed" else "-", label=case["label"])
     if found["nanogpt_loss"]:
-        axes.axhline(found["nanogpt_loss"], color="black", linewidth=0.8, linestyle=":")
+        axes.axhline(found["nanogpt_loss"], color="black", ls=":", label="nanoGPT's last loss")
     axes.set(xlabel="seconds of training", ylabel="validation loss, nats per token")
     axes.legend(frameon=False)
     figure.savefig(file)
