@@ -69,8 +69,8 @@ def loop(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[str]:
 
 
 EVALUATED = ["step 1", "step 2", "flush", "evaluate"]
-SAVED = ["step 3", "step 4", "flush", "evaluate", "save_checkpoint"]
-LAST = ["step 5", "step 6", "flush", "evaluate", "save_checkpoint", "finish"]
+SAVED = ["step 3", "step 4", "flush", "check_weights", "evaluate", "save_checkpoint"]
+LAST = ["step 5", "step 6", *SAVED[2:], "finish"]
 
 
 def test_the_loop_does_what_is_due_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,17 +80,17 @@ def test_the_loop_does_what_is_due_in_its_order(monkeypatch: pytest.MonkeyPatch)
 def test_a_trial_asks_after_every_evaluation_but_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     done = loop(monkeypatch, is_trial=True)
     assert done == [*EVALUATED, "ask", *SAVED, "ask", *LAST]
-    assert loop(monkeypatch, is_trial=True, ended_at=4) == [*done[:11], "finish"]
+    assert loop(monkeypatch, is_trial=True, ended_at=4) == [*done[:12], "finish"]
 
 
 def test_who_must_leave_saves_first_and_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = [*EVALUATED[:3], "save_checkpoint", "evaluate", "finish"]
+    expected = [*EVALUATED[:3], "check_weights", "save_checkpoint", "evaluate", "finish"]
     assert loop(monkeypatch, stop_at=2, is_trial=True) == expected
     assert loop(monkeypatch, stop_at=6) == EVALUATED + SAVED + LAST
 
 
 def test_bad_steps_are_neither_evaluated_nor_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert loop(monkeypatch, bad_at=4) == [*EVALUATED, *SAVED[:3], "finish"]
+    assert loop(monkeypatch, bad_at=4) == [*EVALUATED, *SAVED[:4], "finish"]
 
 
 @pytest.fixture
