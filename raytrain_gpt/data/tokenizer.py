@@ -88,18 +88,23 @@ def encode(encoding: tiktoken.Encoding, text: str) -> NDArray[np.uint32]:
 
     Special tokens in the text are ordinary text; a lone surrogate, which only JSON allows, becomes `?`.
     """
-    content = text.encode("utf-8", "replace")
+    num_bytes = len(text.encode("utf-8", "replace"))
     why = "its pattern does not match the rest"  # which tiktoken drops
     try:
-        tokens = encoding.encode_to_numpy(content.decode(), disallowed_special=())
+        try:
+            tokens = encoding.encode_to_numpy(text, disallowed_special=())
+        except UnicodeEncodeError:
+            text = text.encode("utf-8", "replace").decode()
+            tokens = encoding.encode_to_numpy(text, disallowed_special=())
     except BaseException as error:  # a panic of tiktoken's Rust code is not an Exception
         if not isinstance(error, ValueError) and type(error).__module__ != "pyo3_runtime":
             raise
         tokens, why = np.empty(0, np.uint32), " ".join(str(error).split())
     lengths = bytes_per_id(encoding, encoding.max_token_value + 1)
-    if (kept := int(lengths.take(tokens).sum())) != len(content):
+    parts = range(0, len(tokens), 2**14)  # which stay in the processor's cache
+    if (kept := sum(int(lengths[tokens[i : i + 2**14]].sum()) for i in parts)) != num_bytes:
         raise DataError(
-            f"tokenizer {encoding.name} encodes {kept} of {len(content)} bytes of {preview(text, 40)}: {why}"
+            f"tokenizer {encoding.name} encodes {kept} of {num_bytes} bytes of {preview(text, 40)}: {why}"
             "; shorten it or use a different tokenizer"
         )
     return np.asarray(tokens)
