@@ -355,8 +355,10 @@ class Worker:
                 metrics = self.evaluation.metrics(self.recorder.progress)
             except UserError:  # raised on all ranks; a trial would never repeat the evaluation
                 if not self.spec.is_trial:
-                    self.save_checkpoint()
-                    self.checkpoints.collect()
+                    self.check_weights()
+                    if not self.steps_were_bad:
+                        self.save_checkpoint()
+                        self.checkpoints.collect()
                 raise
             row = {"step": self.step, **metrics, "perf/eval_s": time.perf_counter() - started}
             self._evaluated = row
