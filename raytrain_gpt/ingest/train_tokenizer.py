@@ -113,7 +113,7 @@ def _train_texts(plan: Plan, i: int, piece: SourcePiece, read: ReadDocuments) ->
 
 
 def _pieces(texts: Iterable[str], stopped: threading.Event) -> Iterator[str]:
-    """Cut texts to _TEXT_CHARACTERS, and after a part of _WORD_CHARACTERS that is inside one word."""
+    """Cut texts to _TEXT_CHARACTERS, and a word at the end of each _WORD_CHARACTERS that it fills."""
     for text in texts:
         start = 0
         for stop in range(_WORD_CHARACTERS, len(text) + 1, _WORD_CHARACTERS):
