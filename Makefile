@@ -18,6 +18,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# With what the tests need besides.
+TESTABLE := $(VENV)/.installed-dev
 # Markers of tests that share one Ray cluster, and of tests too slow for `make test`.
 SHARED := ray or sweeps or models or faults
 SLOW := slow or sweeps or tools or models or serve or faults or cluster
@@ -32,33 +34,33 @@ demo: $(INSTALLED)
 test: test-fast
 	$(BIN)/pytest -m "ray and not ($(SLOW))"
 
-test-fast: $(INSTALLED)
+test-fast: $(TESTABLE)
 	$(BIN)/pytest -n 2 --dist worksteal -m "not (ray or $(SLOW))"
 
-test-slow: $(INSTALLED)
+test-slow: $(TESTABLE)
 	$(BIN)/pytest -n 2 --dist worksteal -m "slow and not ($(SHARED))"
 
-test-sweeps test-tools test-models test-serve test-faults test-cluster: $(INSTALLED)
+test-sweeps test-tools test-models test-serve test-faults test-cluster: $(TESTABLE)
 	$(BIN)/pytest -rs -m $(@:test-%=%)
 
-test-chaos: $(INSTALLED)
+test-chaos: $(TESTABLE)
 	$(BIN)/python -m tests.faults.chaos
 	$(BIN)/python -m tests.faults.study_kills
 
 # One session, so that one cluster, its data and its reference runs are made once.
-test-shared: $(INSTALLED)
+test-shared: $(TESTABLE)
 	$(BIN)/pytest -m "$(SHARED)"
 
-test-own: $(INSTALLED)
+test-own: $(TESTABLE)
 	$(BIN)/pytest -rs -m "tools or serve or cluster"
 
 null-gpu:
 	benchmarks/null_gpu/run.sh
 
-test-readme: $(INSTALLED)
+test-readme: $(TESTABLE)
 	$(BIN)/python -m tests.readme
 
-test-readme-short: $(INSTALLED)
+test-readme-short: $(TESTABLE)
 	$(BIN)/python -m tests.readme --short
 
 wheel: $(INSTALLED)
@@ -67,7 +69,7 @@ wheel: $(INSTALLED)
 	cp constraints.txt dist/
 
 # Two at a time, the longest first; each prints its output when it ends.
-check: $(INSTALLED)
+check: $(TESTABLE)
 	@echo "two targets at a time; each prints its output when it ends"
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target checks
 
@@ -75,13 +77,13 @@ check: $(INSTALLED)
 checks: export OMP_WAIT_POLICY := PASSIVE
 checks: format lint test-shared test-own test-fast test-slow test-readme-short types
 
-format: $(INSTALLED)
+format: $(TESTABLE)
 	$(BIN)/ruff format --check .
 
-lint: $(INSTALLED)
+lint: $(TESTABLE)
 	$(BIN)/ruff check .
 
-types: $(INSTALLED)
+types: $(TESTABLE)
 	$(BIN)/mypy
 
 clean:
@@ -90,5 +92,9 @@ clean:
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "installing into $(VENV): 7 GB with CUDA, 3 GB on PyTorch's CPU build (README, Install); takes minutes"
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -c constraints.txt -e .
+	touch $@
+
+$(TESTABLE): $(INSTALLED)
 	$(BIN)/pip install -c constraints.txt -e '.[dev]'
 	touch $@
