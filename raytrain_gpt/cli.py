@@ -38,6 +38,15 @@ CODE_OF_CHECKPOINT = ("eval", "sample", "serve", "export")
 """Commands with `--code`; the latter compare it with the checkpoint before it is executed, except for
 `eval --evaluations`, whose flags it declares."""
 
+REMOVED_COMMANDS = {
+    "completion": "raytrain-gpt COMMAND --help",
+    "data stats": "raytrain-gpt data show DIR",
+    "runs watch": "tensorboard --logdir RUN/tensorboard, or raytrain-gpt runs report RUN",
+    "serve": "raytrain-gpt export, then transformers serve, llama-server or vllm serve (docs/models.md)",
+    "submit": "ray job submit --working-dir . -- python train.py … (docs/clusters.md)",
+}
+"""Command of earlier versions -> what to use instead."""
+
 
 class _Parser(argparse.ArgumentParser):
     """Parser with one-line errors that suggest the nearest name."""
@@ -49,6 +58,9 @@ class _Parser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             from raytrain_gpt.config.wording import suggestion
 
+            command = f"{self.prog} {value}".removeprefix("raytrain-gpt ")
+            if command in REMOVED_COMMANDS:
+                raise UserError(f"{command} no longer exists; use {REMOVED_COMMANDS[command]}")
             name, choices = str(action.metavar).lower(), list(action.choices)
             raise UserError(
                 f"unknown {name} {value}{suggestion(value, choices)} (available: {', '.join(choices)})"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
+from raytrain_gpt.config.load import without_removed
 from raytrain_gpt.data.order import BatchRanges
 from raytrain_gpt.data.tokenizer import Hash
 
@@ -39,7 +40,7 @@ class CheckpointState:
     order_hash: Hash
     val_loss: float | None
     tokens_seen: _Count
-    config: dict[str, dict[str, Any]]
+    config: Annotated[dict[str, dict[str, Any]], AfterValidator(without_removed)]
     manifest_hash: Hash
     vocab_hash: Hash
     vocab_size: _Count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
@@ -14,6 +15,9 @@ from raytrain_gpt.errors import ConfigError, reason
 from raytrain_gpt.parsing import parse_yaml, regular
 
 DEFAULT_PRESET = "quickstart"
+
+REMOVED_SETTINGS = {"eval_mode": ("inline", "evaluate with raytrain-gpt eval")}
+"""Setting of earlier versions -> the value that means nothing now, and the way out for others."""
 
 
 def preset_names() -> list[str]:
@@ -34,8 +38,44 @@ def load_preset(name: str) -> Config:
 
 
 def load_config_file(path: Path) -> Config:
-    """Load a configuration file; raises ConfigError if it is missing or invalid."""
-    return parse_config(read_mapping(path, "configuration", Config.model_fields), str(path))
+    """Load a user's configuration file; raises ConfigError if it is missing or invalid."""
+    tree = read_mapping(path, "configuration", Config.model_fields)
+    sections = {title: ignore_removed(section, str(path)) for title, section in tree.items()}
+    return parse_config(sections, str(path))
+
+
+def load_recorded(path: Path) -> Config:
+    """Load the configuration of a run, perhaps of an earlier version; raises like `load_config_file`."""
+    tree = read_mapping(path, "configuration", Config.model_fields)
+    return parse_config(without_removed(tree), str(path))
+
+
+def without_removed(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop the settings of earlier versions from a recorded tree: section -> field -> value."""
+    return {
+        title: {name: value for name, value in section.items() if name not in REMOVED_SETTINGS}
+        if isinstance(section, Mapping)
+        else section
+        for title, section in tree.items()
+    }
+
+
+def ignore_removed(values: Any, where: str) -> Any:
+    """Drop the settings of earlier versions from a mapping of the user, with one line on stderr each.
+
+    Raises:
+        ConfigError: one has a value that meant something.
+    """
+    if not isinstance(values, Mapping):
+        return values
+    for name in REMOVED_SETTINGS.keys() & values.keys():
+        ignored, way = REMOVED_SETTINGS[name]
+        if values[name] != ignored:
+            raise ConfigError(
+                f"{name}={values[name]} in {where} is no longer supported; remove it, and {way}"
+            )
+        print(f"{name} in {where} is ignored: it no longer exists", file=sys.stderr)
+    return {name: value for name, value in values.items() if name not in REMOVED_SETTINGS}
 
 
 def read_mapping(path: Path, what: str, keys: Iterable[str]) -> dict[str, Any]:

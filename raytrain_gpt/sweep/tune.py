@@ -18,6 +18,7 @@ from raytrain_gpt.cluster.capacity import fit_to_cluster
 from raytrain_gpt.cluster.connection import connected
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.kinds import Strict
+from raytrain_gpt.config.load import without_removed
 from raytrain_gpt.config.schema import Config, changed_fields, changes_math, parse_config
 from raytrain_gpt.data.locations import data_of, location
 from raytrain_gpt.errors import ConfigError, reason
@@ -136,7 +137,7 @@ def check_unchanged(
         for key in now
         if before.get(key) != now.get(key) and key not in may_change
     ]
-    first = parse_config(_kept(directory / BASE_FILE, kind), BASE_FILE)
+    first = parse_config(without_removed(_kept(directory / BASE_FILE, kind)), BASE_FILE)
     measured = {name for one in base.eval.chosen or () for name in one.settings.model_fields}
     differs = changed_fields(first.field_values(), base.field_values())
     changed += [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from raytrain_gpt.checkpoint.catalog import CODE_FILE, Checkpoint
-from raytrain_gpt.config.load import load_config_file
+from raytrain_gpt.config.load import load_recorded
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.errors import CheckpointError, ConfigError
 from raytrain_gpt.format import Log
@@ -42,7 +42,7 @@ class RunOutput:
         if not existing:
             return
         try:
-            load_config_file(self.sync.work_dir / CONFIG_FILE)
+            load_recorded(self.sync.work_dir / CONFIG_FILE)
         except ConfigError:
             raise CheckpointError(
                 f"{self.run_dir} has {' and '.join(existing)}, but was not written by a run; use another "
