@@ -63,8 +63,6 @@ export PATH={bin}:$PATH PIP_NO_INDEX=1
 export RAY_OVERRIDE_RESOURCES='{{"CPU":{cpus}}}'
 # Threads of these hosts share the machine's cores, and must not spin while they wait for each other.
 export OMP_WAIT_POLICY=PASSIVE
-# A host without a network counts as dead sooner than by default.
-export RAY_health_check_period_ms=2000 RAY_health_check_timeout_ms=5000 RAY_health_check_failure_threshold=4
 """
 
 
