@@ -119,10 +119,6 @@ def stand_ins(directory: Path, hub: HubServer, short: bool) -> list[tuple[str, s
         (r"^ray start --head", r"\g<0> --num-cpus 4 --block"),
         (r"(train|doctor|submit) --preset gpt2-124m(?! --dry)", rf"\g<0> {SMALL}"),
         (r"^raytrain-gpt submit .*", r"\g<0> --run_name job"),
-        (
-            r"^raytrain-gpt runs watch .*",
-            r"timeout --preserve-status -s INT 9 \g<0> || [ $? = 130 ]",
-        ),
         (r"train --preset (shakespeare\S*)", r"\g<0> --max_steps 20"),
     ]
     if data:
