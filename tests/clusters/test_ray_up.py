@@ -24,6 +24,7 @@ from raytrain_gpt.data.shards import read_manifest
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import Row
 from tests.data.shard_tools import prepare_here
+from tests.documented_job import job_options
 from tests.faults.gates import wait_until
 from tests.runs import SMALL, events, steps
 
@@ -163,7 +164,7 @@ def test_the_doctor_finds_nothing_wrong(client: Client) -> None:
     assert set(found["all_reduce_bytes_per_s"]) == {"1000000", "100000000"}
 
 
-CHECKOUT = ("--working-dir=.", "--", "python", "train.py")
+CHECKOUT = (*job_options(), "--", "python", "train.py")
 INSTALLED = ("--", "raytrain-gpt", "train")
 Submit = Callable[..., subprocess.Popen[bytes]]
 
