@@ -49,6 +49,14 @@ def test_its_directory_is_private_and_goes_away(
     assert os.environ.get("TMPDIR") == before
 
 
+def test_where_no_directory_can_be_made_a_line_says_so(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(base / "none"))
+    with raises_line(ClusterError, "cannot make a directory", "No such file", "set TMPDIR"):
+        own_cluster.start_own_cluster(1)
+
+
 def test_workers_are_no_nicer_than_other_processes_unless_asked(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
