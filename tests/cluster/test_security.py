@@ -32,7 +32,7 @@ from raytrain_gpt.cluster.token import keep_token_private, make_token, token_fil
 from raytrain_gpt.config.schema import parse_config
 from raytrain_gpt.errors import ClusterError, ConfigError
 from raytrain_gpt.redact import has_secret, redacted
-from tests.cluster.attacked_ranks import is_store
+from tests.cluster.test_process_groups import is_store
 from tests.conftest import ForksWorkers, RunCli, raises_line
 from tests.faults.test_leaving import Head
 from tests.runs import MakeConfig, command, flags
