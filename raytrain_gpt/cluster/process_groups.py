@@ -20,7 +20,7 @@ import psutil  # type: ignore[import-untyped]
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
-Meeting = str | tuple[str, int]
+_Meeting = str | tuple[str, int]
 """Rendezvous of a run's ranks: path of rank 0's file on one host, else host and port of its store."""
 
 _FILE_NAME = "raytrain-gpt-ranks"
@@ -29,7 +29,7 @@ _open: list[int] = []
 """Descriptors of rank 0's files and listening sockets, open until the process ends."""
 
 
-def open_meeting(address: str | None = None) -> Meeting:
+def open_meeting(address: str | None = None) -> _Meeting:
     """Open a meeting on rank 0 until its process ends, at its cluster address if there are several hosts."""
     if address is None:
         descriptor = os.memfd_create(_FILE_NAME)
@@ -44,7 +44,7 @@ def open_meeting(address: str | None = None) -> Meeting:
 
 
 def join(
-    meeting: Meeting,
+    meeting: _Meeting,
     backend: str,
     rank: int,
     world_size: int,
