@@ -33,7 +33,7 @@ _NO_USABLE_PATH = {
 LEAVE_AFTER_S = 10.0
 """Seconds for which threads of the user's code may keep a finished command."""
 
-CODE_DECLARES_FLAGS = ("estimate", "train", "tune", "scale", "doctor", "submit")
+CODE_DECLARES_FLAGS = ("estimate", "train", "tune", "scale", "doctor")
 CODE_OF_CHECKPOINT = ("eval", "sample", "serve", "export")
 """Commands with `--code`; the latter compare it with the checkpoint before it is executed, except for
 `eval --evaluations`, whose flags it declares."""
@@ -212,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     for command in (
         data.prepare, data.data, train.estimate, train.train, train.tune, train.scale, train.runs,
         inference.evaluate, inference.sample, inference.serve,
-        inference.export, inference.import_, cluster.doctor, cluster.node, cluster.submit,
+        inference.export, inference.import_, cluster.doctor, cluster.node,
         completion(parser),
     ):  # fmt: skip
         command.add_parser(commands)

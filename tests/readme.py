@@ -47,7 +47,7 @@ SMALL = (
 )
 """Flags that run a GPU preset on a CPU in seconds."""
 HAVE_OTHER_TESTS = (
-    r"^(mlflow |hf |curl |python |ray |export |\(umask|raytrain-gpt (import|serve|submit|doctor|tune|"
+    r"^(mlflow |hf |curl |python |ray |export |\(umask|raytrain-gpt (import|serve|doctor|tune|"
     r"train --preset|sample.* --batch)).*"
 )
 SMALL_GPT2 = """from transformers import GPT2Config, GPT2LMHeadModel
@@ -117,12 +117,8 @@ def stand_ins(directory: Path, hub: HubServer, short: bool) -> list[tuple[str, s
         (r"--val_tokens 100000000", "--val_tokens 20000"),
         (r"/nfs/", f"{clone}/"),
         (r"^ray start --head", r"\g<0> --num-cpus 4 --block"),
-        (r"(train|doctor|submit) --preset gpt2-124m(?! --dry)", rf"\g<0> {SMALL}"),
-        (r"^raytrain-gpt submit .*", r"\g<0> --run_name job"),
-        (
-            r"^raytrain-gpt runs watch .*",
-            r"timeout --preserve-status -s INT 9 \g<0> || [ $? = 130 ]",
-        ),
+        (r"(train|train\.py|doctor) --preset gpt2-124m(?! --dry)", rf"\g<0> {SMALL}"),
+        (r"^ray job submit .*", r"\g<0> --run_name job"),
         (r"train --preset (shakespeare\S*)", r"\g<0> --max_steps 20"),
     ]
     if data:

@@ -39,7 +39,7 @@ from raytrain_gpt.storage.location import Location
 
 BRANCH_FILE = "branch.json"
 _RUN_AT_STEP = re.compile(r"(.+)@(\d{1,15})", re.DOTALL)
-FIXED_ON_BRANCH = (*SHAPE_FIELDS, "seq_len", "global_batch_tokens", "optimizer")
+_FIXED_ON_BRANCH = (*SHAPE_FIELDS, "seq_len", "global_batch_tokens", "optimizer")
 """Fields that the weights, the moments or the data position depend on, besides the model's settings."""
 
 
@@ -83,18 +83,18 @@ def create_branch(config: FittedConfig, data: Mixture, log: Log) -> Checkpoint |
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
-        ConfigError: a field in FIXED_ON_BRANCH differs, or max_steps is already reached.
+        ConfigError: a field in _FIXED_ON_BRANCH differs, or max_steps is already reached.
         DataError: the tokenizers differ.
     """
     if config.run.branch_from is None:
         return None
-    origin = find_origin(config, config.run.branch_from)
+    origin = _find_origin(config, config.run.branch_from)
     if origin.path.is_local:  # from an object store it is verified when it is fetched
         origin.verify()
     state = origin.state
     before = parse_config(state.config, str(origin.path)).field_values()
     now = config.field_values()
-    for name in (*FIXED_ON_BRANCH, *(config.model.model_extra or ())):
+    for name in (*_FIXED_ON_BRANCH, *(config.model.model_extra or ())):
         if before.get(name) != now[name]:
             raise ConfigError(
                 f"{name}={now[name]}, but {origin.path} has {before.get(name)} and a branch cannot "
@@ -157,7 +157,7 @@ def _run_dirs(config: Config, run: str) -> tuple[Location, Location]:
     return location(config, config.run.storage_path) / run, location(config, run)
 
 
-def find_origin(config: FittedConfig, source: str) -> Checkpoint:
+def _find_origin(config: FittedConfig, source: str) -> Checkpoint:
     """Open the checkpoint given as RUN@STEP or a path.
 
     Raises:

@@ -55,11 +55,11 @@ _UNFINISHED = re.compile(rf"unfinished-(removed-)?{_NAME.pattern}(-[\w-]+)?")
 _NEEDED = {STATE_FILE, "model.safetensors"}
 
 
-class NewerVersionError(CheckpointError):
+class _NewerVersionError(CheckpointError):
     """Checkpoint of a later version: not damaged, so it must not be skipped."""
 
 
-class Misnamed(CheckpointError):
+class _Misnamed(CheckpointError):
     """Checkpoint whose state and name disagree on the step; its files may be intact."""
 
 
@@ -165,7 +165,7 @@ def read_checkpoint(path: Location) -> Checkpoint:
     with damage_as(CheckpointError, path / STATE_FILE):
         content = parse_json((path / STATE_FILE).read_bytes())
         if (version := int(content["state_version"])) > STATE_VERSION:
-            raise NewerVersionError(
+            raise _NewerVersionError(
                 f"checkpoint {path} has state version {version}, but this raytrain-gpt reads up to "
                 f"{STATE_VERSION}; upgrade raytrain-gpt"
             )
@@ -173,7 +173,7 @@ def read_checkpoint(path: Location) -> Checkpoint:
             content["numerics_environment"] = content.pop("computed_by")
         state = _STATE.validate_python(content)
         if _NAME.fullmatch(path.name) and _step(path) != state.step:
-            raise Misnamed(
+            raise _Misnamed(
                 f"checkpoint {path} was copied, renamed or linked: its {STATE_FILE} says step {state.step}; "
                 f"name it step={state.step:08d}, or remove it"
             )
@@ -313,7 +313,7 @@ class Catalog:
                     names = ", ".join(name if name.isprintable() else repr(name) for name in extra)
                     on_skip(f"ignoring {names} in {path}: not listed in {HASHES_FILE}")
                 return checkpoint
-            except NewerVersionError:
+            except _NewerVersionError:
                 raise
             except CheckpointError as error:
                 on_skip(f"skipped: {error}")
@@ -356,7 +356,7 @@ class Catalog:
         with contextlib.suppress(CheckpointError):
             try:
                 read_checkpoint(path)
-            except Misnamed:
+            except _Misnamed:
                 if self._dir.is_local:  # in a store the run overwrites it, hashes.json last
                     path.path.rename(path.path.with_name(f"misnamed-{path.name}-{token_hex(4)}"))
                 return

@@ -58,7 +58,7 @@ def check_unchanged(config: Config, checkpoint: Checkpoint, log: Log) -> None:
         return
     change = f"{_short(before)} -> {_short(now)}"
     trained = parse_config(checkpoint.state.config, str(checkpoint.path))
-    own = [f"{selector} {name}" for one in (trained, config) for selector, name in own_math(one)]
+    own = [f"{selector} {name}" for one in (trained, config) for selector, name in _own_math(one)]
     if own and not (config.code and config.code.may_differ):
         raise CheckpointError(
             f"{checkpoint.path} cannot continue with changed code {change}, as {own[0]} comes from it; pass "
@@ -67,7 +67,7 @@ def check_unchanged(config: Config, checkpoint: Checkpoint, log: Log) -> None:
     log(f"changed since that checkpoint: code {change}")
 
 
-def own_math(config: Config) -> list[tuple[kinds.Selector, str]]:
+def _own_math(config: Config) -> list[tuple[kinds.Selector, str]]:
     """Kinds that decide the weights and are not built in."""
     return [
         (selector, name)

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 from torch import Tensor
 
-from raytrain_gpt.cluster.process_groups import new_group
-
 MAX_JSON_BYTES = 64 * 2**20
 """Largest value that a rank sends or receives."""
 T = TypeVar("T")
@@ -45,13 +43,12 @@ class Collectives:
 
     def __init__(self, rank: int, world_size: int, background_timeout_s: float = 1800.0) -> None:
         self.rank, self.world_size = rank, world_size
-        self._group = new_group("foreground", "gloo") if world_size > 1 else None
+        self._group = dist.new_group(backend="gloo") if world_size > 1 else None
         self.background = self
         if world_size > 1:
             self.background = copy(self)
-            self.background._group = new_group(
-                "background", "gloo", timedelta(seconds=background_timeout_s)
-            )
+            timeout = timedelta(seconds=background_timeout_s)
+            self.background._group = dist.new_group(timeout=timeout, backend="gloo")
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Sum over all ranks, on the CPU."""

@@ -21,7 +21,6 @@ from ray._private.authentication.authentication_utils import is_token_auth_enabl
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from ray.core.generated.gcs_service_pb2 import CheckAliveReply
 
-from raytrain_gpt.cluster.tcp_sockets import tcp_sockets
 from raytrain_gpt.cluster.token import token_file
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.format import Log
@@ -83,20 +82,16 @@ def given_address(log: Log) -> str | None:
 def _started_here(log: Log) -> str | None:
     """Return the HOST:PORT that `ray start` wrote, if it responds and is this user's or root's, else None.
 
-    Any user can write that file, and a cluster's owner can run code in processes that join it.
+    All users of a machine share that file, and a cluster's owner can run code in processes that join it.
     """
     directory = Path(get_default_ray_temp_dir())
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    file, session = directory / "ray_current_cluster", directory / "session_latest"
     try:
-        with os.fdopen(os.open(directory / "ray_current_cluster", flags)) as file:
-            owners = {os.fstat(file.fileno()).st_uid, (directory / "session_latest").stat().st_uid}
-            address = file.read(300).strip()
-        is_here = knock(address)
+        owners = {file.stat().st_uid, session.stat().st_uid}
+        address = file.read_text().strip()
+        knock(address)
     except (OSError, ValueError):  # no file, or the cluster of an old file is dead
         return None
-    if is_here:
-        port = int(address.rpartition(":")[2])
-        owners |= {row.uid for row in tcp_sockets() if row.listens and row.port == port}
     if strangers := owners - {0, os.getuid()}:
         log(
             f"not joining the Ray cluster at {address}: it belongs to "
@@ -114,19 +109,15 @@ def _user(uid: int) -> str:
         return f"user {uid}"
 
 
-def knock(address: str) -> bool:
+def knock(address: str) -> None:
     """Open and close a connection to HOST:PORT, which fails at once where Ray takes minutes.
-
-    Returns:
-        Whether the host is this machine.
 
     Raises:
         OSError: the host does not respond.
         ValueError: the address is not HOST:PORT.
     """
     host, _, port = address.rpartition(":")
-    with socket.create_connection((host.strip("[]"), int(port)), ANSWER_TIMEOUT_S) as connection:
-        return bool(connection.getsockname()[0] == connection.getpeername()[0])
+    socket.create_connection((host.strip("[]"), int(port)), ANSWER_TIMEOUT_S).close()
 
 
 def ask_head(address: str) -> HeadFacts:

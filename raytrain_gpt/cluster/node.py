@@ -37,7 +37,7 @@ from raytrain_gpt.cluster.signals import FORCED_AFTER, SIGNALS
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.format import Log
 
-LABEL = "raytrain-gpt/node"
+_LABEL = "raytrain-gpt/node"
 POLL_S = 0.5
 
 
@@ -83,7 +83,7 @@ def run_node(address: str, grace_s: float, flags: Sequence[str], log: Log) -> in
 def _start_ray(address: str, name: str, flags: Sequence[str]) -> subprocess.Popen[bytes]:
     # Ray uses only the last of several --labels.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--labels", action="append", default=[f"{LABEL}={name}"])
+    parser.add_argument("--labels", action="append", default=[f"{_LABEL}={name}"])
     parsed, others = parser.parse_known_args(flags)
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
     command += [f"--address={address}", f"--labels={','.join(parsed.labels)}", *others]
@@ -123,7 +123,7 @@ def _leave(address: str, name: str, grace_s: float, forced: Callable[[], bool], 
 def _node_id(gcs: Any, name: str) -> str | None:
     """Return the id of the node labeled `name`, or None if it is not in the cluster."""
     nodes = gcs.get_all_node_info(timeout=ANSWER_TIMEOUT_S, state_filter=GcsNodeInfo.ALIVE)
-    ids = (node.node_id.hex() for node in nodes.values() if node.labels.get(LABEL) == name)
+    ids = (node.node_id.hex() for node in nodes.values() if node.labels.get(_LABEL) == name)
     return next(ids, None)
 
 

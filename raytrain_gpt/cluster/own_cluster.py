@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,9 +17,8 @@ from typing import Any
 import ray
 from ray._common.utils import get_default_system_temp_dir
 
-from raytrain_gpt.cluster.private_directory import private_directory
 from raytrain_gpt.cluster.token import make_token
-from raytrain_gpt.errors import ClusterError
+from raytrain_gpt.errors import ClusterError, failure_as
 
 START_TIMEOUT_S = 120.0
 
@@ -64,7 +64,10 @@ def start_own_cluster(num_cpus: int, **options: Any) -> None:
     if len(base) > 30:  # Ray's socket paths below it, limited to 107 characters, would be too long
         base = "/tmp"
     # Ray makes its directories world-writable, so put them inside a private one.
-    directory = _at_end.enter_context(private_directory(Path(base)))
+    advice = "; make room there, or set TMPDIR to another directory"
+    with failure_as(ClusterError, f"cannot make a directory in {base}", advice):
+        directory = Path(tempfile.mkdtemp(prefix="rgpt-", dir=base))  # mode 0700
+    _at_end.callback(_remove, directory)
     temporary = directory / "tmp"
     temporary.mkdir()
     try:
@@ -88,6 +91,11 @@ def start_own_cluster(num_cpus: int, **options: Any) -> None:
 def end_own_cluster() -> None:
     """End the cluster that this process started, if any, and remove its files."""
     _at_end.close()
+
+
+def _remove(directory: Path) -> None:
+    for _ in range(2):  # again: exiting processes of the cluster may have written there until now
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _end_ray() -> None:

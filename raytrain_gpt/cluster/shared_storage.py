@@ -22,9 +22,9 @@ from raytrain_gpt.errors import ClusterError, RaytrainGptError, failure_as
 from raytrain_gpt.format import size
 from raytrain_gpt.storage.location import Location
 
-RAY_FILES_BYTES = 2**27
+_RAY_FILES_BYTES = 2**27
 """Room for Ray's logs and sockets."""
-DRIVER_FILE = "driver"
+_DRIVER_FILE = "driver"
 ON_ALL_NODES = "use a directory that all nodes mount, or s3://"
 MAKE_ROOM = "free space there, or start Ray with a different --temp-dir"
 
@@ -62,7 +62,7 @@ def storage_probe(parent: Location, storage_path: Location) -> Iterator[Location
     probe = parent / f".probe-{uuid.uuid4().hex}"
     advice = "; set storage_path to a directory that every node can write"
     with failure_as(ClusterError, f"the driver cannot write storage_path {storage_path}", advice):
-        (probe / DRIVER_FILE).write_text(probe.name)
+        (probe / _DRIVER_FILE).write_text(probe.name)
     try:
         yield probe
     finally:
@@ -72,7 +72,7 @@ def storage_probe(parent: Location, storage_path: Location) -> Iterator[Location
 def storage_problem(probe: Location) -> str:
     """Return why this node cannot read the driver's file or write beside it, or an empty string."""
     try:
-        if (probe / DRIVER_FILE).read_text() != probe.name:
+        if (probe / _DRIVER_FILE).read_text() != probe.name:
             return "it sees a different file than the driver wrote"
     except FileNotFoundError:
         return "it does not see the driver's file"
@@ -98,10 +98,10 @@ def check_ray_disk(directory: Path, node: str) -> None:
 
 def ray_disk_problem(directory: str, free_bytes: int) -> str:
     """Return why Ray's files have no room, or an empty string."""
-    if free_bytes >= RAY_FILES_BYTES:
+    if free_bytes >= _RAY_FILES_BYTES:
         return ""
     return (
-        f"{size(free_bytes)} free in {directory}, Ray needs {size(RAY_FILES_BYTES)} for its files"
+        f"{size(free_bytes)} free in {directory}, Ray needs {size(_RAY_FILES_BYTES)} for its files"
     )
 
 

@@ -14,7 +14,7 @@ from raytrain_gpt.errors import Interrupted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 FORCED_AFTER = 3
-LAST_ACT_S = 10.0
+_LAST_ACT_S = 10.0
 
 
 class StopSignals:
@@ -22,7 +22,7 @@ class StopSignals:
 
     Until `defer` is called, a signal raises KeyboardInterrupt in the main thread, which no
     `except Exception` swallows, and the context's exit turns it into `Interrupted(message)`. Afterward, a
-    signal only sets `stop`. The third signal runs `last_act` for at most `LAST_ACT_S` and ends the process;
+    signal only sets `stop`. The third signal runs `last_act` for at most `_LAST_ACT_S` and ends the process;
     the fourth does not wait.
     """
 
@@ -61,7 +61,7 @@ class StopSignals:
                 # In a thread, because the interrupted code may hold a lock.
                 last = threading.Thread(target=self._try, args=(self._last_act,), daemon=True)
                 last.start()
-                last.join(LAST_ACT_S)
+                last.join(_LAST_ACT_S)
             os._exit(Interrupted.exit_code)
         if self._count == 1:  # a second signal may arrive during set(), which holds a lock
             self.stop.set()

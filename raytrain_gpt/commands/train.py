@@ -261,23 +261,6 @@ def report(options: ReportOptions) -> None:
         _runs("report", options.runs, options)
 
 
-class WatchOptions(RunOptions):
-    port: int = Field(0, ge=0, le=65535)
-    """Port of this machine (default: a free one)."""
-
-
-@command("watch", WatchOptions)
-def watch_run(options: WatchOptions) -> None:
-    """Follow a run on a page in the browser."""
-    from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location
-    from raytrain_gpt.tracking.runs import find_run
-    from raytrain_gpt.tracking.watch import watch
-
-    storage = Location.of(options.storage_path, retry_for_s=COMMAND_RETRY_S)
-    run = find_run(options.run, storage)
-    watch(run, options.port, say, as_json=options.as_json)
-
-
 def _runs(action: str, names: list[str], options: StorageOptions) -> None:
     from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location
     from raytrain_gpt.tracking.runs import runs_command
@@ -288,6 +271,6 @@ def _runs(action: str, names: list[str], options: StorageOptions) -> None:
 
 runs = CommandGroup(
     "runs",
-    "List runs, show or follow one, its checkpoints or a report.",
-    (list_runs, show_run, watch_run, checkpoints, report),
+    "List runs, show one, its checkpoints or a report.",
+    (list_runs, show_run, checkpoints, report),
 )

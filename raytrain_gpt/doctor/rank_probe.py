@@ -30,7 +30,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raytrain_gpt.checkpoint.collectives import Int64Array, all_gather_values
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.orphans import kill_controllers
-from raytrain_gpt.cluster.process_groups import new_group
 from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.core.device import synchronize
 from raytrain_gpt.doctor.bench import BenchFacts, time_steps
@@ -168,7 +167,7 @@ def probe_rank(spec: RankSpec) -> None:
     group, device = None, torch.device("cpu")
     if use_gpu and usable:
         device = ray.train.torch.get_device()
-        group = new_group("gradients", "nccl", timedelta(seconds=GROUP_TIMEOUT_S))
+        group = dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT_S), backend="nccl")
     if usable and context.get_world_size() > 1:
         share("all_reduce", time_all_reduce(device, group))
     if spec.ingest is None:

@@ -208,24 +208,11 @@ class RunHistory:
 
 def write_report(sync: RunSync, tell: Log | None = None) -> Path:
     """Write a run's `report.html` and return its path; `tell` as in `RunHistory`."""
-    path = sync.work_dir / REPORT_FILE
-    Location.of(path).write_text(report_html(sync, tell))
-    return path
-
-
-def report_html(
-    sync: RunSync, tell: Log | None = None, *, refresh_s: int = 0, changed_s: float = 0.0
-) -> str:
-    """Return the report's page.
-
-    Args:
-        refresh_s: Seconds between two requests of the page; 0 for a file.
-        changed_s: Unix time of the run's last row, shown if the page refreshes.
-    """
     run = RunHistory(sync, tell)
     mean = running_mean(run.column("train/loss"), run.window)[-1] if run.rows else None
-    live = {"refresh_s": refresh_s, "changed_s": changed_s}
-    return _page([run], run.charts(), mean_loss=mean, **live)
+    path = sync.work_dir / REPORT_FILE
+    Location.of(path).write_text(_page([run], run.charts(), mean_loss=mean))
+    return path
 
 
 def write_comparison(syncs: list[RunSync], out: Path, tell: Log | None = None) -> Path:

@@ -32,7 +32,7 @@ from raytrain_gpt.cluster.address import check_no_cluster_named
 from raytrain_gpt.cluster.capacity import Node, Resources, fit_to_process
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.other_load import busy_cores, crowded_cores
-from raytrain_gpt.cluster.process_groups import meet_on_one_host, new_group
+from raytrain_gpt.cluster.process_groups import meet_on_one_host
 from raytrain_gpt.cluster.scaling import Pause
 from raytrain_gpt.cluster.shared_storage import storage_probe
 from raytrain_gpt.cluster.signals import StopSignals
@@ -146,13 +146,9 @@ class LaunchRanks:
         return cls(*(int(os.environ[name]) for name in _NAMES[:3]))
 
     def init_group(self) -> None:
-        """Create the group for rank 0's broadcasts; all ranks call it, in local mode.
-
-        Raises:
-            ConnectionError: a different process has connected to a rank.
-        """
+        """Create the group for rank 0's broadcasts; all ranks call it, in local mode."""
         if self.world_size > 1:
-            self._group = new_group("orders", "gloo", _WAIT_FOR_RANK_0)
+            self._group = dist.new_group(timeout=_WAIT_FOR_RANK_0, backend="gloo")
 
     def broadcast_spec(self, spec: WorkerSpec | None) -> None:
         """Send the other ranks their spec; None makes them exit."""

@@ -90,11 +90,7 @@ def test_the_newest_before_a_step_is_what_a_rollback_goes_back_to(tmp_path: Path
     catalog = written(Location.of(tmp_path), 10, 20, 30)
     for before_step, found in ((31, 30), (30, 20), (11, 10), (10, None)):
         assert newest_step(catalog, before_step) == found
-
-
-def test_a_run_without_checkpoints_has_no_newest(run_dir: Location) -> None:
-    assert newest_step(Catalog(run_dir)) is None
-    assert Catalog(run_dir).best() is None
+    assert newest_step(Catalog(Location.of(tmp_path / "new"))) is None
 
 
 @pytest.mark.fault(
@@ -163,14 +159,6 @@ def test_a_state_of_other_types_is_damage(tmp_path: Path, key: str, value: objec
         return
     with raises_line(CheckpointError, "state.json is damaged", key):
         read_checkpoint(path)
-
-
-def test_the_best_of_two_copies_is_one_of_them(tmp_path: Path) -> None:
-    catalog = Catalog(Location.of(tmp_path))
-    shutil.copytree(write(catalog, 10, 2.5).path, tmp_path / "checkpoints" / "step=00000020")
-    best = catalog.best()
-    assert best is not None
-    assert best.state.step == 10
 
 
 def test_a_model_that_is_not_listed_is_not_read(tmp_path: Path) -> None:
@@ -290,39 +278,37 @@ def test_what_lies_above_the_resumed_step_is_set_aside(run_dir: Location) -> Non
         assert names(run_dir) == [*aside, "step=00000010", "step=00000020"]
 
 
-def test_setting_aside_twice_keeps_the_later_one(tmp_path: Path) -> None:
-    catalog = Catalog(Location.of(tmp_path))
+def test_setting_aside_twice_keeps_the_later_one_and_needs_no_hashes(tmp_path: Path) -> None:
+    catalog = written(Location.of(tmp_path), 10)
     for text in (b"first", b"second"):
-        (write(catalog, 20) / "model.safetensors").write_bytes(text)
+        path = write(catalog, 20)
+        (path / "model.safetensors").write_bytes(text)
+        (path / "hashes.json").remove()
         catalog.clean(good_until=10)
     aside = tmp_path / "checkpoints" / "broken-step=00000020"
     assert (aside / "model.safetensors").read_bytes() == b"second"
+    assert steps(catalog) == [10]
 
 
-def test_a_local_checkpoint_without_hashes_is_set_aside_too(tmp_path: Path) -> None:
-    catalog = written(Location.of(tmp_path), 10)
-    (write(catalog, 20) / "hashes.json").remove()
-    catalog.clean(good_until=10)
-    write(catalog, 20)
-    assert names(Location.of(tmp_path)) == [
-        "broken-step=00000020",
-        "step=00000010",
-        "step=00000020",
-    ]
-
-
-def test_the_newest_and_the_best_are_kept(run_dir: Location) -> None:
+@pytest.mark.parametrize(
+    ("losses", "keep", "kept", "best"),
+    [
+        ((3.0, 1.0, 2.0, None, 2.5), 2, [20, 40, 50], 20),
+        ((3.0, 2.0, 1.0), 1, [30], 30),
+    ],
+)
+def test_the_newest_and_the_best_are_kept(
+    run_dir: Location, losses: tuple[float | None, ...], keep: int, kept: list[int], best: int
+) -> None:
     catalog = Catalog(run_dir)
-    for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0), (40, None), (50, 2.5)):
-        write(catalog, step, loss)
-    catalog.prune(keep=2)
-    assert steps(catalog) == [20, 40, 50]
-    assert names(run_dir) == ["step=00000020", "step=00000040", "step=00000050"]
-    best = catalog.best()
-    assert best is not None
-    assert best.state.step == 20
-    assert resolve_checkpoint(run_dir).state.step == 20
-    assert resolve_checkpoint(run_dir / "checkpoints" / "step=00000050").state.step == 50
+    for number, loss in enumerate(losses, 1):
+        write(catalog, 10 * number, loss)
+    catalog.prune(keep)
+    assert steps(catalog) == kept
+    assert names(run_dir) == [f"step={step:08d}" for step in kept]
+    assert resolve_checkpoint(run_dir).state.step == best
+    newest = run_dir / "checkpoints" / f"step={kept[-1]:08d}"
+    assert resolve_checkpoint(newest).state.step == kept[-1]
 
 
 def test_the_next_best_takes_the_place_of_a_damaged_one_with_a_line(run_dir: Location) -> None:
@@ -341,14 +327,6 @@ def test_the_next_best_takes_the_place_of_a_damaged_one_with_a_line(run_dir: Loc
     (paths[2] / "model.safetensors").write_bytes(MODEL[::-1])
     with raises_line(CheckpointError, "are damaged", "restore one from a copy"):
         resolve_checkpoint(run_dir, skipped.append)
-
-
-def test_pruning_keeps_the_newest_alone_where_it_is_the_best(tmp_path: Path) -> None:
-    catalog = Catalog(Location.of(tmp_path))
-    for step in (10, 20, 30):
-        write(catalog, step, val_loss=1.0 / step)
-    catalog.prune(keep=1)
-    assert steps(catalog) == [30]
 
 
 @pytest.mark.fault("checkpoint of a newer version", "asks for an upgrade")
@@ -379,11 +357,6 @@ def test_state_comes_back_as_it_was(run_dir: Location) -> None:
     assert read_checkpoint(draft.commit(whole, {}, {})).state == whole
 
 
-def test_no_checkpoint_names_the_way_out(run_dir: Location) -> None:
-    with pytest.raises(CheckpointError, match="neither a checkpoint nor a run"):
-        resolve_checkpoint(run_dir)
-
-
 # In an object store
 
 
@@ -403,21 +376,15 @@ def test_files_without_the_last_one_are_no_checkpoint(remote_dir: Location) -> N
 
 def test_files_are_fetched_and_verified(remote_dir: Location) -> None:
     checkpoint = read_checkpoint(write(Catalog(remote_dir), 20))
+    model = checkpoint.path / "model.safetensors"
     with checkpoint.files() as directory:
-        assert (directory / "model.safetensors").read_bytes() == MODEL
-    (checkpoint.path / "model.safetensors").write_bytes(MODEL[::-1])
-    with (
-        pytest.raises(CheckpointError, match=r"content of model\.safetensors was changed"),
-        checkpoint.files(),
-    ):
-        pass
-
-
-def test_a_missing_file_is_named_when_they_are_fetched(remote_dir: Location) -> None:
-    checkpoint = read_checkpoint(write(Catalog(remote_dir), 20))
-    (checkpoint.path / "model.safetensors").remove()
-    with pytest.raises(CheckpointError, match=r"lacks model\.safetensors"), checkpoint.files():
-        pass
+        assert (directory / model.name).read_bytes() == MODEL
+    model.write_bytes(MODEL[::-1])
+    with raises_line(CheckpointError, f"content of {model.name} was changed"):
+        checkpoint.files().__enter__()
+    model.remove()
+    with raises_line(CheckpointError, f"lacks {model.name}"):
+        checkpoint.files().__enter__()
 
 
 @pytest.mark.parametrize("name", ["../outside", "/outside", "a/b", "..", ""])

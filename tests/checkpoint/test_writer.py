@@ -178,16 +178,6 @@ def test_what_is_no_longer_kept_is_removed(run_dir: Location) -> None:
     assert names(run_dir) == ["step=00000020", "step=00000030"]
 
 
-def test_one_checkpoint_is_in_flight_at_a_time(tmp_path: Path) -> None:
-    ranks = savers(Location.of(tmp_path), 1)
-    with pytest.raises(AssertionError, match="no checkpoint is in flight"):
-        ranks[0].collect()
-    begin(ranks, 10)
-    with pytest.raises(AssertionError, match="collect the checkpoint in flight first"):
-        begin(ranks, 20)
-    ranks[0].collect()
-
-
 def test_a_process_that_lost_the_name_leaves_the_new_owners_checkpoint_alone(
     run_dir: Location,
 ) -> None:

@@ -45,15 +45,20 @@ def test_auto_takes_all_gpus_else_one_cpu_worker() -> None:
     assert (workers, fitted.cluster.use_gpu, fitted.cluster.cpus_per_worker) == (1, False, 1)
 
 
-def test_a_cpu_stays_free_for_data() -> None:
+@pytest.mark.fault("too few CPUs or GPUs")
+@pytest.mark.parametrize(
+    ("values", "nodes", "line"),
+    [
+        ({"num_workers": 4}, [Node(4, 0)], "1 CPU is reserved for data"),
+        ({"num_workers": 3, "cpus_per_worker": 2}, [Node(3, 0)] * 2, "num_workers to at most 2"),
+        ({"use_gpu": True}, [Node(4, 0)], "the cluster has 0 GPUs"),
+        ({"use_gpu": True, "num_workers": 4}, [Node(64, 2)], "and 2 GPUs on 1 node"),
+    ],
+)
+def test_too_few_cpus_and_gpus(values: dict[str, object], nodes: list[Node], line: str) -> None:
+    with pytest.raises(ClusterError, match=line):
+        fit_to_cluster(config(**values), given(*nodes))
     assert fit_to_cluster(config(num_workers=3), given(Node(4, 0)))[1] == 3
-    with pytest.raises(ClusterError, match="1 CPU is reserved for data"):
-        fit_to_cluster(config(num_workers=4), given(Node(4, 0)))
-
-
-def test_workers_fit_node_by_node() -> None:
-    with pytest.raises(ClusterError, match="set num_workers to at most 2"):
-        fit_to_cluster(config(num_workers=3, cpus_per_worker=2), given(Node(3, 0), Node(3, 0)))
 
 
 def test_a_share_of_a_gpu_is_for_one_worker() -> None:
@@ -106,7 +111,6 @@ def test_a_cluster_of_ones_own_has_room_for_an_async_evaluation() -> None:
     assert cpus_to_start(with_async(**sizes)) == 3 * 3 + 2
 
 
-@pytest.mark.fault("too few CPUs or GPUs")
 def test_fewer_workers_start_where_that_is_allowed() -> None:
     small = given(Node(6, 0))
     fitted, workers = fit_to_cluster(config(num_workers=6, min_workers=2), small)
@@ -125,13 +129,6 @@ def test_the_micro_batch_of_fewer_workers_divides_their_share() -> None:
     assert micro_batch_for(config(micro_batch_sequences=2), 4) == 1
     assert micro_batch_for(config(micro_batch_sequences=8), 2) == 6
     assert micro_batch_for(config(micro_batch_sequences="auto"), 2) == "auto"
-
-
-def test_gpus_that_are_not_there() -> None:
-    with pytest.raises(ClusterError, match="the cluster has 0 GPUs"):
-        fit_to_cluster(config(use_gpu=True), given(Node(4, 0)))
-    with pytest.raises(ClusterError, match="and 2 GPUs on 1 node"):
-        fit_to_cluster(config(use_gpu=True, num_workers=4), given(Node(64, 2)))
 
 
 CLUSTERS = [

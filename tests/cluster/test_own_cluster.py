@@ -9,7 +9,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -31,40 +33,59 @@ def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def test_its_directory_is_private_and_goes_away(
-    base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def cannot_start(*_: object, _temp_dir: str, **__: object) -> None:
+@dataclass(frozen=True)
+class Start:
+    """What `ray.init` would have started from."""
+
+    directory: Path
+    mode: int
+    environment: dict[str, str]
+    options: dict[str, Any]
+
+
+@pytest.fixture
+def starts(base: Path, monkeypatch: pytest.MonkeyPatch) -> list[Start]:
+    """Return the refused starts so far."""
+    found: list[Start] = []
+
+    def cannot_start(*_: object, **options: Any) -> None:
         (directory,) = base.iterdir()
-        assert Path(_temp_dir).parent == directory
-        assert directory.stat().st_mode & 0o777 == 0o700
-        assert Path(os.environ["TMPDIR"]).parent == directory
+        mode = directory.stat().st_mode & 0o777
+        found.append(Start(directory, mode, dict(os.environ), options))
         raise RuntimeError("no\nmemory")
 
     monkeypatch.setattr(ray, "init", cannot_start)
+    return found
+
+
+def test_its_directory_is_private_and_goes_away(base: Path, starts: list[Start]) -> None:
     before = os.environ.get("TMPDIR")
     with raises_line(ClusterError, "Ray does not start on this machine (no memory)"):
         own_cluster.start_own_cluster(1)
+    (start,) = starts
+    assert start.mode == 0o700
+    assert Path(start.options["_temp_dir"]).parent == start.directory
+    assert Path(start.environment["TMPDIR"]).parent == start.directory
     assert list(base.iterdir()) == []
     assert os.environ.get("TMPDIR") == before
 
 
-def test_workers_are_no_nicer_than_other_processes_unless_asked(
+def test_where_no_directory_can_be_made_a_line_says_so(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, found = "RAY_worker_niceness", []
+    monkeypatch.setenv("RAY_TMPDIR", str(base / "none"))
+    with raises_line(ClusterError, "cannot make a directory", "No such file", "set TMPDIR"):
+        own_cluster.start_own_cluster(1)
 
-    def cannot_start(*_: object, **__: object) -> None:
-        found.append(os.environ[name])
-        raise RuntimeError
 
-    monkeypatch.setattr(ray, "init", cannot_start)
+def test_workers_are_no_nicer_than_other_processes_unless_asked(starts: list[Start]) -> None:
+    name = "RAY_worker_niceness"
     for asked in ({}, {name: "7"}):
         os.environ.pop(name, None)
         os.environ.update(asked)
         with pytest.raises(ClusterError):
             own_cluster.start_own_cluster(1)
-    assert found == ["0", "7"]
+    assert [start.environment[name] for start in starts] == ["0", "7"]
 
 
 WORKER = """
@@ -76,22 +97,15 @@ RuntimeEnvContext(py_executable=sys.argv[1]).exec_worker(["-c", "print('works')"
 
 
 def test_workers_start_although_the_path_of_python_has_a_blank(
-    base: Path, monkeypatch: pytest.MonkeyPatch
+    starts: list[Start], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[str] = []
-
-    def cannot_start(*_: object, runtime_env: dict[str, str], **__: object) -> None:
-        found.append(runtime_env["py_executable"])
-        raise RuntimeError
-
-    monkeypatch.setattr(ray, "init", cannot_start)
-    (base / "my env").symlink_to(Path(sys.executable).parent)
-    monkeypatch.setattr(
-        sys, "executable", str(base / "my env" / Path(python := sys.executable).name)
-    )
+    python = Path(sys.executable)
+    (tmp_path / "my env").symlink_to(python.parent)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "my env" / python.name))
     with pytest.raises(ClusterError):
         own_cluster.start_own_cluster(1)
-    started = [python, "-c", WORKER, *found]  # as Ray starts a worker with variables
+    executable = starts[0].options["runtime_env"]["py_executable"]
+    started = [python, "-c", WORKER, executable]  # as Ray starts a worker with variables
     assert subprocess.run(started, stdout=subprocess.PIPE, check=True).stdout == b"works\n"
 
 

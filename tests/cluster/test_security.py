@@ -32,9 +32,8 @@ from raytrain_gpt.cluster.token import keep_token_private, make_token, token_fil
 from raytrain_gpt.config.schema import parse_config
 from raytrain_gpt.errors import ClusterError, ConfigError
 from raytrain_gpt.redact import has_secret, redacted
-from tests.cluster.attacked_ranks import is_store
-from tests.conftest import ForksWorkers, RunCli, raises_line
-from tests.faults.test_leaving import Head
+from tests.cluster.test_process_groups import is_store
+from tests.conftest import RunCli, raises_line
 from tests.runs import MakeConfig, command, flags
 
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
@@ -365,30 +364,6 @@ def test_no_secret_is_printed_or_written(seen: Seen) -> None:
     assert seen.ray_logs
     for content in [*(path.read_bytes() for path in written), *seen.ray_logs]:
         assert not [secret for secret in secrets if secret.encode() in content], content
-
-
-@pytest.mark.tools
-def test_jobs_without_the_right_token_are_refused(
-    forks_workers: ForksWorkers, tmp_path: Path
-) -> None:
-    with forks_workers():
-        head = Head(1, tmp_path / "head.log")
-    try:
-        right = head.token
-        for token, answer in (
-            ({"RAY_AUTH_MODE": "disabled"}, "Unauthorized: Missing authentication token"),
-            (
-                {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "f" * 64},
-                "Forbidden: Invalid authentication token",
-            ),
-        ):
-            head.token = token
-            with pytest.raises(AssertionError, match=answer):
-                head.job("submit", "--no-wait", "--", "true")
-        head.token = right
-        assert "[]" in head.job("list"), "a refused job was accepted"
-    finally:
-        head.close()
 
 
 def test_a_configuration_file_with_a_secret_is_refused() -> None:

@@ -24,6 +24,7 @@ from raytrain_gpt.data.shards import read_manifest
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import Row
 from tests.data.shard_tools import prepare_here
+from tests.documented_job import job_options
 from tests.faults.gates import wait_until
 from tests.runs import SMALL, events, steps
 
@@ -63,8 +64,6 @@ export PATH={bin}:$PATH PIP_NO_INDEX=1
 export RAY_OVERRIDE_RESOURCES='{{"CPU":{cpus}}}'
 # Threads of these hosts share the machine's cores, and must not spin while they wait for each other.
 export OMP_WAIT_POLICY=PASSIVE
-# A host without a network counts as dead sooner than by default.
-export RAY_health_check_period_ms=2000 RAY_health_check_timeout_ms=5000 RAY_health_check_failure_threshold=4
 """
 
 
@@ -165,7 +164,7 @@ def test_the_doctor_finds_nothing_wrong(client: Client) -> None:
     assert set(found["all_reduce_bytes_per_s"]) == {"1000000", "100000000"}
 
 
-CHECKOUT = ("--working-dir=.", "--", "python", "train.py")
+CHECKOUT = (*job_options(), "--", "python", "train.py")
 INSTALLED = ("--", "raytrain-gpt", "train")
 Submit = Callable[..., subprocess.Popen[bytes]]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import secrets
@@ -12,10 +11,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-import termios
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,6 +22,7 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.launch import train
 from tests import forked_worker
 from tests.conftest import ForksWorkers, RunCli
+from tests.documented_job import job_options
 from tests.faults.conftest import MakeGate
 from tests.runs import MakeConfig, Straight, assert_same, assert_same_order, command, events
 
@@ -49,55 +47,6 @@ def free_ports(number: int) -> list[int]:
 def answers(port: int) -> bool:
     with socket.socket() as one:
         return one.connect_ex(("127.0.0.1", port)) == 0
-
-
-class Submitted:
-    """`raytrain-gpt submit` on a terminal."""
-
-    def __init__(self, directory: Path, log: Path, token: dict[str, str], *flags: str) -> None:
-        self._keyboard, terminal = os.openpty()
-        # RAY_AUTH_MODE is missing on purpose: `submit` sends the token without it.
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_TOKEN": token["RAY_AUTH_TOKEN"]}
-        self._log = log
-        with log.open("w") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "raytrain_gpt.cli", "submit", *flags],
-                cwd=directory,
-                env={**env, "PYTHONUNBUFFERED": "1"},
-                stdin=terminal,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                preexec_fn=partial(_take_terminal, terminal),
-            )
-        os.close(terminal)
-
-    @property
-    def output(self) -> str:
-        return self._log.read_text()
-
-    def press(self, keys: str) -> None:
-        os.write(self._keyboard, keys.encode())
-
-    def prints(self, text: str) -> None:
-        wait_until(lambda: text in self.output or self._process.poll() is not None, repr(text))
-        assert text in self.output, self.output
-
-    def ends(self) -> int:
-        return self._process.wait(WITHIN_S)
-
-    def __enter__(self) -> Submitted:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
-        os.close(self._keyboard)
-
-
-def _take_terminal(terminal: int) -> None:
-    """Make it the controlling terminal, so that Ctrl+C on it becomes SIGINT."""
-    os.setsid()
-    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
 
 
 class Head:
@@ -128,10 +77,11 @@ class Head:
         wait_until(lambda: answers(dashboard), "the dashboard")
         self._jobs = f"http://127.0.0.1:{dashboard}"
 
-    def job(self, action: str, *flags: str) -> str:
-        """Run `ray job ACTION` and return its output."""
+    def job(self, action: str, *flags: str, directory: Path = ROOT) -> str:
+        """Run `ray job ACTION` in a directory and return its output."""
         done = subprocess.run(
             [*RAY, "job", action, f"--address={self._jobs}", *flags],
+            cwd=directory,
             env={**os.environ, **self.token},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -140,9 +90,6 @@ class Head:
         )
         assert done.returncode == 0, done.stdout
         return done.stdout
-
-    def submit(self, directory: Path, log: Path, *flags: str) -> Submitted:
-        return Submitted(directory, log, self.token, f"--address={self._jobs}", *flags)
 
     def close(self) -> None:
         self.command.kill()
@@ -164,7 +111,7 @@ def head(
 def test_a_stopped_job_has_saved_and_the_same_command_goes_on_bitwise(
     head: Head, straight: Straight, make_config: MakeConfig, gate: MakeGate, tmp_path: Path
 ) -> None:
-    """Submitted from a repository, whose `train.py` is gated; Ctrl+C stops it."""
+    """Submitted as documented, from a directory whose `train.py` is gated."""
     place = gate(0, 23)
     config = make_config(num_workers=2, run_name="job")
     working_dir = tmp_path / "working"
@@ -173,22 +120,17 @@ def test_a_stopped_job_has_saved_and_the_same_command_goes_on_bitwise(
     (working_dir / "train.py").write_text(
         f"import os\nos.execve({gated[0]!r}, {gated!r}, {{**os.environ, 'PYTHONPATH': {str(ROOT)!r}}})\n"
     )
-    (working_dir / "raytrain_gpt").mkdir()
-    (working_dir / "raytrain_gpt" / "cli.py").touch()
-    subprocess.run(["git", "init", "-q"], cwd=working_dir, check=True)
-    subprocess.run(["git", "add", "."], cwd=working_dir, check=True)
+    (working_dir / ".rayignore").write_text("/data.bin\n")
     with (working_dir / "data.bin").open("wb") as file:
-        file.truncate(600_000_000)
-    with head.submit(working_dir, tmp_path / "submit.log") as job:
-        place.reached()
-        assert "uploading 2 files" in job.output
-        place.open()
-        job.press("\x03")
-        job.prints("[d]etach, [s]top and save")
-        job.press("s\n")
-        assert job.ends() == 130, job.output
+        file.truncate(600_000_000)  # Ray refuses to upload this much
+    job = (*job_options(), "--no-wait", "--submission-id=stopped", "--", "python", "train.py")
+    head.job("submit", *job, directory=working_dir)
+    place.reached()
+    place.open()
+    assert "'stopped' was stopped" in head.job("stop", "stopped")
+    printed = head.job("logs", "stopped")
     # Two ranks agree on the stop while they train one more step.
-    assert "interrupted at step 24, saved" in job.output
+    assert "interrupted at step 24, saved" in printed, printed
     saved = Catalog(Location.of(config.run.storage_path) / "job").newest_good(pytest.fail)
     assert saved is not None
     assert saved.state.step == 24
