@@ -201,7 +201,7 @@ def restated(manifest: Path, changed: dict[str, object]) -> None:
         ({"vocab_size": 10**12}, "vocab_size"),
         ({"dtype": "uint32"}, "do not fit vocab_size=257"),
         ({"eot_token": 257}, "do not fit vocab_size=257"),
-        ({"source": {"sources": 5}}, "must be a list"),
+        ({"source": {"hub_commits": 5}}, "must be a list"),
         ({"source": {"duplicates": "5\nnext: x"}}, "must be an integer"),
         ({"tokenizer": "bytes\nnext: x"}, "unprintable characters"),
         ({"tokenizer": "b" * 101}, "tokenizer"),
