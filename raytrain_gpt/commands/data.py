@@ -23,8 +23,8 @@ from raytrain_gpt.format import count, shell
 
 class PrepareTarget(ProgressOptions):
     sources: Annotated[list[str], Metavar("SOURCE", positional=True)]
-    """Files, directories or globs, local, s3://…, gs://… or hf://datasets/OWNER/NAME/…; URLs of files; or
-    stdlib (Python's own source). Text: .txt, .jsonl(.gz, .zst), .json, .parquet; token ids: .bin of nanoGPT
+    """Files, directories or globs, local, s3://…, gs://… or hf://datasets/OWNER/NAME/…; or stdlib
+    (Python's own source). Text: .txt, .jsonl(.gz, .zst), .json, .parquet; token ids: .bin of nanoGPT
     or llm.c, .npy, .parquet with lists. A named file with a different suffix is text."""
     out: Annotated[str, Metavar("DIR")]
     """New dataset: a directory or s3://bucket/prefix."""

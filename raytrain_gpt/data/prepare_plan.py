@@ -24,7 +24,6 @@ from raytrain_gpt.data.split import ReadDocuments, SplitRule, id_rule, is_named_
 from raytrain_gpt.data.tokenizer import vocab_hash
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.format import Log, count
-from raytrain_gpt.storage.web_files import without_query
 
 MIN_TASKS = 64
 """Approximate number of shards of a small corpus, so that all CPUs have work."""
@@ -58,7 +57,7 @@ class Plan:
         if self.document_separator is None:  # so that older datasets keep their hash
             del content["document_separator"]
         for piece in content["pieces"]:  # access settings do not change the content
-            piece["path"] = without_query(piece.pop("location")["url"])
+            piece["path"] = piece.pop("location")["url"]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property

@@ -39,7 +39,6 @@ from raytrain_gpt.errors import DataError, damage_as, failure_as
 from raytrain_gpt.format import shell
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, LocationLike, force_to_disk, unfinished_path
-from raytrain_gpt.storage.row_group_cache import RowGroupCache
 from raytrain_gpt.storage.stored_parquet import stored_shard
 
 FORMAT_VERSION = 1
@@ -264,7 +263,6 @@ def read_row_group(
     manifest: Manifest,
     shard: Shard,
     index: int,
-    cache: RowGroupCache | None = None,
     since: float = math.inf,
 ) -> Tokens:
     """Read row group `index` of a shard; returns token ids, uint16 or uint32 (tokens,), read-only.
@@ -273,12 +271,7 @@ def read_row_group(
     reading fails, or finds an id outside the vocabulary or a changed file.
     """
     path = Location.of(directory) / shard.path
-    cached = cache.get(shard.sha256, index) if cache else None
-    if cached is not None:
-        tokens: Tokens = np.frombuffer(cached, manifest.dtype)
-        is_unchanged = True
-    else:
-        tokens, is_unchanged = _stored_row_group(path, shard, index, since)
+    tokens, is_unchanged = _stored_row_group(path, shard, index, since)
     num = min(manifest.row_group_tokens, shard.tokens - index * manifest.row_group_tokens)
     if tokens.shape != (num,) or tokens.dtype != manifest.dtype:
         raise DataError(
@@ -297,8 +290,6 @@ def read_row_group(
             f"shard {path} was changed: its size or SHA-256 differs from the "
             f"manifest's; remove this file and {REPAIR}"
         )
-    if cache and cached is None:
-        cache.put(shard.sha256, index, tokens.view(np.uint8).data)
     return tokens
 
 

@@ -44,7 +44,6 @@ from raytrain_gpt.ingest.train_tokenizer import new_vocab_size, train_on_plan
 from raytrain_gpt.redact import redacted
 from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
 from raytrain_gpt.storage.location import Location, LocationLike
-from raytrain_gpt.storage.web_files import without_query
 
 PROGRESS_EVERY_S = 2.0
 SMALL_BYTES = 50_000_000
@@ -69,8 +68,8 @@ def prepare(
     An interrupted preparation, or a dataset that lost files, is completed.
 
     Args:
-        sources: Files, directories or globs, local, in an object store or on the HF hub; web
-            addresses of files; or `stdlib`.
+        sources: Files, directories or globs, local, in an object store or on the HF hub; or
+            `stdlib`.
         directory: The dataset; every task needs write access to it.
         tokenizer: `bpe:VOCAB_SIZE` to train one on the training documents, or as in `open_tokenizer`.
         in_process: Run without Ray, which is the default below SMALL_BYTES of text unless RAY_ADDRESS
@@ -92,9 +91,9 @@ def prepare(
         if manifest is not None:
             log(f"{directory} is already prepared")
             return manifest
-        source: dict[str, Any] = {"sources": [redacted(without_query(name)) for name in sources]}
+        source: dict[str, Any] = {"sources": [redacted(name) for name in sources]}
         if options.val:
-            source["val"] = redacted(without_query(options.val))
+            source["val"] = redacted(options.val)
         with cluster:  # after all checks: it takes ten seconds or more to start
             results = _run_tasks(directory, plan, options.max_bad_documents, run, log)
         return finish(directory, plan, results, source, options.max_bad_documents, log)

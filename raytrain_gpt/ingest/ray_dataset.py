@@ -46,7 +46,6 @@ class IngestSpec:
     Attributes:
         micro_batch_sequences: Sequences per rank and forward pass in validation.
         eval_tokens: Maximum number of validation tokens.
-        cache_bytes: Size limit of every node's disk cache for object stores.
         first_batch: Global batch to start with, unless it is skipped.
         skipped: Ranges of skipped global batches, (first, stop).
     """
@@ -58,7 +57,6 @@ class IngestSpec:
     micro_batch_sequences: int
     seed: int
     eval_tokens: int
-    cache_bytes: int
     first_batch: int = 0
     skipped: BatchRanges = ()
 
@@ -74,7 +72,6 @@ class IngestSpec:
             micro_batch_sequences=config.train.micro_batch_sequences,
             seed=config.train.seed,
             eval_tokens=config.eval.eval_tokens,
-            cache_bytes=round(config.data.data_cache_gb * 1e9),
         )
 
     def order(self) -> BatchOrder:
@@ -221,9 +218,7 @@ def read_chunk(spec: IngestSpec, read: ReadRange, ranks: range) -> RankChunk:
     share = size // spec.world_size
     # (rank, batch, sequence)
     by_rank = ids.reshape(num_batches, spec.world_size, share).swapaxes(0, 1)[ranks]
-    tokens, delivered = spec.data.read(
-        read.split, spec.seq_len, by_rank.reshape(-1), spec.cache_bytes
-    )
+    tokens, delivered = spec.data.read(read.split, spec.seq_len, by_rank.reshape(-1))
     return RankChunk(
         split=read.split,
         ranks=ranks,

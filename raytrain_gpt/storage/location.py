@@ -22,12 +22,11 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from raytrain_gpt.errors import ClusterError, ConfigError
-from raytrain_gpt.format import preview
+from raytrain_gpt.format import preview, shell
 from raytrain_gpt.parsing import regular
 from raytrain_gpt.redact import HIDDEN, has_user_info
 from raytrain_gpt.storage.object_files import CHUNK_BYTES, RetriedHandler, RetriedReader
 from raytrain_gpt.storage.object_store import SCHEMES, SOURCE_SCHEMES, access_error
-from raytrain_gpt.storage.web_files import WEB_SCHEMES, check_address, without_query
 
 RETRY_FOR_S = 300.0
 COMMAND_RETRY_S = 20.0
@@ -44,7 +43,7 @@ class Location:
 
     Attributes:
         url: An absolute local path, or `s3://bucket/key` or `gs://bucket/key` without a trailing slash; for
-            sources also `hf://datasets/owner/name/path` or a web address.
+            sources also `hf://datasets/owner/name/path`.
         retry_for_s: Retry time while the object store is unreachable, in seconds.
         endpoint: URL of an S3-compatible store or a hub, or None for the provider's default.
     """
@@ -89,18 +88,19 @@ class Location:
 
     @classmethod
     def of_source(cls, url: str) -> Location:
-        """Make a read-only location: in an object store, on the HF hub or on the web.
+        """Make a read-only location: in an object store or on the HF hub.
 
         HF_ENDPOINT is read here so that the value reaches processes without it. Raises a ConfigError for an
-        unknown scheme, or no bucket or dataset, and a DataError for an invalid web address.
+        unknown scheme, a web address, or no bucket or dataset.
         """
         scheme, _, rest = url.partition("://")
         if scheme in SCHEMES:
             return cls.of(url)
-        if scheme in WEB_SCHEMES:
-            check_address(url)
-            return cls(url)
         _check_user_info(url)
+        if scheme in ("http", "https"):
+            raise ConfigError(
+                f"source {url} is a web address; download it first: {shell('curl', '-LO', url)}"
+            )
         if scheme not in SOURCE_SCHEMES:
             schemes = ", ".join(f"{name}://" for name in SOURCE_SCHEMES)
             raise ConfigError(
@@ -124,8 +124,8 @@ class Location:
 
     @property
     def name(self) -> str:
-        """Last path component, without a web address's query."""
-        return without_query(self.url).rpartition("/")[2]
+        """Last path component."""
+        return self.url.rpartition("/")[2]
 
     @property
     def parent(self) -> Location:
@@ -140,7 +140,7 @@ class Location:
         return replace(self, url=f"{self.url.rstrip('/')}/{name.strip('/')}")
 
     def __str__(self) -> str:
-        return without_query(self.url)
+        return self.url
 
     @property
     def bucket(self) -> str:
@@ -191,10 +191,6 @@ class Location:
     def modified_s(self) -> float:
         """Modification time of a file in Unix seconds; raises FileNotFoundError."""
         return float(self._file_info().mtime_ns / 1e9)
-
-    def has_ranges(self) -> bool:
-        """Whether byte ranges of a file can be read, which some web servers refuse."""
-        return self._scheme not in WEB_SCHEMES or self._handler.has_ranges(self._key)
 
     def pinned(self) -> Location:
         """Pin a hub location to the current commit, or raise a DataError; others are unchanged."""

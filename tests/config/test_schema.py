@@ -368,7 +368,6 @@ def test_what_is_safe_on_resume_is_no_maths() -> None:
         "log_every_steps",
         "run_name",
         "compile",
-        "data_cache_gb",
     }
     assert not any(changes_math(name, config) for name in harmless)
 
