@@ -41,7 +41,6 @@ from raytrain_gpt.errors import DataError, reason
 from raytrain_gpt.format import Log, amount, count, duration
 from raytrain_gpt.ingest.hf_tokenizer import open_tokenizer
 from raytrain_gpt.ingest.train_tokenizer import new_vocab_size, train_on_plan
-from raytrain_gpt.redact import redacted
 from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
 from raytrain_gpt.storage.location import Location, LocationLike
 
@@ -91,9 +90,9 @@ def prepare(
         if manifest is not None:
             log(f"{directory} is already prepared")
             return manifest
-        source: dict[str, Any] = {"sources": [redacted(name) for name in sources]}
+        source: dict[str, Any] = {"sources": list(sources)}
         if options.val:
-            source["val"] = redacted(options.val)
+            source["val"] = options.val
         with cluster:  # after all checks: it takes ten seconds or more to start
             results = _run_tasks(directory, plan, options.max_bad_documents, run, log)
         return finish(directory, plan, results, source, options.max_bad_documents, log)

@@ -8,6 +8,7 @@ for `retry_for_s`.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import secrets
@@ -23,7 +24,6 @@ import pyarrow.fs as pafs
 
 from raytrain_gpt.errors import ClusterError, ConfigError
 from raytrain_gpt.format import preview, shell
-from raytrain_gpt.parsing import regular
 from raytrain_gpt.redact import HIDDEN, has_user_info
 from raytrain_gpt.storage.object_files import CHUNK_BYTES, RetriedHandler, RetriedReader
 from raytrain_gpt.storage.object_store import SCHEMES, SOURCE_SCHEMES, access_error
@@ -225,7 +225,7 @@ class Location:
     def open(self) -> pa.NativeFile:
         """Open a file for random access; raises FileNotFoundError."""
         if self.is_local:
-            return pa.OSFile(str(regular(self.path)))
+            return pa.OSFile(str(_regular(self.path)))
         return pa.PythonFile(self.reader(), mode="r")
 
     def reader(self) -> RetriedReader:
@@ -239,7 +239,7 @@ class Location:
     def read_bytes(self) -> bytes:
         """Read a file; raises FileNotFoundError."""
         if self.is_local:
-            return regular(self.path).read_bytes()
+            return _regular(self.path).read_bytes()
         with self.open() as file:
             return bytes(file.read())
 
@@ -334,6 +334,13 @@ def unfinished_path(path: Path) -> Path:
     """A path next to a file, for its content until it is complete."""
     # Random: a process that was replaced may still write.
     return path.with_name(f"{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
+
+
+def _regular(path: Path) -> Path:
+    """Return the path unless it is a pipe or device, which may block: raises OSError."""
+    if path.is_fifo() or path.is_char_device() or path.is_block_device() or path.is_socket():
+        raise OSError(errno.EINVAL, "Not a regular file, but a pipe or device", str(path))
+    return path
 
 
 def force_to_disk(path: Path) -> None:

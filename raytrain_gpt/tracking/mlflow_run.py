@@ -105,8 +105,6 @@ class MLflowRun:
         if run is None:
             tags = {**tags, IDENTITY_TAG: _identity(directory, uri)}
             run = self.client.create_run(experiment_id, tags=tags, run_name=directory.name)
-        if config.tracking.mlflow_uri == "auto":
-            _check_artifacts(uri, run)
         self.run_id: str = run.info.run_id
         self.tags: dict[str, str] = run.data.tags
         record = {**read_tracking(directory), "experiment_id": experiment_id, "run_id": self.run_id}
@@ -229,8 +227,7 @@ def track_export(run_dir: Location, experiment: str, directory: Path, log: Log) 
         if not (record := read_tracking(run_dir)):
             return
         uri = record["uri"]
-        is_chosen = uri == os.environ.get(URI_VARIABLE)
-        if not is_chosen and not _is_beside(uri, run_dir):
+        if uri != os.environ.get(URI_VARIABLE) and not _is_beside(uri, run_dir):
             log(
                 f"not logging the export to MLflow at {uri}, which only the run's files name; set "
                 f"{URI_VARIABLE} to log it there"
@@ -242,8 +239,6 @@ def track_export(run_dir: Location, experiment: str, directory: Path, log: Log) 
         if run is None:
             log(f"MLflow at {uri} has no run of {run_dir.name}; not logging the export")
             return
-        if not is_chosen:
-            _check_artifacts(uri, run)
         client.log_artifacts(run.info.run_id, str(directory), EXPORT_DIR)
     except Exception as error:  # the export is complete in any case
         log(f"cannot log the export to MLflow: {error}")
@@ -256,18 +251,6 @@ def _is_beside(uri: str, directory: Location) -> bool:
     database = Path(uri.removeprefix(SQLITE))
     in_storage = directory.is_local and database.parent in directory.path.parents
     return uri.startswith(SQLITE) and database.name == _DATABASE and in_storage
-
-
-def _check_artifacts(uri: str, run: Any) -> None:
-    """Raise a ConfigError if a database, perhaps a downloaded one, has artifacts outside its directory."""
-    expected = Path(uri.removeprefix(SQLITE)).parent.resolve() / _ARTIFACTS
-    artifacts = Path(run.info.artifact_uri)
-    inside = artifacts.resolve().is_relative_to(expected)
-    if not inside or any(path.is_symlink() for path in artifacts.rglob("*")):
-        raise ConfigError(
-            f"{uri} puts artifacts into {run.info.artifact_uri}, which is not in {expected}; set mlflow_uri "
-            f"and {URI_VARIABLE} to {uri} if that is intended, or mlflow_uri to null"
-        )
 
 
 def mark_killed(directory: Location, config: Config) -> None:

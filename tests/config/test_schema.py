@@ -227,13 +227,7 @@ def test_a_kind_that_nothing_declares_is_one_line_with_the_way_out() -> None:
         ("[model]", ["no keys"]),
         ("train: {max_steps: 5", ["config.yaml is not valid YAML"]),
         ("train:\n\tmax_steps: 5\n", ["config.yaml is not valid YAML"]),
-        (
-            "train: {seed: 1}\noptim: {}\ntrain: {}",
-            ["config.yaml", "duplicate key train in line 3"],
-        ),
-        ("train: {seed: 1, seed: 2}", ["config.yaml", "duplicate key seed"]),
-        ("train: {max_steps: 2024-13-45}", ["max_steps='2024-13-45'", "integer"]),
-        (f"train: {{max_steps: {'9' * 5000}}}", ["config.yaml", "5,000 digits", "at most 100"]),
+        (f"train: {{max_steps: {'9' * 5000}}}", ["config.yaml is not valid YAML", "digits"]),
     ],
 )
 def test_a_wrong_file_is_one_line_with_the_way_out(
