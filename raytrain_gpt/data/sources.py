@@ -33,7 +33,7 @@ from raytrain_gpt.storage.location import Location, is_url
 
 _TEXT = (".txt", ".txt.gz", ".txt.zst")
 _JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
-SUFFIXES = (*_TEXT, *_JSON_LINES, ".parquet", ".bin", ".npy")
+_SUFFIXES = (*_TEXT, *_JSON_LINES, ".parquet", ".bin", ".npy")
 """Suffixes of files to read in directories."""
 _SHOWN_SUFFIXES = 5
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
@@ -49,7 +49,7 @@ class _SuffixFilter:
 
     def __init__(self, more: str) -> None:
         names = [name.strip(" .") for name in more.split(",")]
-        self._read = (*SUFFIXES, *(f".{name}" for name in names if name))
+        self._read = (*_SUFFIXES, *(f".{name}" for name in names if name))
         self._skipped = Counter[str]()
 
     def match(self, name: str) -> bool:
@@ -172,7 +172,7 @@ def _matches_name(name: str, pattern: str) -> bool:
 def _nothing_in(source: str, suffixes: _SuffixFilter) -> DataError:
     if skipped := suffixes.skipped():
         return DataError(
-            f"source {source} has no {', '.join(SUFFIXES)} file, but {skipped}; select text files with a "
+            f"source {source} has no {', '.join(_SUFFIXES)} file, but {skipped}; select text files with a "
             "glob, or by suffix with --text_suffixes"
         )
     return DataError(f"source {source} does not exist or has no file; check the path")

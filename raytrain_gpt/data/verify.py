@@ -13,7 +13,7 @@ from raytrain_gpt.data.tokenizer import read_tokenizer, vocab_hash
 from raytrain_gpt.errors import DataError, failure_as
 from raytrain_gpt.storage.location import Location, LocationLike
 
-CHECK_THREADS = 16
+_CHECK_THREADS = 16
 """Shards of an object store checked concurrently, with three requests each."""
 
 
@@ -29,7 +29,7 @@ def check_tokenizer(directory: LocationLike, manifest: Manifest) -> None:
 def check_shards(directory: LocationLike, manifest: Manifest, content: bool) -> None:
     """Check every shard; raises the error of the first bad one in manifest order."""
     directory = Location.of(directory)
-    with ThreadPoolExecutor(1 if directory.is_local else CHECK_THREADS) as threads:
+    with ThreadPoolExecutor(1 if directory.is_local else _CHECK_THREADS) as threads:
         check = partial(check_shard, directory, manifest, content=content)
         list(threads.map(check, manifest.shards))
 

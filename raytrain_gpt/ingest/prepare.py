@@ -49,7 +49,7 @@ SMALL_BYTES = 50_000_000
 """Text that one process tokenizes in seconds; a cluster takes ten to start and stop."""
 
 Row = dict[str, Any]
-Mapper = Callable[[Callable[[Row], Row], list[Row]], Iterable[Row]]
+_Mapper = Callable[[Callable[[Row], Row], list[Row]], Iterable[Row]]
 """`map`, or its equivalent on a cluster, in any order."""
 
 
@@ -113,7 +113,7 @@ def _plan_and_tokenizer(
 
 
 def _run_tasks(
-    directory: Location, plan: Plan, max_bad: int, run: Mapper, log: Log
+    directory: Location, plan: Plan, max_bad: int, run: _Mapper, log: Log
 ) -> list[dict[str, Any]]:
     """Run all tasks and log their progress."""
     rows: list[Row] = [{"task": task} for task in range(len(plan.tasks))]
@@ -141,7 +141,7 @@ def _run_tasks(
     return results
 
 
-def _on_ray(log: Log) -> tuple[Mapper, AbstractContextManager[object]]:
+def _on_ray(log: Log) -> tuple[_Mapper, AbstractContextManager[object]]:
     """Ray Data's `map`, which yields results as they finish, and a cluster for it."""
     import ray.data  # here: takes a second, and sets up a logger that `connected` silences
 

@@ -32,9 +32,9 @@ RETRY_FOR_S = 300.0
 COMMAND_RETRY_S = 20.0
 """Retry time of interactive commands, which can simply be run again."""
 UNFINISHED = ".unfinished"
-MAX_NAME_BYTES = 255
+_MAX_NAME_BYTES = 255
 """Longest path component that common file systems accept, in bytes."""
-ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Location:
         if not parts:
             raise ConfigError(f"{text} has no bucket; use {scheme}://bucket/prefix")
         if endpoint is None and scheme == "s3":
-            endpoint = next(filter(None, map(os.environ.get, ENDPOINT_VARIABLES)), None)
+            endpoint = next(filter(None, map(os.environ.get, _ENDPOINT_VARIABLES)), None)
         return cls(f"{scheme}://{'/'.join(parts)}", retry_for_s, endpoint)
 
     @classmethod
@@ -368,10 +368,10 @@ def cache_directory() -> Path:
 def _check_names(path: str) -> None:
     for name in path.split("/"):
         content = name.encode("utf-8", "replace")
-        if len(content) > MAX_NAME_BYTES or "\0" in name or content.decode() != name:
+        if len(content) > _MAX_NAME_BYTES or "\0" in name or content.decode() != name:
             raise ConfigError(
                 f"invalid name {preview(name, 40)} in a path: it has {len(content)} bytes (at most "
-                f"{MAX_NAME_BYTES}), is not UTF-8 or contains a zero byte; use a different name"
+                f"{_MAX_NAME_BYTES}), is not UTF-8 or contains a zero byte; use a different name"
             )
 
 

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 CHUNK_BYTES = 2**23
 """Chunk size of downloads and of hashing."""
-DOWNLOAD_THREADS = 4
+_DOWNLOAD_THREADS = 4
 UPLOAD_BYTES = 2**26
 """Chunk size in which an upload is copied into memory."""
 
@@ -208,6 +208,6 @@ class RetriedHandler(pafs.FileSystemHandler):  # type: ignore[misc]
                 file.seek(offset)
                 file.write(source.read_at(CHUNK_BYTES, offset))
 
-        with ThreadPoolExecutor(DOWNLOAD_THREADS) as threads:
+        with ThreadPoolExecutor(_DOWNLOAD_THREADS) as threads:
             list(threads.map(copy, range(0, source.size(), CHUNK_BYTES)))
         source.close()

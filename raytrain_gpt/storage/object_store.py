@@ -30,7 +30,7 @@ SCHEMES = ("s3", "gs")
 """Readable and writable stores."""
 SOURCE_SCHEMES = (*SCHEMES, "hf")
 """Schemes of text sources."""
-CONNECT_TIMEOUT_S = 5.0
+_CONNECT_TIMEOUT_S = 5.0
 REQUEST_TIMEOUT_S = 20.0
 """Seconds without a byte until a request fails."""
 FIRST_PAUSE_S = 0.2
@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 def filesystem_for(scheme: str, endpoint: str | None, retry_for_s: float) -> Any:
     """Connect this process to a store, once; a hub is read only."""
     timeout_s = min(REQUEST_TIMEOUT_S, max(1.0, retry_for_s))
-    connect_s = min(CONNECT_TIMEOUT_S, timeout_s)
+    connect_s = min(_CONNECT_TIMEOUT_S, timeout_s)
     if scheme == "hf":
         return hub_files(endpoint)
     where: dict[str, str] = {}
