@@ -269,44 +269,24 @@ def test_ids_are_not_deduplicated(tmp_path: Path) -> None:
 # --- damaged files
 
 
-def changed(content: bytes, at: int, numbers: bytes) -> bytes:
-    return content[:at] + numbers + content[at + len(numbers) :]
+def with_int(at: int, number: int) -> Callable[[bytes], bytes]:
+    return lambda content: content[:at] + struct.pack("<i", number) + content[at + 4 :]
 
 
 DAMAGES: dict[str, tuple[Write, Callable[[bytes], bytes], tuple[str, ...]]] = {
-    "odd size": (
-        write_nanogpt,
-        lambda c: c[:-1],
-        ("a.bin has an odd number of bytes, 1279", "odd", "uint16"),
-    ),
-    "another magic number": (
-        write_llmc,
-        lambda c: changed(c, 0, struct.pack("<i", 20240521)),
-        ("a.bin", "magic number 20240521", "20240520"),
-    ),
-    "another version": (
-        write_llmc,
-        lambda c: changed(c, 4, struct.pack("<i", 2)),
-        ("a.bin", "version 2, not 1"),
-    ),
-    "another count": (
-        write_llmc,
-        lambda c: changed(c, 8, struct.pack("<i", 641)),
-        ("a.bin has 2304 bytes", "641 ids in its header need 2306"),
-    ),
+    "odd size": (write_nanogpt, lambda c: c[:-1], ("a.bin has an odd number of bytes, 1279", "uint16")),
+    "other magic": (write_llmc, with_int(0, 20240521), ("a.bin", "magic number 20240521", "20240520")),
+    "another version": (write_llmc, with_int(4, 2), ("a.bin", "version 2, not 1")),
+    "another count": (write_llmc, with_int(8, 641), ("a.bin has 2304 bytes", "641 ids in its header")),
     "cut off": (write_llmc, lambda c: c[:-2], ("a.bin has 2302 bytes", "640 ids")),
-    "cut off in the header": (
-        write_llmc,
-        lambda c: c[:1000],
-        ("a.bin ends at byte 1000", "header"),
-    ),
+    "cut off in the header": (write_llmc, lambda c: c[:1000], ("a.bin ends at byte 1000", "header")),
     "cut off ids": (write_npy, lambda c: c[:-1], ("a.npy has 1407 bytes", "640 ids")),
     "cut off shape": (write_npy, lambda c: c[:50], ("a.npy is not a .npy file",)),
     "deep header": (write_npy, lambda c: c[:10] + b"(" * 117 + b"\n", ("not a .npy file",)),
     "no array": (write_npy, lambda _: b"ids", ("a.npy is not a .npy file",)),
     "cut off parquet": (write_lists, lambda c: c[:-9], ("a.parquet is not a parquet file",)),
     "no content": (write_nanogpt, lambda _: b"", ("no text in", "a.bin")),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
