@@ -17,9 +17,9 @@ _DECODER = json.JSONDecoder()
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON; raises ValueError if it is invalid, has duplicate keys or nests too deeply."""
+    """Parse JSON; raises ValueError if it is invalid or nests too deeply."""
     try:
-        return json.loads(text, object_pairs_hook=_object)
+        return json.loads(text)
     except RecursionError:
         raise ValueError("it nests too deeply") from None
 
@@ -75,15 +75,6 @@ def array_elements(file: TextIO, limit: int) -> Iterator[Any]:
     at += 1
     if next_character():
         raise ValueError("text follows its array")
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in values:
-            raise ValueError(f"duplicate key {json.dumps(key)}")
-        values[key] = value
-    return values
 
 
 def parse_yaml(text: str) -> Any:
