@@ -1,8 +1,8 @@
 """Keep keys, tokens and passwords out of output and files.
 
 `has_secret` refuses URLs with secrets in the configuration, which is copied to many files. `redacted`
-hides the values of secret environment variables, and passwords and keys in URLs, in text such as exception
-messages. `printable` also escapes terminal control characters. `redacted_output` filters library output.
+hides the values of secret environment variables in text such as exception messages. `printable` also escapes
+terminal control characters. `redacted_output` filters library output.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
-from urllib.parse import quote, unquote
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 HIDDEN = "***"
 _SECRET_NAME = re.compile(
@@ -30,31 +30,19 @@ _CONTROLS = re.compile(
     r"|\r(?!\n)"
 )
 
-# Passwords may contain any character, so they end at the last @ of a word, or of a JSON string. All counts
-# are bounded: otherwise hostile text would take hours.
-_TO_LAST_AT = r"(?:[^\s\"]{0,999}|\S{0,999})(?=@)"
-_PORT = r"""\d{1,5}(?:[/?#"',;)\]}>\s]|$)"""
-_FIELDS = "key|token(?!iz)|secret|passw(?:or)?d|pwd|passphrase|signature|credential"
-_IN_URL = re.compile(
-    # A user without password, as in postgresql://user@host, is no secret, but in an http URL it may be a
-    # token. There a port may precede an @; stores have none, and SQLAlchemy reads it as a password.
-    rf"(\b(?!https?:)[a-z][a-z0-9+.-]{{1,40}}://)[^\s/?#@:\[]{{0,999}}:{_TO_LAST_AT}"
-    rf"|(\bhttps?://)(?:[^\s/?#@:\[]{{0,999}}:(?!{_PORT}){_TO_LAST_AT}|[^\s/?#]{{1,999}}(?=@))"
-    rf"|(?<=[?&;#={{])([^\s=&;]{{0,40}}(?:{_FIELDS})[^\s=&;]{{0,40}}=|(?:sig|pass|auth|odbc_connect)=)"
-    r"(?:\{(?:[^}]|\}\})*\}|[^\s&;'\"]+)",
-    re.IGNORECASE,
+_SECRET_FIELD = re.compile(
+    r"key|token(?!iz)|secret|pass|pwd|credential|^sig|^auth|^odbc_connect$", re.IGNORECASE
 )
 
 
 def has_secret(url: str) -> bool:
-    """Whether any URL in a text has a password, key or token."""
-    for _ in range(3):  # parsers decode once, and libraries below them may decode again
-        # Paths of a mixture are separated by commas, which a password may contain.
-        parts = [*url.split(","), *[url] * (url.count("://") == 1)]
-        if _IN_URL.search(url) or any(map(has_user_info, parts)):
-            return True
-        url = unquote(url)
-    return False
+    """Whether a URL, or one of several separated by commas, has a password, key or token."""
+    return any(has_user_info(one) or _has_secret_field(one) for one in {url, *url.split(",")})
+
+
+def _has_secret_field(url: str) -> bool:
+    query = url.partition("?")[2].replace(";", "&")
+    return any(_SECRET_FIELD.search(name) for name, _ in parse_qsl(query))
 
 
 def has_user_info(url: str) -> bool:
@@ -74,32 +62,27 @@ def has_user_info(url: str) -> bool:
 
 
 def redacted(text: str) -> str:
-    """Replace secrets in URLs and values of secret environment variables with `***`.
+    """Replace the values of secret environment variables, and passwords in URLs of others, with `***`.
 
     A variable is secret if its name contains a word such as KEY, TOKEN, SECRET or PASSWORD and does not
     end in FILE, PATH, DIR, URL or URI.
     """
     for value in _secret_values():
         text = text.replace(value, HIDDEN)
-    return _IN_URL.sub(lambda match: (match[1] or match[2] or match[3] or "") + HIDDEN, text)
-
-
-def holds_secret_value(text: str) -> bool:
-    """Whether a text contains the value of a secret environment variable."""
-    return any(value in text for value in _secret_values())
+    return text
 
 
 def _secret_values() -> list[str]:
     """Values of secret variables, plain, URL-encoded and JSON-encoded; longest first, as they may nest."""
-    values = {
-        value.strip()
-        for name, value in os.environ.items()
-        if len(value.strip()) >= _SHORTEST
-        and _SECRET_NAME.search(name.upper())
-        and not _IS_LOCATION.search(name.upper())
-    }
+    values = set[str]()
+    for name, value in os.environ.items():
+        if _SECRET_NAME.search(name.upper()) and not _IS_LOCATION.search(name.upper()):
+            values.add(value.strip())
+        elif "@" in value:
+            with contextlib.suppress(ValueError):  # not a URL
+                values.add(unquote(urlsplit(value).password or ""))
     forms = {form for v in values for form in (v, quote(v, safe=""), json.dumps(v)[1:-1])}
-    return sorted(forms, key=len, reverse=True)
+    return sorted((form for form in forms if len(form) >= _SHORTEST), key=len, reverse=True)
 
 
 def printable(text: str) -> str:

@@ -24,7 +24,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tests.web import HubServer
+from tests.hub import HubServer
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "docs/getting-started.md")
@@ -113,7 +113,6 @@ def stand_ins(directory: Path, hub: HubServer, short: bool) -> list[tuple[str, s
     replaced += [
         (r"book\.txt", str(directory / "book.txt")),
         (r"^git clone https://\S+/raytrain-gpt\b", 'git clone "$REPOSITORY" raytrain-gpt'),
-        (r"https://raw\.githubusercontent\.com/\S+/input\.txt", str(directory / "book.txt")),
         (r"--val_tokens 100000000", "--val_tokens 20000"),
         (r"/nfs/", f"{clone}/"),
         (r"^ray start --head", r"\g<0> --num-cpus 4 --block"),

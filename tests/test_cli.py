@@ -80,7 +80,7 @@ def test_commands_of_one_process_start_no_ray(tmp_path: Path) -> None:
     data, hf = tmp_path / "data", tmp_path / "hf"
     without_import: list[list[object]] = [
         ["prepare", tmp_path / "a.txt", "--out", data, "--val_fraction=0.2"],
-        *(["data", action, data] for action in ("show", "verify", "stats")),
+        *(["data", action, data] for action in ("show", "verify")),
         ["runs", "list", "--storage_path", tmp_path / "runs"],
         *(
             ["runs", action, tmp_path / "runs" / "a"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.hostile_files import NUM_FILES
 
 
-def test_a_thousand_hostile_files_run_nothing(tmp_path: Path) -> None:
+def test_hostile_files_run_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.hostile_files", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

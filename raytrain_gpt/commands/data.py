@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
@@ -17,19 +17,14 @@ from raytrain_gpt.commands.flags import (
     say,
 )
 from raytrain_gpt.config.call_options import Metavar, PrepareOptions
-from raytrain_gpt.config.load import DEFAULT_PRESET, load_preset
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import count, shell
-
-if TYPE_CHECKING:
-    from raytrain_gpt.data.shards import Manifest
-    from raytrain_gpt.storage.location import Location
 
 
 class PrepareTarget(ProgressOptions):
     sources: Annotated[list[str], Metavar("SOURCE", positional=True)]
-    """Files, directories or globs, local, s3://…, gs://… or hf://datasets/OWNER/NAME/…; URLs of files; or
-    stdlib (Python's own source). Text: .txt, .jsonl(.gz, .zst), .json, .parquet; token ids: .bin of nanoGPT
+    """Files, directories or globs, local, s3://…, gs://… or hf://datasets/OWNER/NAME/…; or stdlib
+    (Python's own source). Text: .txt, .jsonl(.gz, .zst), .json, .parquet; token ids: .bin of nanoGPT
     or llm.c, .npy, .parquet with lists. A named file with a different suffix is text."""
     out: Annotated[str, Metavar("DIR")]
     """New dataset: a directory or s3://bucket/prefix."""
@@ -45,15 +40,6 @@ class PrepareFlags(PrepareOptions, PrepareTarget):
 class DatasetOptions(JsonOptions):
     directory: Annotated[str, Metavar("DIR", positional=True)]
     """A dataset: directory or s3://bucket/prefix."""
-
-
-class StatsOptions(DatasetOptions):
-    png: Annotated[str | None, Metavar("FILE")] = None
-    """Plot of the document lengths (default: document_lengths.png in DIR)."""
-    compare: Annotated[str | None, Metavar("NAME,NAME")] = None
-    """Tokenizers to compare on a sample, such as bytes,gpt2,bpe:4096 (default: none)."""
-    preset: Annotated[str, Metavar("NAME")] = DEFAULT_PRESET
-    """Model whose costs --compare gives."""
 
 
 class AtOptions(RunOptions):
@@ -120,36 +106,6 @@ def verify(options: DatasetOptions) -> None:
     _describe(options, verified=True)
 
 
-@command("stats", StatsOptions)
-def stats(options: StatsOptions) -> None:
-    """Count the documents and tokens of a dataset, and plot document lengths; or compare tokenizers."""
-    from raytrain_gpt.data.describe import PICTURE_FILE, dataset_stats
-    from raytrain_gpt.data.shards import read_manifest
-    from raytrain_gpt.storage.location import Location
-
-    directory = Location.of(options.directory)
-    manifest = read_manifest(directory)
-    if options.compare is not None:
-        compared = _compared(options.compare.split(","), options.preset, directory, manifest)
-        options.say_json({"path": str(directory), "compared": compared})
-        return
-    picture = Location.of(options.png) if options.png else directory / PICTURE_FILE
-    facts = dataset_stats(directory, manifest, picture, say)
-    say(_train_line(options.directory))
-    options.say_json(facts)
-
-
-def _compared(
-    names: list[str], preset: str, directory: Location, manifest: Manifest
-) -> list[dict[str, Any]]:
-    from raytrain_gpt.estimate.tokenizer_comparison import compare_tokenizers, comparison_table
-
-    rows = compare_tokenizers(directory, manifest, names, load_preset(preset), say)
-    for line in comparison_table(rows):
-        say(line)
-    return [asdict(row) for row in rows]
-
-
 def _describe(options: DatasetOptions, *, verified: bool) -> None:
     from raytrain_gpt.data.describe import describe_dataset
     from raytrain_gpt.data.shards import read_manifest
@@ -212,6 +168,6 @@ def _train_line(directory: str) -> str:
 
 data = CommandGroup(
     "data",
-    "Show, verify or count a dataset, or show the text that a run's steps trained on.",
-    (show, verify, stats, at, find),
+    "Show or verify a dataset, or show the text that a run's steps trained on.",
+    (show, verify, at, find),
 )

@@ -77,16 +77,16 @@ class PrepareOptions(Options):
     """Separator of documents in text files, such as <|endoftext|> (default: one document per file)."""
     val: Annotated[str | None, Metavar("SOURCE")] = None
     """Source of the validation split, excluded from the others (default: val_fraction)."""
-    val_fraction: float | None = None
+    val_fraction: float | None = Field(None, gt=0, lt=1)
     """Fraction of documents held out for validation; below 100 documents, the tail of the text
     (default: files named train and val, or 0.01)."""
-    val_tokens: int | None = None
+    val_tokens: int | None = Field(None, ge=1)
     """Approximate tokens held out for validation, from the first documents (default: val_fraction)."""
-    shard_tokens: int = SHARD_TOKENS
+    shard_tokens: int = Field(SHARD_TOKENS, ge=1)
     """Tokens per shard, approximately."""
     dedupe: Literal["none", "exact"] = "none"
     """Deduplication; exact: keep the first of documents with the same text."""
-    max_bad_documents: int = 0
+    max_bad_documents: int = Field(0, ge=0)
     """Maximum number of unreadable documents to skip (not UTF-8, not JSON, no text field)."""
 
     @model_validator(mode="after")
@@ -95,17 +95,6 @@ class PrepareOptions(Options):
         given = [f"--{name}" for name, value in ways.items() if value is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are mutually exclusive; pass only one")
-        if self.shard_tokens < 1:
-            raise ValueError(f"shard_tokens={self.shard_tokens} is below 1; usual: {SHARD_TOKENS}")
-        fraction, tokens = self.val_fraction, self.val_tokens
-        if fraction is not None and not 0 < fraction < 1:
-            raise ValueError(f"val_fraction={fraction:g} is not between 0 and 1; usual: 0.01")
-        if tokens is not None and tokens < 1:
-            raise ValueError(
-                f"val_tokens={tokens} is below 1; set it to the tokens of the val split"
-            )
-        if self.max_bad_documents < 0:
-            raise ValueError(f"max_bad_documents={self.max_bad_documents} is below 0; usual: 0")
         if self.document_separator == "":
             raise ValueError(
                 "document_separator is empty; set it to a string such as '<|endoftext|>'"

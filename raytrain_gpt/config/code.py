@@ -15,9 +15,6 @@ from functools import cached_property
 from pathlib import Path
 
 from raytrain_gpt.errors import ConfigError, RaytrainGptError, UserError, reason
-from raytrain_gpt.parsing import regular
-
-MAX_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -39,15 +36,11 @@ class Code:
 
     @classmethod
     def read(cls, path: Path, may_differ: bool = False) -> Code:
-        """Read a file; raises ConfigError if it is missing, too long, or not UTF-8."""
+        """Read a file; raises ConfigError if it is missing or not UTF-8."""
         try:
-            content = regular(path).read_bytes()
+            content = path.read_bytes()
         except OSError as error:
             raise ConfigError(f"cannot read code {path}: {reason(error)}") from None
-        if len(content) > MAX_BYTES:
-            raise ConfigError(
-                f"code {path} has {len(content)} bytes; at most {MAX_BYTES} are allowed"
-            )
         try:
             return cls(path.name, content.decode(), may_differ)
         except UnicodeDecodeError:

@@ -9,7 +9,7 @@ from raytrain_gpt.format import amount, count, duration, size
 
 LARGEST_SHARE = 1 / 5
 """Share of an interval that an evaluation or a checkpoint's writing may take without a warning."""
-ASSUMED_WRITE_BYTES_PER_S = 1e9
+_ASSUMED_WRITE_BYTES_PER_S = 1e9
 """Rate at which a rank writes its files of a checkpoint: that of a local disk or one fast upload."""
 
 
@@ -35,7 +35,7 @@ def interval_warnings(
         )
     if step_time_s is None:
         return found
-    write_s, every = written_bytes / ASSUMED_WRITE_BYTES_PER_S, train.checkpoint_every_steps
+    write_s, every = written_bytes / _ASSUMED_WRITE_BYTES_PER_S, train.checkpoint_every_steps
     share = write_s / (every * step_time_s)
     if share > LARGEST_SHARE:
         found.append(

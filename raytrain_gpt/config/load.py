@@ -12,7 +12,7 @@ from typing import Any
 from raytrain_gpt.config.schema import Config, changed_fields, parse_config
 from raytrain_gpt.config.wording import suggestion
 from raytrain_gpt.errors import ConfigError, reason
-from raytrain_gpt.parsing import parse_yaml, regular
+from raytrain_gpt.parsing import parse_yaml
 
 DEFAULT_PRESET = "quickstart"
 
@@ -85,7 +85,7 @@ def read_mapping(path: Path, what: str, keys: Iterable[str]) -> dict[str, Any]:
         ConfigError: it is missing, not YAML that `parse_yaml` reads, or not a mapping.
     """
     try:
-        content = parse_yaml(regular(path).read_text("utf-8"))
+        content = parse_yaml(path.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {what} {path}: {error.strerror}") from None
     except ValueError as error:

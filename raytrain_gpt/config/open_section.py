@@ -17,7 +17,7 @@ from raytrain_gpt.config.wording import MAX_SHOWN
 from raytrain_gpt.format import preview
 
 S = TypeVar("S", bound=Settings)
-Scalar = bool | int | float | str | None
+_Scalar = bool | int | float | str | None
 
 
 def _is_name(value: str) -> str:
@@ -127,7 +127,7 @@ class OpenSection(Strict, extra="allow"):
             if (
                 name in kinds.reserved_names
                 or not name.isidentifier()
-                or not isinstance(value, Scalar)
+                or not isinstance(value, _Scalar)
             ):
                 raise _unknown(name, value)
 

@@ -38,7 +38,7 @@ from raytrain_gpt.config.sections import (
 )
 from raytrain_gpt.config.wording import refusal, suggestion
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.redact import has_secret, holds_secret_value
+from raytrain_gpt.redact import has_secret, redacted
 
 
 class Config(Strict):
@@ -114,15 +114,10 @@ class Config(Strict):
                 continue
             field = _STATIC[name][1]
             url = next((mark for mark in field.metadata if isinstance(mark, Url)), None)
-            if url and has_secret(value):
+            if url and (has_secret(value) or redacted(value) != value):
                 raise ValueError(
                     f"{name} has a password or key in its URL, which every copy of the configuration "
                     f"would show; remove it and set {url.credentials}"
-                )
-            if (url or name in ("experiment", "sample_prompt")) and holds_secret_value(value):
-                raise ValueError(
-                    f"{name} contains the value of a secret environment variable, which every copy of the "
-                    "configuration would show; remove it"
                 )
         return self
 

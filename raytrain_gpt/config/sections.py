@@ -80,8 +80,6 @@ class DataSection(Strict):
     """Prepared dataset; a directory, s3://bucket/prefix, or a mixture: data/web=0.7,data/code=0.3."""
     seq_len: int = Field(128, ge=1, le=2**24)
     """Context length in tokens."""
-    data_cache_gb: Annotated[float, SAFE] = Field(0.0, ge=0)
-    """Disk cache per node for datasets in object storage (GB); 0: off."""
     document_mask: bool = False
     """Attention within documents only, with positions restarting at 0; false: attend across documents."""
 

@@ -18,7 +18,7 @@ MAX_KEPT = 100
 
 
 @dataclass(frozen=True)
-class BadDocument:
+class _BadDocument:
     """An unreadable document, its position in its file, and the reason."""
 
     path: str
@@ -35,17 +35,17 @@ class BadDocuments:
     def __init__(self, limit: int | None = 0) -> None:
         self.limit = limit
         self.count = 0
-        self.kept: list[BadDocument] = []
+        self.kept: list[_BadDocument] = []
 
     def add(self, path: Location, place: str, why: str) -> None:
         """Record a skipped document; raises a DataError above the limit."""
-        self._add(1, [BadDocument(str(path), place, " ".join(why.split()))])
+        self._add(1, [_BadDocument(str(path), place, " ".join(why.split()))])
 
     def merge(self, facts: dict[str, Any]) -> None:
         """Add the `facts` of another pass; raises a DataError if the sum is above the limit."""
-        self._add(facts["count"], [BadDocument(**bad) for bad in facts["kept"]])
+        self._add(facts["count"], [_BadDocument(**bad) for bad in facts["kept"]])
 
-    def _add(self, count: int, kept: list[BadDocument]) -> None:
+    def _add(self, count: int, kept: list[_BadDocument]) -> None:
         self.count += count
         self.kept += kept[: MAX_KEPT - len(self.kept)]
         if self.limit is None or self.count <= self.limit:

@@ -17,7 +17,7 @@ from raytrain_gpt.data.documents import Document, SourcePiece
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
 
-PART_HASHES = 2**23
+_PART_HASHES = 2**23
 """Hashes per comparison, at about 70 bytes each: 0.6 GB."""
 HASH_BYTES = 16
 _HASH = np.dtype([("high", "<u8"), ("low", "<u8")])
@@ -52,7 +52,7 @@ def only_first(
 
 
 def find_duplicates(
-    files: list[Location], part_hashes: int = PART_HASHES, log: Log | None = None
+    files: list[Location], part_hashes: int = _PART_HASHES, log: Log | None = None
 ) -> list[NDArray[np.bool_]]:
     """Mark documents that equal an earlier one: a bool (documents,) array per file.
 

@@ -26,8 +26,8 @@ from raytrain_gpt.errors import DataError, failure_as, reason
 from raytrain_gpt.storage.location import Location
 
 COLUMNS = ("input_ids", "tokens")
-HEADER_BYTES = 1024
-LLMC_KINDS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
+_HEADER_BYTES = 1024
+_LLMC_KINDS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
 """Magic number -> version and id dtype of GPT-2 and LLaMA 3 files. Source: llm.c, dev/data."""
 _CHUNK_IDS = 2**22
 _CHUNK_ROWS = 1024
@@ -63,17 +63,17 @@ def read_layout(path: Location, size: int) -> Layout:
     with failure_as(DataError, f"cannot read source {path}"), path.open() as file:
         if path.name.endswith(".npy"):
             return _npy_layout(path, file, size)
-        return _bin_layout(path, file.read(min(size, HEADER_BYTES)), size)
+        return _bin_layout(path, file.read(min(size, _HEADER_BYTES)), size)
 
 
 def _bin_layout(path: Location, head: bytes, size: int) -> Layout:
     numbers = np.frombuffer(head[: len(head) // 4 * 4], "<i4")
     magic = int(numbers[0]) if len(numbers) else 0
     # As uint16 ids, the zeros of an llm.c header would be 506 repeats of token 0.
-    has_header = len(head) == HEADER_BYTES and not numbers[3:].any()
-    if magic not in LLMC_KINDS:
+    has_header = len(head) == _HEADER_BYTES and not numbers[3:].any()
+    if magic not in _LLMC_KINDS:
         if has_header:
-            expected = " or ".join(map(str, LLMC_KINDS))
+            expected = " or ".join(map(str, _LLMC_KINDS))
             raise DataError(
                 f"source {path} has an llm.c-style header with magic number {magic}, not {expected}; "
                 "recreate it with a current llm.c, or import its text"
@@ -84,8 +84,8 @@ def _bin_layout(path: Location, head: bytes, size: int) -> Layout:
                 "uint16 ids; download or recreate it"
             )
         return np.dtype("<u2"), 0
-    version, dtype = LLMC_KINDS[magic][0], np.dtype(LLMC_KINDS[magic][1])
-    if len(head) < HEADER_BYTES:
+    version, dtype = _LLMC_KINDS[magic][0], np.dtype(_LLMC_KINDS[magic][1])
+    if len(head) < _HEADER_BYTES:
         raise DataError(
             f"source {path} ends at byte {size}, inside its llm.c header; download it again"
         )
@@ -94,8 +94,8 @@ def _bin_layout(path: Location, head: bytes, size: int) -> Layout:
             f"source {path} has llm.c's magic number {magic} with version {numbers[1]}, not {version}; "
             "recreate it with a current llm.c"
         )
-    _check_size(path, size, int(numbers[2]), HEADER_BYTES + int(numbers[2]) * dtype.itemsize)
-    return dtype, HEADER_BYTES
+    _check_size(path, size, int(numbers[2]), _HEADER_BYTES + int(numbers[2]) * dtype.itemsize)
+    return dtype, _HEADER_BYTES
 
 
 def _npy_layout(path: Location, file: pa.NativeFile, size: int) -> Layout:

@@ -127,15 +127,11 @@ class Mixture:
         """Return the id after each dataset's last validation sequence, int64 (datasets,)."""
         return np.cumsum(self.num_sequences("val", seq_len))
 
-    def read(
-        self, split: Split, seq_len: int, ids: Ids, cache_bytes: int = 0
-    ) -> tuple[Tokens, Ids]:
+    def read(self, split: Split, seq_len: int, ids: Ids) -> tuple[Tokens, Ids]:
         """Read sequences by their ids over all datasets; see `read_sequences`."""
         if not self.is_mixed:
             data = self.first
-            return read_sequences(
-                data.directory, data.manifest, split, seq_len, ids, cache_bytes, self.read_at
-            )
+            return read_sequences(data.directory, data.manifest, split, seq_len, ids, self.read_at)
         tokens: Tokens = np.zeros((len(ids), seq_len + 1), self.dtype)
         delivered = np.full(len(ids), -1, np.int64)
         first_id = 0
@@ -143,7 +139,7 @@ class Mixture:
             rows = np.flatnonzero((ids >= first_id) & (ids < first_id + num))
             local_ids = ids[rows] - first_id
             tokens[rows], delivered_ids = read_sequences(
-                data.directory, data.manifest, split, seq_len, local_ids, cache_bytes, self.read_at
+                data.directory, data.manifest, split, seq_len, local_ids, self.read_at
             )
             delivered[rows] = delivered_ids + first_id
             first_id += num

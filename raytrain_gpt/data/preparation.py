@@ -62,14 +62,14 @@ _NOTE = re.compile(
 )
 """Names of files that a preparation writes; it never removes any other file."""
 
-NoteSuffix = Literal[".hashes", ".json"]
+_NoteSuffix = Literal[".hashes", ".json"]
 
 
-def task_file(directory: LocationLike, task: int, suffix: NoteSuffix) -> Location:
+def task_file(directory: LocationLike, task: int, suffix: _NoteSuffix) -> Location:
     return Location.of(directory) / _NOTES_DIR / f"{task:05d}{suffix}"
 
 
-def done_tasks(directory: LocationLike, suffix: NoteSuffix) -> set[int]:
+def done_tasks(directory: LocationLike, suffix: _NoteSuffix) -> set[int]:
     names = (Location.of(directory) / _NOTES_DIR).names()
     stems = [name.removesuffix(suffix) for name in names if name.endswith(suffix)]
     return {int(stem) for stem in stems if stem.isdecimal()}

@@ -24,12 +24,11 @@ from raytrain_gpt.data.split import ReadDocuments, SplitRule, id_rule, is_named_
 from raytrain_gpt.data.tokenizer import vocab_hash
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.format import Log, count
-from raytrain_gpt.storage.web_files import without_query
 
 MIN_TASKS = 64
 """Approximate number of shards of a small corpus, so that all CPUs have work."""
 MIN_TASK_BYTES = 2**22
-TEXT_BYTES_PER_TOKEN = 4
+_TEXT_BYTES_PER_TOKEN = 4
 """Estimate for vocabularies with merges; only affects the text per shard."""
 
 
@@ -58,7 +57,7 @@ class Plan:
         if self.document_separator is None:  # so that older datasets keep their hash
             del content["document_separator"]
         for piece in content["pieces"]:  # access settings do not change the content
-            piece["path"] = without_query(piece.pop("location")["url"])
+            piece["path"] = piece.pop("location")["url"]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property
@@ -132,7 +131,7 @@ def make_plan(
             f"{', …' * (len(named) > 3)} (override with --val_fraction)"
         )
     is_bytes = encoding is not None and encoding.max_token_value <= 256 and not is_import
-    bytes_per_token = 1 if is_bytes else TEXT_BYTES_PER_TOKEN
+    bytes_per_token = 1 if is_bytes else _TEXT_BYTES_PER_TOKEN
     total = sum(piece.text_bytes for piece in pieces)
     task_bytes = min(
         options.shard_tokens * bytes_per_token, max(MIN_TASK_BYTES, total // MIN_TASKS)

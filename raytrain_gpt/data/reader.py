@@ -16,8 +16,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from raytrain_gpt.data.order import Ids
 from raytrain_gpt.data.shards import Manifest, Shard, Split, read_row_group
 from raytrain_gpt.data.tokenizer import Tokens
-from raytrain_gpt.storage.location import Location, LocationLike, cache_directory
-from raytrain_gpt.storage.row_group_cache import RowGroupCache
+from raytrain_gpt.storage.location import Location, LocationLike
 
 READ_THREADS = 16
 """Concurrent requests to an object store."""
@@ -31,14 +30,12 @@ def read_sequences(
     split: Split,
     seq_len: int,
     ids: Ids,
-    cache_bytes: int = 0,
     since: float = math.inf,
 ) -> tuple[Tokens, Ids]:
     """Read sequences by their ids, and return the ids actually delivered.
 
     Args:
         ids: Sequence ids, int64 (n,), in output order; rows of negative ids stay zero.
-        cache_bytes: Disk space of this node for row groups of object stores, or 0 for no cache.
         since: As in `read_row_group`.
 
     Returns:
@@ -58,12 +55,9 @@ def read_sequences(
     order = order[np.searchsorted(ids[order], 0) :]
     units, starts = np.unique(np.searchsorted(ends, ids[order], side="right"), return_index=True)
     row_groups = manifest.find_row_groups(split, units)
-    cache = None
-    if cache_bytes and not directory.is_local:
-        cache = RowGroupCache(cache_directory() / "row_groups", manifest.hash, cache_bytes)
 
     def read(shard: Shard, index: int) -> Tokens:
-        return read_row_group(directory, manifest, shard, index, cache, since)
+        return read_row_group(directory, manifest, shard, index, since)
 
     groups = (read(*one) for one in row_groups) if directory.is_local else _ahead(read, row_groups)
     stops = np.append(starts, len(order))[1:]

@@ -39,13 +39,13 @@ from raytrain_gpt.errors import DataError, damage_as, failure_as
 from raytrain_gpt.format import shell
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, LocationLike, force_to_disk, unfinished_path
-from raytrain_gpt.storage.row_group_cache import RowGroupCache
 from raytrain_gpt.storage.stored_parquet import stored_shard
 
 FORMAT_VERSION = 1
 ROW_GROUP_TOKENS = 2**18 + 1
 MANIFEST_FILE = "manifest.json"
 COLUMN = "tokens"
+REPAIR = "repeat the command that prepared the dataset, with the same options"
 _MAX_ROW_GROUPS = 2**24
 
 Split = Literal["train", "val"]
@@ -94,8 +94,7 @@ class Manifest(BaseModel):
             raise ValueError(
                 f"row_group_tokens={self.row_group_tokens} gives more than {_MAX_ROW_GROUPS} row groups"
             )
-        for name in ("sources", "hub_commits"):
-            TypeAdapter(list[str]).validate_python(self.source.get(name, []))
+        TypeAdapter(list[str]).validate_python(self.source.get("hub_commits", []))
         for name in ("bad_documents", "duplicates"):
             TypeAdapter(int).validate_python(self.source.get(name, 0))
         return self
@@ -217,28 +216,6 @@ class ShardWriter:
         self._unfinished.unlink(missing_ok=True)
 
 
-def repair_advice(directory: LocationLike, manifest: Manifest) -> str:
-    """Describe, for messages, the command that restores a dataset's shards or tokenizer."""
-    sources = manifest.source.get("sources", [])
-    source = "SOURCE …"
-    if len(sources) == 1:
-        source = shell(_at_commit(sources[0], manifest.source.get("hub_commits", [])))
-    return (
-        f"repeat the command that prepared the dataset, with the same options: raytrain-gpt prepare "
-        f"{source} {shell('--out', directory, '--tokenizer', manifest.tokenizer)}"
-    )
-
-
-def _at_commit(source: str, hub_commits: list[str]) -> str:
-    """Pin a source on the hub to its commit among `OWNER/NAME@COMMIT`."""
-    for pinned in hub_commits:
-        rest = source.removeprefix(f"hf://datasets/{pinned.partition('@')[0]}")
-        if rest != source and rest[:1] in {"", "/", "@"}:
-            _, slash, path = rest.partition("/")
-            return f"hf://datasets/{pinned}{slash}{path}"
-    return source
-
-
 def write_manifest(directory: LocationLike, manifest: Manifest) -> None:
     content = {**manifest.model_dump(), "manifest_hash": manifest.hash}
     path = Location.of(directory) / MANIFEST_FILE
@@ -286,7 +263,6 @@ def read_row_group(
     manifest: Manifest,
     shard: Shard,
     index: int,
-    cache: RowGroupCache | None = None,
     since: float = math.inf,
 ) -> Tokens:
     """Read row group `index` of a shard; returns token ids, uint16 or uint32 (tokens,), read-only.
@@ -295,32 +271,25 @@ def read_row_group(
     reading fails, or finds an id outside the vocabulary or a changed file.
     """
     path = Location.of(directory) / shard.path
-    cached = cache.get(shard.sha256, index) if cache else None
-    if cached is not None:
-        tokens: Tokens = np.frombuffer(cached, manifest.dtype)
-        is_unchanged = True
-    else:
-        tokens, is_unchanged = _stored_row_group(path, shard, index, since)
+    tokens, is_unchanged = _stored_row_group(path, shard, index, since)
     num = min(manifest.row_group_tokens, shard.tokens - index * manifest.row_group_tokens)
     if tokens.shape != (num,) or tokens.dtype != manifest.dtype:
         raise DataError(
             f"{path} has {tokens.dtype} {tokens.shape} in row group {index}, expected {manifest.dtype} "
-            f"({num},); remove this file and {repair_advice(directory, manifest)}"
+            f"({num},); remove this file and {REPAIR}"
         )
     if (top := int(tokens.max(initial=0))) >= manifest.vocab_size:
         at = int(tokens.argmax()) + index * manifest.row_group_tokens
         raise DataError(
             f"{path} has token id {top} at token {at} (row group {index}), but the vocabulary of "
             f"{manifest.tokenizer} ends at {manifest.vocab_size - 1}; remove this file and "
-            f"{repair_advice(directory, manifest)}"
+            f"{REPAIR}"
         )
     if not is_unchanged:
         raise DataError(
             f"shard {path} was changed: its size or SHA-256 differs from the "
-            f"manifest's; remove this file and {repair_advice(directory, manifest)}"
+            f"manifest's; remove this file and {REPAIR}"
         )
-    if cache and cached is None:
-        cache.put(shard.sha256, index, tokens.view(np.uint8).data)
     return tokens
 
 

@@ -1,8 +1,8 @@
 """Sources of documents and token ids: files, cut into chunks for independent reading.
 
-A source is a file, directory or glob on a disk, in an object store or on the HF hub; a file of a web server;
-or `stdlib`, the source code of the running Python's standard library. Named files and matches of a glob are
-read whatever their suffix, files in directories by known suffixes. `documents` reads text, `imports` ids.
+A source is a file, directory or glob on a disk, in an object store or on the HF hub; or `stdlib`, the source
+code of the running Python's standard library. Named files and matches of a glob are read whatever their
+suffix, files in directories by known suffixes. `documents` reads text, `imports` ids.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -31,11 +30,10 @@ from raytrain_gpt.data.imports import COLUMNS, Layout, id_column, read_layout
 from raytrain_gpt.errors import DataError, failure_as
 from raytrain_gpt.format import Log, listed
 from raytrain_gpt.storage.location import Location, is_url
-from raytrain_gpt.storage.web_files import without_query
 
 _TEXT = (".txt", ".txt.gz", ".txt.zst")
 _JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
-SUFFIXES = (*_TEXT, *_JSON_LINES, ".parquet", ".bin", ".npy")
+_SUFFIXES = (*_TEXT, *_JSON_LINES, ".parquet", ".bin", ".npy")
 """Suffixes of files to read in directories."""
 _SHOWN_SUFFIXES = 5
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
@@ -51,7 +49,7 @@ class _SuffixFilter:
 
     def __init__(self, more: str) -> None:
         names = [name.strip(" .") for name in more.split(",")]
-        self._read = (*SUFFIXES, *(f".{name}" for name in names if name))
+        self._read = (*_SUFFIXES, *(f".{name}" for name in names if name))
         self._skipped = Counter[str]()
 
     def match(self, name: str) -> bool:
@@ -81,13 +79,11 @@ def find_pieces(sources: list[str], options: PrepareOptions, log: Log) -> list[S
         pieces += _source_pieces(source, options.text_field, suffixes)
         if skipped := suffixes.skipped():
             log(
-                f"skipped in {without_query(source)}: {skipped}; to read some as text, list their suffixes, "
+                f"skipped in {source}: {skipped}; to read some as text, list their suffixes, "
                 "as in --text_suffixes .md,.rst"
             )
     if not any(piece.text_bytes for piece in pieces):
-        raise DataError(
-            f"no text in {' '.join(map(without_query, sources))}: all files are empty; add text"
-        )
+        raise DataError(f"no text in {' '.join(sources)}: all files are empty; add text")
     text = next((piece for piece in pieces if piece.ids is None), None)
     ids = next((piece for piece in pieces if piece.ids is not None), None)
     if text is not None and ids is not None:
@@ -116,10 +112,8 @@ def _source_pieces(source: str, text_field: str, suffixes: _SuffixFilter) -> Ite
             size = (stdlib_root() / name).stat().st_size
             yield SourcePiece(name, Location(f"{STDLIB}:{name}"), 0, size, size)
         return
-    find = _local_pieces
-    if is_url(source):
-        find = _web_pieces if source.startswith(("http://", "https://")) else _stored_pieces
-    with failure_as(DataError, f"cannot read source {without_query(source)}"):
+    find = _stored_pieces if is_url(source) else _local_pieces
+    with failure_as(DataError, f"cannot read source {source}"):
         yield from find(source, text_field, suffixes)
 
 
@@ -176,24 +170,12 @@ def _matches_name(name: str, pattern: str) -> bool:
 
 
 def _nothing_in(source: str, suffixes: _SuffixFilter) -> DataError:
-    source = without_query(source)
     if skipped := suffixes.skipped():
         return DataError(
-            f"source {source} has no {', '.join(SUFFIXES)} file, but {skipped}; select text files with a "
+            f"source {source} has no {', '.join(_SUFFIXES)} file, but {skipped}; select text files with a "
             "glob, or by suffix with --text_suffixes"
         )
     return DataError(f"source {source} does not exist or has no file; check the path")
-
-
-def _web_pieces(source: str, text_field: str, suffixes: _SuffixFilter) -> Iterator[SourcePiece]:
-    file = Location.of_source(source)
-    if glob.has_magic(urlsplit(source).path):
-        raise DataError(
-            f"source {file} has a wildcard, but web servers do not list files; list every URL"
-        )
-    if not file.is_file():
-        raise _nothing_in(source, suffixes)
-    yield from _file_pieces(file, file.size_bytes(), file.name, text_field)
 
 
 def _stored_pieces(source: str, text_field: str, suffixes: _SuffixFilter) -> Iterator[SourcePiece]:
@@ -234,16 +216,15 @@ def _cut_at_wildcard(names: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _file_pieces(path: Location, size: int, name: str, text_field: str) -> Iterator[SourcePiece]:
     piece = SourcePiece(name, path, 0, size, size)
-    divisible = path.has_ranges()
     if path.name.endswith(".parquet"):
-        yield from _parquet_pieces(piece, text_field, divisible)
+        yield from _parquet_pieces(piece, text_field)
     elif path.name.endswith((".bin", ".npy")):
-        yield from _id_pieces(piece, read_layout(path, size), divisible)
+        yield from _id_pieces(piece, read_layout(path, size))
     elif path.name.endswith(tuple(COMPRESSIONS)):
         if size == 0:
             raise DataError(f"source {path} is empty, not a compressed file; download it again")
         yield replace(piece, text_bytes=size * _TEXT_PER_COMPRESSED_BYTE)
-    elif path.name.endswith(".jsonl") and divisible:
+    elif path.name.endswith(".jsonl"):
         for start in range(0, size, _JSONL_PIECE_BYTES):
             stop = min(start + _JSONL_PIECE_BYTES, size)
             yield replace(piece, start=start, stop=stop, text_bytes=stop - start)
@@ -251,9 +232,9 @@ def _file_pieces(path: Location, size: int, name: str, text_field: str) -> Itera
         yield piece
 
 
-def _id_pieces(piece: SourcePiece, layout: Layout, divisible: bool) -> Iterator[SourcePiece]:
+def _id_pieces(piece: SourcePiece, layout: Layout) -> Iterator[SourcePiece]:
     dtype, first = layout
-    step = _ID_PIECE_TOKENS * dtype.itemsize if divisible else max(1, piece.stop - first)
+    step = _ID_PIECE_TOKENS * dtype.itemsize
     for start in range(first, piece.stop, step):
         stop = min(start + step, piece.stop)
         tokens = (stop - start) // dtype.itemsize
@@ -263,7 +244,7 @@ def _id_pieces(piece: SourcePiece, layout: Layout, divisible: bool) -> Iterator[
         )
 
 
-def _parquet_pieces(piece: SourcePiece, text_field: str, divisible: bool) -> Iterator[SourcePiece]:
+def _parquet_pieces(piece: SourcePiece, text_field: str) -> Iterator[SourcePiece]:
     path = piece.location
     problem = f"source {path} is not a parquet file"
     with failure_as(DataError, problem, "; download it again", pa.ArrowException):
@@ -282,16 +263,12 @@ def _parquet_pieces(piece: SourcePiece, text_field: str, divisible: bool) -> Ite
         )
     column = text_field if ids is None else ids
     leaf = next(i for i, p in enumerate(paths) if p == column or p.startswith(f"{column}."))
-    step = 1 if divisible else max(1, metadata.num_row_groups)
-    for start in range(0, metadata.num_row_groups, step):
-        stop = min(start + step, metadata.num_row_groups)
-        chunks = [metadata.row_group(i).column(leaf) for i in range(start, stop)]
-        if ids is None:
-            tokens, text_bytes = 0, sum(chunk.total_uncompressed_size for chunk in chunks)
-        else:
-            tokens = sum(chunk.num_values for chunk in chunks)
-            text_bytes = tokens * _TEXT_BYTES_PER_ID
-        yield replace(piece, start=start, stop=stop, text_bytes=text_bytes, ids=ids, tokens=tokens)
+    for i in range(metadata.num_row_groups):
+        chunk = metadata.row_group(i).column(leaf)
+        tokens, text_bytes = 0, chunk.total_uncompressed_size
+        if ids is not None:
+            tokens, text_bytes = chunk.num_values, chunk.num_values * _TEXT_BYTES_PER_ID
+        yield replace(piece, start=i, stop=i + 1, text_bytes=text_bytes, ids=ids, tokens=tokens)
 
 
 def _has_column(schema: pa.Schema, field: str) -> bool:

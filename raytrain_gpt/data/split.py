@@ -24,9 +24,9 @@ from raytrain_gpt.data.tokenizer import encode_document
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.format import Log, count
 
-TAIL_SPLIT_DOCUMENTS = 100
+_TAIL_SPLIT_DOCUMENTS = 100
 """With fewer documents, the val split is the tail of the text."""
-VAL_FRACTION = 0.01
+_VAL_FRACTION = 0.01
 _EXACT_VAL_DOCUMENTS = 20
 _LOOKED_AT_IDS = 2**28
 """Ids to search for documents; if they have hardly any, the data has no `eot`."""
@@ -34,7 +34,7 @@ _TRAIN_NAME = re.compile(r"(?<![a-z])(train|training)(?![a-z])", re.IGNORECASE)
 _VAL_NAME = re.compile(r"(?<![a-z])(val|valid|validation|dev|test)(?![a-z])", re.IGNORECASE)
 
 ReadDocuments = Callable[[SourcePiece], Iterator[Document]]
-ReadIds = Callable[[SourcePiece], Iterator[IdChunk]]
+_ReadIds = Callable[[SourcePiece], Iterator[IdChunk]]
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def text_rule(
     options: PrepareOptions,
     log: Log,
 ) -> SplitRule:
-    """Make the rule for text: by option, else by file names, else by VAL_FRACTION.
+    """Make the rule for text: by option, else by file names, else by _VAL_FRACTION.
 
     A fraction is exact for few documents, and by hash for many. `val_tokens` needs an encoding.
     """
@@ -117,15 +117,15 @@ def text_rule(
         return _head_rule(pieces, read, encoding, options.val_tokens, log)
     if options.val_fraction is None and _are_named_for_splits(pieces):
         return SplitRule(by_name=True)
-    fraction = options.val_fraction or VAL_FRACTION
-    enough = max(TAIL_SPLIT_DOCUMENTS, int(_EXACT_VAL_DOCUMENTS / fraction))
+    fraction = options.val_fraction or _VAL_FRACTION
+    enough = max(_TAIL_SPLIT_DOCUMENTS, int(_EXACT_VAL_DOCUMENTS / fraction))
     hashes = []
     for piece in pieces:
         for document in read(piece):
             hashes.append(document_hash(piece.name, document.position))
             if len(hashes) > enough:
                 return SplitRule(hash_below=int(fraction * 2**64))
-    if len(hashes) >= TAIL_SPLIT_DOCUMENTS:
+    if len(hashes) >= _TAIL_SPLIT_DOCUMENTS:
         return _exact_rule(hashes, fraction)
     return _tail_rule(pieces, read, fraction)
 
@@ -197,16 +197,16 @@ def _nothing_to_train_on(val_tokens: int, tokens: int) -> DataError:
 
 
 def id_rule(
-    pieces: list[SourcePiece], read: ReadIds, eot: int, options: PrepareOptions
+    pieces: list[SourcePiece], read: _ReadIds, eot: int, options: PrepareOptions
 ) -> SplitRule:
-    """Make the rule for token ids: by option, else by file names, else by VAL_FRACTION."""
+    """Make the rule for token ids: by option, else by file names, else by _VAL_FRACTION."""
     if options.val_tokens is not None:
         return _id_head_rule(pieces, read, eot, options.val_tokens)
     if options.val_fraction is None and len({is_named_val(piece.name) for piece in pieces}) == 2:
         next(read(pieces[0]), None)  # rejects ids of a different tokenizer before any task starts
         return SplitRule(by_name=True)
-    fraction = options.val_fraction or VAL_FRACTION
-    enough = max(TAIL_SPLIT_DOCUMENTS, int(_EXACT_VAL_DOCUMENTS / fraction))
+    fraction = options.val_fraction or _VAL_FRACTION
+    enough = max(_TAIL_SPLIT_DOCUMENTS, int(_EXACT_VAL_DOCUMENTS / fraction))
     hashes: list[int] = []
     counts: list[int] = []  # ids per source chunk
     num_ids = 0
@@ -218,11 +218,11 @@ def id_rule(
         for chunk in read(piece):
             hashes += [_id_hash(chunk, start) for start, _ in _complete_documents(chunk, eot)]
             num_ids += len(chunk.ids)
-            is_enough = num_ids > _LOOKED_AT_IDS and len(hashes) >= TAIL_SPLIT_DOCUMENTS
+            is_enough = num_ids > _LOOKED_AT_IDS and len(hashes) >= _TAIL_SPLIT_DOCUMENTS
             if len(hashes) > enough or is_enough:
                 return SplitRule(hash_below=int(fraction * 2**64))
         counts.append(num_ids - before)
-    if len(hashes) >= TAIL_SPLIT_DOCUMENTS:
+    if len(hashes) >= _TAIL_SPLIT_DOCUMENTS:
         return _exact_rule(hashes, fraction)
     return _id_tail_rule(counts, fraction)
 
@@ -239,7 +239,9 @@ def _id_tail_rule(counts: list[int], fraction: float) -> SplitRule:
     return SplitRule(cut_piece=at, cut_offset=left)
 
 
-def _id_head_rule(pieces: list[SourcePiece], read: ReadIds, eot: int, val_tokens: int) -> SplitRule:
+def _id_head_rule(
+    pieces: list[SourcePiece], read: _ReadIds, eot: int, val_tokens: int
+) -> SplitRule:
     """Hold out the first `val_tokens` ids, extended to the end of a document."""
     tokens = 0
     rule: SplitRule | None = None

@@ -30,7 +30,7 @@ from raytrain_gpt.storage.location import Location, LocationLike
 EOT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
 MAX_VOCAB_SIZE = 2**24
-MAX_TOKEN_BYTES = 2**12
+_MAX_TOKEN_BYTES = 2**12
 MAX_NAME_LENGTH = 100
 PROBE = (
     f"Aa don't é日本😀 1234 ١{string.printable}ⅷ½ǅʰe\u0301\u0903\u20dd\u203f\u2014«»€\u02c6©\u00ad\u200b"
@@ -189,8 +189,8 @@ def make_encoding(
         raise ValueError(f"it has no {EOT}")
     if not all(bytes([byte]) in ranks for byte in range(256)):
         raise ValueError("it has no token for one of the 256 bytes")
-    if max(map(len, ranks)) > MAX_TOKEN_BYTES:
-        raise ValueError(f"it has a token of more than {MAX_TOKEN_BYTES} bytes")
+    if max(map(len, ranks)) > _MAX_TOKEN_BYTES:
+        raise ValueError(f"it has a token of more than {_MAX_TOKEN_BYTES} bytes")
     # In this tokenizer an empty match is a token; without it, tiktoken panics.
     own_ranks = {b"": 256} | {bytes([i]): i for i in range(256)}
     probe = tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=own_ranks, special_tokens={})

@@ -8,12 +8,12 @@ from functools import partial
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain_gpt.data.shards import COLUMN, Manifest, Shard, read_row_group, repair_advice
+from raytrain_gpt.data.shards import COLUMN, REPAIR, Manifest, Shard, read_row_group
 from raytrain_gpt.data.tokenizer import read_tokenizer, vocab_hash
 from raytrain_gpt.errors import DataError, failure_as
 from raytrain_gpt.storage.location import Location, LocationLike
 
-CHECK_THREADS = 16
+_CHECK_THREADS = 16
 """Shards of an object store checked concurrently, with three requests each."""
 
 
@@ -22,14 +22,14 @@ def check_tokenizer(directory: LocationLike, manifest: Manifest) -> None:
     if vocab_hash(read_tokenizer(directory)) != manifest.vocab_hash:
         raise DataError(
             f"the tokenizer in {directory} does not match its shards ({manifest.tokenizer}); "
-            f"{repair_advice(directory, manifest)}"
+            f"{REPAIR}"
         )
 
 
 def check_shards(directory: LocationLike, manifest: Manifest, content: bool) -> None:
     """Check every shard; raises the error of the first bad one in manifest order."""
     directory = Location.of(directory)
-    with ThreadPoolExecutor(1 if directory.is_local else CHECK_THREADS) as threads:
+    with ThreadPoolExecutor(1 if directory.is_local else _CHECK_THREADS) as threads:
         check = partial(check_shard, directory, manifest, content=content)
         list(threads.map(check, manifest.shards))
 
@@ -40,14 +40,13 @@ def check_shard(directory: LocationLike, manifest: Manifest, shard: Shard, conte
     Without `content`, read only size and footer, whose statistics have the largest id of every row group.
     """
     path = Location.of(directory) / shard.path
-    repair = repair_advice(directory, manifest)
-    replace = f"remove this file and {repair}"
+    replace = f"remove this file and {REPAIR}"
     try:
         size = path.size_bytes()
     except FileNotFoundError:
-        raise DataError(f"shard {path} is missing; {repair}") from None
+        raise DataError(f"shard {path} is missing; {REPAIR}") from None
     if size != shard.file_bytes:
-        raise DataError(f"shard {path} has {size} bytes, expected {shard.file_bytes}; {repair}")
+        raise DataError(f"shard {path} has {size} bytes, expected {shard.file_bytes}; {REPAIR}")
     problem = f"shard {path} is not a parquet file"
     with failure_as(DataError, problem, f"; {replace}", pa.ArrowException), path.open() as file:
         metadata = pq.read_metadata(file)

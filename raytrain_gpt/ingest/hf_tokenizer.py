@@ -39,9 +39,9 @@ _VOCABULARY_FILE, _MERGES_FILE = "vocab.json", "merges.txt"
 """The format before `tokenizer.json`."""
 
 GPT2_PATTERN: str = r50k_pat_str
-GPT2_RANKS_SHA256 = "b580654d2e5d585af6dcee97b9cdd3a14a00503812dd6b9d4ea23a20da8bf49f"
+_GPT2_RANKS_SHA256 = "b580654d2e5d585af6dcee97b9cdd3a14a00503812dd6b9d4ea23a20da8bf49f"
 """Hash of GPT-2's tokens in order of rank: one line of hex per token."""
-IMPORTED = "imported"
+_IMPORTED = "imported"
 """Name of an unrecognized tokenizer."""
 _OWN_KEY = "tiktoken"
 """Entry of tokenizer_config.json for the name and pattern, which `tokenizers` drops."""
@@ -65,9 +65,9 @@ _SAME_IN_BOTH = re.compile(
 """Syntax that both dialects read in the same way; tests compare them."""
 _DOLLAR = re.compile(rf"({_ESCAPE}|{_CLASS})|\$")
 
-MAX_SQUARED_BYTES = 2**27
+_MAX_SQUARED_BYTES = 2**27
 """Limit of the squared lengths of all tokens, 50 times those of GPT-2; their merges take 3 s."""
-TokenRanks = Mapping[bytes, int]
+_TokenRanks = Mapping[bytes, int]
 
 
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -92,13 +92,15 @@ def token_ranks(vocabulary: Mapping[str, int]) -> dict[bytes, int]:
     return {_bytes(text): i for text, i in sorted(vocabulary.items(), key=lambda item: item[1])}
 
 
-def merges_of(ranks: TokenRanks) -> dict[bytes, tuple[bytes, bytes]]:
+def merges_of(ranks: _TokenRanks) -> dict[bytes, tuple[bytes, bytes]]:
     """Return token -> the last pair merged when its bytes are merged, in order of rank.
 
     Single bytes are omitted, and tokens that merging does not produce. Raises DataError if it takes too long.
     """
-    if (squares := sum(len(token) ** 2 for token in ranks)) > MAX_SQUARED_BYTES:
-        raise _Unsupported(f"squared lengths of tokens sum to {squares}, above {MAX_SQUARED_BYTES}")
+    if (squares := sum(len(token) ** 2 for token in ranks)) > _MAX_SQUARED_BYTES:
+        raise _Unsupported(
+            f"squared lengths of tokens sum to {squares}, above {_MAX_SQUARED_BYTES}"
+        )
     last_merges, none = {}, max(ranks.values(), default=0) + 1
     for token in sorted(ranks, key=ranks.__getitem__):
         symbols = [token[i : i + 1] for i in range(len(token))]
@@ -119,7 +121,7 @@ def hf_tokenizer_files(encoding: tiktoken.Encoding, seq_len: int) -> dict[str, s
 
     One difference remains: only `tokenizers` recognizes special tokens in a text.
     """
-    ranks: TokenRanks = encoding._mergeable_ranks
+    ranks: _TokenRanks = encoding._mergeable_ranks
     special: Mapping[str, int] = encoding._special_tokens
     merges = merges_of(ranks)
     vocabulary = {printable(token): rank for token, rank in ranks.items()} | dict(special)
@@ -202,7 +204,7 @@ def _check_dialects(pattern: str) -> None:
 def with_last_id(encoding: tiktoken.Encoding, last_id: int) -> tiktoken.Encoding:
     """Add a special token as the last id, for an embedding with more rows; ids between have no text."""
     special = {**encoding._special_tokens, f"<|unused_{last_id}|>": last_id}
-    return make_encoding(IMPORTED, encoding._pat_str, encoding._mergeable_ranks, special)
+    return make_encoding(_IMPORTED, encoding._pat_str, encoding._mergeable_ranks, special)
 
 
 def open_tokenizer(name: str, log: Log) -> tiktoken.Encoding:
@@ -345,15 +347,15 @@ def _exported_name(directory: Location) -> tuple[str, str] | None:
     return None if entry is None else (str(entry["name"]), str(entry["pattern"]))
 
 
-def _recognized_name(ranks: TokenRanks, pattern: str | None) -> tuple[str, str]:
+def _recognized_name(ranks: _TokenRanks, pattern: str | None) -> tuple[str, str]:
     """Return name and pattern; the name must be exact, since a dataset's vocab_hash contains it."""
     if pattern is None:
         by_bytes = load_tokenizer("bytes")
-        name = by_bytes.name if ranks == by_bytes._mergeable_ranks else IMPORTED
+        name = by_bytes.name if ranks == by_bytes._mergeable_ranks else _IMPORTED
         return name, by_bytes._pat_str
     lines = "".join(f"{token.hex()}\n" for token in sorted(ranks, key=ranks.__getitem__))
-    if pattern == GPT2_PATTERN and hashlib.sha256(lines.encode()).hexdigest() == GPT2_RANKS_SHA256:
+    if pattern == GPT2_PATTERN and hashlib.sha256(lines.encode()).hexdigest() == _GPT2_RANKS_SHA256:
         return "gpt2", pattern
     if pattern != GPT2_PATTERN:
         _check_dialects(pattern)
-    return IMPORTED, pattern
+    return _IMPORTED, pattern

@@ -41,17 +41,15 @@ from raytrain_gpt.errors import DataError, reason
 from raytrain_gpt.format import Log, amount, count, duration
 from raytrain_gpt.ingest.hf_tokenizer import open_tokenizer
 from raytrain_gpt.ingest.train_tokenizer import new_vocab_size, train_on_plan
-from raytrain_gpt.redact import redacted
 from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
 from raytrain_gpt.storage.location import Location, LocationLike
-from raytrain_gpt.storage.web_files import without_query
 
 PROGRESS_EVERY_S = 2.0
 SMALL_BYTES = 50_000_000
 """Text that one process tokenizes in seconds; a cluster takes ten to start and stop."""
 
 Row = dict[str, Any]
-Mapper = Callable[[Callable[[Row], Row], list[Row]], Iterable[Row]]
+_Mapper = Callable[[Callable[[Row], Row], list[Row]], Iterable[Row]]
 """`map`, or its equivalent on a cluster, in any order."""
 
 
@@ -69,8 +67,8 @@ def prepare(
     An interrupted preparation, or a dataset that lost files, is completed.
 
     Args:
-        sources: Files, directories or globs, local, in an object store or on the HF hub; web
-            addresses of files; or `stdlib`.
+        sources: Files, directories or globs, local, in an object store or on the HF hub; or
+            `stdlib`.
         directory: The dataset; every task needs write access to it.
         tokenizer: `bpe:VOCAB_SIZE` to train one on the training documents, or as in `open_tokenizer`.
         in_process: Run without Ray, which is the default below SMALL_BYTES of text unless RAY_ADDRESS
@@ -92,9 +90,9 @@ def prepare(
         if manifest is not None:
             log(f"{directory} is already prepared")
             return manifest
-        source: dict[str, Any] = {"sources": [redacted(without_query(name)) for name in sources]}
+        source: dict[str, Any] = {"sources": list(sources)}
         if options.val:
-            source["val"] = redacted(without_query(options.val))
+            source["val"] = options.val
         with cluster:  # after all checks: it takes ten seconds or more to start
             results = _run_tasks(directory, plan, options.max_bad_documents, run, log)
         return finish(directory, plan, results, source, options.max_bad_documents, log)
@@ -115,7 +113,7 @@ def _plan_and_tokenizer(
 
 
 def _run_tasks(
-    directory: Location, plan: Plan, max_bad: int, run: Mapper, log: Log
+    directory: Location, plan: Plan, max_bad: int, run: _Mapper, log: Log
 ) -> list[dict[str, Any]]:
     """Run all tasks and log their progress."""
     rows: list[Row] = [{"task": task} for task in range(len(plan.tasks))]
@@ -143,7 +141,7 @@ def _run_tasks(
     return results
 
 
-def _on_ray(log: Log) -> tuple[Mapper, AbstractContextManager[object]]:
+def _on_ray(log: Log) -> tuple[_Mapper, AbstractContextManager[object]]:
     """Ray Data's `map`, which yields results as they finish, and a cluster for it."""
     import ray.data  # here: takes a second, and sets up a logger that `connected` silences
 

@@ -31,11 +31,11 @@ from raytrain_gpt.data.order import BatchRanges, Ids, batches_to_read, sequence_
 from raytrain_gpt.data.shards import Split
 from raytrain_gpt.data.tokenizer import Tokens
 
-MIN_READERS = 2
-RANKS_PER_READER = 16
+_MIN_READERS = 2
+_RANKS_PER_READER = 16
 """Ranks per chunk read concurrently. A reading task takes a CPU while it runs, and twice its windows
 (128 MiB of 2^26 uint16 each) in memory: its copy and the object store's."""
-RANKS_PER_WINDOW = 32
+_RANKS_PER_WINDOW = 32
 """Ranks per window of a row: one process of Ray Data deals all rows, and a larger row costs it no more."""
 
 
@@ -46,7 +46,6 @@ class IngestSpec:
     Attributes:
         micro_batch_sequences: Sequences per rank and forward pass in validation.
         eval_tokens: Maximum number of validation tokens.
-        cache_bytes: Size limit of every node's disk cache for object stores.
         first_batch: Global batch to start with, unless it is skipped.
         skipped: Ranges of skipped global batches, (first, stop).
     """
@@ -58,7 +57,6 @@ class IngestSpec:
     micro_batch_sequences: int
     seed: int
     eval_tokens: int
-    cache_bytes: int
     first_batch: int = 0
     skipped: BatchRanges = ()
 
@@ -74,7 +72,6 @@ class IngestSpec:
             micro_batch_sequences=config.train.micro_batch_sequences,
             seed=config.train.seed,
             eval_tokens=config.eval.eval_tokens,
-            cache_bytes=round(config.data.data_cache_gb * 1e9),
         )
 
     def order(self) -> BatchOrder:
@@ -176,7 +173,7 @@ def planned_reads(spec: IngestSpec, num_batches: int) -> list[ReadRange]:
 
 
 def windows_per_row(world_size: int) -> int:
-    return max(1, world_size // RANKS_PER_WINDOW)
+    return max(1, world_size // _RANKS_PER_WINDOW)
 
 
 def joined(chunks: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
@@ -203,7 +200,7 @@ def ingest_dataset(spec: IngestSpec, num_batches: int) -> ray.data.Dataset:
 
 
 def num_readers(world_size: int) -> int:
-    return max(MIN_READERS, world_size // RANKS_PER_READER)
+    return max(_MIN_READERS, world_size // _RANKS_PER_READER)
 
 
 def _read_chunk(table: pa.Table, spec: IngestSpec) -> pa.Table:
@@ -221,9 +218,7 @@ def read_chunk(spec: IngestSpec, read: ReadRange, ranks: range) -> RankChunk:
     share = size // spec.world_size
     # (rank, batch, sequence)
     by_rank = ids.reshape(num_batches, spec.world_size, share).swapaxes(0, 1)[ranks]
-    tokens, delivered = spec.data.read(
-        read.split, spec.seq_len, by_rank.reshape(-1), spec.cache_bytes
-    )
+    tokens, delivered = spec.data.read(read.split, spec.seq_len, by_rank.reshape(-1))
     return RankChunk(
         split=read.split,
         ranks=ranks,
@@ -238,10 +233,10 @@ def chunks_in_process(spec: IngestSpec, num_batches: int, rank: int) -> Iterator
     """Read the chunks of a rank ahead in threads of this process, in the order of the Ray dataset."""
     ahead: deque[Future[RankChunk]] = deque()
     ranks = range(rank, rank + 1)
-    with ThreadPoolExecutor(MIN_READERS, "reader") as readers:
+    with ThreadPoolExecutor(_MIN_READERS, "reader") as readers:
         for read in planned_reads(spec, num_batches):
             ahead.append(readers.submit(read_chunk, spec, read, ranks))
-            if len(ahead) > MIN_READERS:
+            if len(ahead) > _MIN_READERS:
                 yield ahead.popleft().result()
         while ahead:
             yield ahead.popleft().result()

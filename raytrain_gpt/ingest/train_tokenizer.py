@@ -29,9 +29,9 @@ from raytrain_gpt.errors import DataError
 from raytrain_gpt.format import Log, count, duration, size
 from raytrain_gpt.ingest.hf_tokenizer import GPT2_PATTERN, token_ranks
 
-PREFIX = "bpe:"
+_PREFIX = "bpe:"
 _MAX_VOCAB_SIZE = 1_000_000
-SAMPLE_BYTES = 100_000_000
+_SAMPLE_BYTES = 100_000_000
 """Text to train on, which takes seconds and bounds memory; more hardly changes 8,192 ids."""
 _LEAST_PIECE_BYTES = 2**23
 _MOST_TOKEN_BYTES = 64
@@ -45,9 +45,9 @@ _WORD = regex.compile(GPT2_PATTERN)
 
 def new_vocab_size(name: str) -> int | None:
     """Return the size in `bpe:VOCAB_SIZE`, or None for any other name; raises a DataError."""
-    if not name.startswith(PREFIX):
+    if not name.startswith(_PREFIX):
         return None
-    digits = name.removeprefix(PREFIX)
+    digits = name.removeprefix(_PREFIX)
     if not (re.fullmatch("[0-9]{1,7}", digits) and 257 < int(digits) <= _MAX_VOCAB_SIZE):
         raise DataError(
             f"tokenizer {name} needs a vocabulary size from 258 to {_MAX_VOCAB_SIZE}, as in bpe:8192"
@@ -58,7 +58,7 @@ def new_vocab_size(name: str) -> int | None:
 def train_on_plan(
     plan: Plan, vocab_size: int, options: PrepareOptions, log: Log
 ) -> tiktoken.Encoding:
-    """Train on SAMPLE_BYTES of a plan's training documents.
+    """Train on _SAMPLE_BYTES of a plan's training documents.
 
     Raises a DataError if their text is too little for `vocab_size`, or cannot be read.
     """
@@ -78,7 +78,7 @@ def train_on_plan(
     return encoding
 
 
-def sample(plan: Plan, options: PrepareOptions, max_bytes: int = SAMPLE_BYTES) -> Iterator[str]:
+def sample(plan: Plan, options: PrepareOptions, max_bytes: int = _SAMPLE_BYTES) -> Iterator[str]:
     """Yield the text of training documents, up to `max_bytes` of UTF-8 in all.
 
     Chunks of the sources are read in the order of a hash, each up to its share, or _LEAST_PIECE_BYTES. With
@@ -164,7 +164,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tiktoken.Encoding:
     ranks = token_ranks(tokenizer.get_vocab())
     if len(ranks) < vocab_size - 1:
         raise DataError(
-            f"the training text is enough for {len(ranks) + 1} ids, not for {PREFIX}{vocab_size}; use "
-            f"{PREFIX}{len(ranks) + 1}, or add text"
+            f"the training text is enough for {len(ranks) + 1} ids, not for {_PREFIX}{vocab_size}; use "
+            f"{_PREFIX}{len(ranks) + 1}, or add text"
         )
-    return make_encoding(f"{PREFIX}{vocab_size}", GPT2_PATTERN, ranks, {EOT: len(ranks)})
+    return make_encoding(f"{_PREFIX}{vocab_size}", GPT2_PATTERN, ranks, {EOT: len(ranks)})

@@ -1,1 +1,1 @@
-"""Where bytes are: disks, object stores, web servers and hubs behind one class, and who may write."""
+"""Where bytes are: disks, object stores and hubs behind one class, and who may write."""

@@ -8,6 +8,7 @@ for `retry_for_s`.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import secrets
@@ -22,20 +23,18 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from raytrain_gpt.errors import ClusterError, ConfigError
-from raytrain_gpt.format import preview
-from raytrain_gpt.parsing import regular
+from raytrain_gpt.format import preview, shell
 from raytrain_gpt.redact import HIDDEN, has_user_info
 from raytrain_gpt.storage.object_files import CHUNK_BYTES, RetriedHandler, RetriedReader
 from raytrain_gpt.storage.object_store import SCHEMES, SOURCE_SCHEMES, access_error
-from raytrain_gpt.storage.web_files import WEB_SCHEMES, check_address, without_query
 
 RETRY_FOR_S = 300.0
 COMMAND_RETRY_S = 20.0
 """Retry time of interactive commands, which can simply be run again."""
 UNFINISHED = ".unfinished"
-MAX_NAME_BYTES = 255
+_MAX_NAME_BYTES = 255
 """Longest path component that common file systems accept, in bytes."""
-ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Location:
 
     Attributes:
         url: An absolute local path, or `s3://bucket/key` or `gs://bucket/key` without a trailing slash; for
-            sources also `hf://datasets/owner/name/path` or a web address.
+            sources also `hf://datasets/owner/name/path`.
         retry_for_s: Retry time while the object store is unreachable, in seconds.
         endpoint: URL of an S3-compatible store or a hub, or None for the provider's default.
     """
@@ -84,23 +83,24 @@ class Location:
         if not parts:
             raise ConfigError(f"{text} has no bucket; use {scheme}://bucket/prefix")
         if endpoint is None and scheme == "s3":
-            endpoint = next(filter(None, map(os.environ.get, ENDPOINT_VARIABLES)), None)
+            endpoint = next(filter(None, map(os.environ.get, _ENDPOINT_VARIABLES)), None)
         return cls(f"{scheme}://{'/'.join(parts)}", retry_for_s, endpoint)
 
     @classmethod
     def of_source(cls, url: str) -> Location:
-        """Make a read-only location: in an object store, on the HF hub or on the web.
+        """Make a read-only location: in an object store or on the HF hub.
 
         HF_ENDPOINT is read here so that the value reaches processes without it. Raises a ConfigError for an
-        unknown scheme, or no bucket or dataset, and a DataError for an invalid web address.
+        unknown scheme, a web address, or no bucket or dataset.
         """
         scheme, _, rest = url.partition("://")
         if scheme in SCHEMES:
             return cls.of(url)
-        if scheme in WEB_SCHEMES:
-            check_address(url)
-            return cls(url)
         _check_user_info(url)
+        if scheme in ("http", "https"):
+            raise ConfigError(
+                f"source {url} is a web address; download it first: {shell('curl', '-LO', url)}"
+            )
         if scheme not in SOURCE_SCHEMES:
             schemes = ", ".join(f"{name}://" for name in SOURCE_SCHEMES)
             raise ConfigError(
@@ -124,8 +124,8 @@ class Location:
 
     @property
     def name(self) -> str:
-        """Last path component, without a web address's query."""
-        return without_query(self.url).rpartition("/")[2]
+        """Last path component."""
+        return self.url.rpartition("/")[2]
 
     @property
     def parent(self) -> Location:
@@ -140,7 +140,7 @@ class Location:
         return replace(self, url=f"{self.url.rstrip('/')}/{name.strip('/')}")
 
     def __str__(self) -> str:
-        return without_query(self.url)
+        return self.url
 
     @property
     def bucket(self) -> str:
@@ -192,10 +192,6 @@ class Location:
         """Modification time of a file in Unix seconds; raises FileNotFoundError."""
         return float(self._file_info().mtime_ns / 1e9)
 
-    def has_ranges(self) -> bool:
-        """Whether byte ranges of a file can be read, which some web servers refuse."""
-        return self._scheme not in WEB_SCHEMES or self._handler.has_ranges(self._key)
-
     def pinned(self) -> Location:
         """Pin a hub location to the current commit, or raise a DataError; others are unchanged."""
         if self._scheme != "hf":
@@ -229,7 +225,7 @@ class Location:
     def open(self) -> pa.NativeFile:
         """Open a file for random access; raises FileNotFoundError."""
         if self.is_local:
-            return pa.OSFile(str(regular(self.path)))
+            return pa.OSFile(str(_regular(self.path)))
         return pa.PythonFile(self.reader(), mode="r")
 
     def reader(self) -> RetriedReader:
@@ -243,7 +239,7 @@ class Location:
     def read_bytes(self) -> bytes:
         """Read a file; raises FileNotFoundError."""
         if self.is_local:
-            return regular(self.path).read_bytes()
+            return _regular(self.path).read_bytes()
         with self.open() as file:
             return bytes(file.read())
 
@@ -340,6 +336,13 @@ def unfinished_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
 
 
+def _regular(path: Path) -> Path:
+    """Return the path unless it is a pipe or device, which may block: raises OSError."""
+    if path.is_fifo() or path.is_char_device() or path.is_block_device() or path.is_socket():
+        raise OSError(errno.EINVAL, "Not a regular file, but a pipe or device", str(path))
+    return path
+
+
 def force_to_disk(path: Path) -> None:
     """Sync a file's content, or a directory's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -365,10 +368,10 @@ def cache_directory() -> Path:
 def _check_names(path: str) -> None:
     for name in path.split("/"):
         content = name.encode("utf-8", "replace")
-        if len(content) > MAX_NAME_BYTES or "\0" in name or content.decode() != name:
+        if len(content) > _MAX_NAME_BYTES or "\0" in name or content.decode() != name:
             raise ConfigError(
                 f"invalid name {preview(name, 40)} in a path: it has {len(content)} bytes (at most "
-                f"{MAX_NAME_BYTES}), is not UTF-8 or contains a zero byte; use a different name"
+                f"{_MAX_NAME_BYTES}), is not UTF-8 or contains a zero byte; use a different name"
             )
 
 

@@ -17,13 +17,14 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from raytrain_gpt.errors import RaytrainGptError
+from raytrain_gpt.storage.hub_files import pinned_path
 from raytrain_gpt.storage.object_store import filesystem_for, retried
 
 T = TypeVar("T")
 
 CHUNK_BYTES = 2**23
 """Chunk size of downloads and of hashing."""
-DOWNLOAD_THREADS = 4
+_DOWNLOAD_THREADS = 4
 UPLOAD_BYTES = 2**26
 """Chunk size in which an upload is copied into memory."""
 
@@ -151,11 +152,8 @@ class RetriedHandler(pafs.FileSystemHandler):  # type: ignore[misc]
     def copy_file(self, src: str, dest: str) -> None:
         self._retried(lambda: self.store.copy_file(src, dest), "copy", src)
 
-    def has_ranges(self, path: str) -> bool:
-        return self._retried(lambda: bool(self.store.has_ranges(path)), "read", path)
-
     def pinned(self, path: str) -> str:
-        return self._retried(lambda: str(self.store.pinned(path)), "read", path)
+        return self._retried(lambda: pinned_path(path, self.endpoint), "read", path)
 
     def reader(self, path: str) -> RetriedReader:
         source = self._retried(lambda: self.store.open_input_file(path), "read", path)
@@ -210,6 +208,6 @@ class RetriedHandler(pafs.FileSystemHandler):  # type: ignore[misc]
                 file.seek(offset)
                 file.write(source.read_at(CHUNK_BYTES, offset))
 
-        with ThreadPoolExecutor(DOWNLOAD_THREADS) as threads:
+        with ThreadPoolExecutor(_DOWNLOAD_THREADS) as threads:
             list(threads.map(copy, range(0, source.size(), CHUNK_BYTES)))
         source.close()

@@ -22,16 +22,15 @@ import pyarrow.fs as pafs
 
 from raytrain_gpt.errors import ClusterError, StorageError, reason
 from raytrain_gpt.redact import redacted
-from raytrain_gpt.storage.hub_files import HubFiles
-from raytrain_gpt.storage.web_files import WEB_SCHEMES, UnreachableError, WebFiles, without_query
+from raytrain_gpt.storage.hub_files import hub_files, is_outage
 
 T = TypeVar("T")
 
 SCHEMES = ("s3", "gs")
 """Readable and writable stores."""
-SOURCE_SCHEMES = (*SCHEMES, "hf", *WEB_SCHEMES)
+SOURCE_SCHEMES = (*SCHEMES, "hf")
 """Schemes of text sources."""
-CONNECT_TIMEOUT_S = 5.0
+_CONNECT_TIMEOUT_S = 5.0
 REQUEST_TIMEOUT_S = 20.0
 """Seconds without a byte until a request fails."""
 FIRST_PAUSE_S = 0.2
@@ -51,13 +50,11 @@ _log = logging.getLogger(__name__)
 
 @lru_cache(maxsize=8)
 def filesystem_for(scheme: str, endpoint: str | None, retry_for_s: float) -> Any:
-    """Connect this process to a store, once: with pyarrow, or read-only."""
+    """Connect this process to a store, once; a hub is read only."""
     timeout_s = min(REQUEST_TIMEOUT_S, max(1.0, retry_for_s))
-    connect_s = min(CONNECT_TIMEOUT_S, timeout_s)
-    if scheme in WEB_SCHEMES:
-        return WebFiles(scheme, timeout_s)
+    connect_s = min(_CONNECT_TIMEOUT_S, timeout_s)
     if scheme == "hf":
-        return HubFiles(endpoint)
+        return hub_files(endpoint)
     where: dict[str, str] = {}
     if endpoint is not None:
         parts = urlsplit(endpoint if "://" in endpoint else f"https://{endpoint}")
@@ -84,19 +81,18 @@ def retried(operation: Callable[[], T], what: str, url: str, retry_for_s: float)
 
     Args:
         what: The operation's verb for messages: `read`, `write`.
-        url: For messages, without the query of a web address.
+        url: For messages.
 
     Raises:
         ClusterError: the store refuses access, or the bucket does not exist.
         StorageError: the store was unreachable for longer.
     """
-    url = without_query(url)
     first_failure: float | None = None
     pause_s = FIRST_PAUSE_S
     while True:
         try:
             return operation()
-        except OSError as error:
+        except Exception as error:
             if not _is_transient(error, url):
                 raise
             now = time.monotonic()
@@ -116,12 +112,12 @@ def retried(operation: Callable[[], T], what: str, url: str, retry_for_s: float)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
-def _is_transient(error: OSError, url: str) -> bool:
+def _is_transient(error: Exception, url: str) -> bool:
     """Whether a retry may help; raises a ClusterError if access was refused."""
-    if isinstance(error, UnreachableError):
-        return True
+    if url.startswith("hf://"):
+        return is_outage(error, url)
     # An errno comes from the local disk, or means that there is no such file.
-    if error.errno is not None:
+    if not isinstance(error, OSError) or error.errno is not None:
         return False
     if refused := _ACCESS.search(str(error)):
         raise access_error(url, refused[0]) from None

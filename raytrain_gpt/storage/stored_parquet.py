@@ -17,7 +17,7 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.storage.object_files import RetriedReader
 
 
-class StoredShard:
+class _StoredShard:
     def __init__(self, path: Location) -> None:
         self._path = path
         self._opening = threading.Lock()
@@ -48,6 +48,6 @@ class StoredShard:
 
 
 @lru_cache(maxsize=2**14)
-def stored_shard(path: Location, _sha256: str) -> StoredShard:
+def stored_shard(path: Location, _sha256: str) -> _StoredShard:
     """The shard at a path; the hash distinguishes contents stored there at different times."""
-    return StoredShard(path)
+    return _StoredShard(path)

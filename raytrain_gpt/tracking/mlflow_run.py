@@ -31,10 +31,10 @@ from raytrain_gpt.tracking.trackers import End, TrackedRun, TrackerQueue, plotta
 SQLITE = "sqlite:///"
 OFF = "MLflow is off: its SQLite file cannot be in an object store; set mlflow_uri"
 TRACKING_FILE = "mlflow.json"
-IDENTITY_TAG = "raytrain_gpt_run"
-EVENTS_TAG = "raytrain_gpt_events_until"
-REDONE_TAG = "raytrain_gpt_redone_from"
-EXPORT_DIR = "exported"
+_IDENTITY_TAG = "raytrain_gpt_run"
+_EVENTS_TAG = "raytrain_gpt_events_until"
+_REDONE_TAG = "raytrain_gpt_redone_from"
+_EXPORT_DIR = "exported"
 """Artifact directory of the last exported model."""
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
 _SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file", "databricks")
@@ -103,10 +103,8 @@ class MLflowRun:
             (directory / TRACKING_FILE).remove()
             run = None
         if run is None:
-            tags = {**tags, IDENTITY_TAG: _identity(directory, uri)}
+            tags = {**tags, _IDENTITY_TAG: _identity(directory, uri)}
             run = self.client.create_run(experiment_id, tags=tags, run_name=directory.name)
-        if config.tracking.mlflow_uri == "auto":
-            _check_artifacts(uri, run)
         self.run_id: str = run.info.run_id
         self.tags: dict[str, str] = run.data.tags
         record = {**read_tracking(directory), "experiment_id": experiment_id, "run_id": self.run_id}
@@ -141,12 +139,12 @@ class MLflow(MLflowRun):
         self._delivered = Delivered(
             step=max(self._steps("train/loss"), default=0),
             evaluated=frozenset(self._steps("val/loss")),
-            event_s=float(self.tags.get(EVENTS_TAG, 0.0)),
+            event_s=float(self.tags.get(_EVENTS_TAG, 0.0)),
         )
         # A rollback repeats steps with different batches; the later point counts.
-        if redone_from := self.tags.get(REDONE_TAG):
+        if redone_from := self.tags.get(_REDONE_TAG):
             self._delivered = self._delivered.until(int(redone_from))
-            self.client.set_tag(self.run_id, REDONE_TAG, "")
+            self.client.set_tag(self.run_id, _REDONE_TAG, "")
 
     def _steps(self, key: str) -> list[int]:
         return [metric.step for metric in self.client.get_metric_history(self.run_id, key)]
@@ -158,7 +156,7 @@ class MLflow(MLflowRun):
         new, after = self._delivered.take(rows, self._run.step)
         for row in new:
             if row.get("event") == "rollback":
-                self.client.set_tag(self.run_id, REDONE_TAG, str(row["to_step"]))
+                self.client.set_tag(self.run_id, _REDONE_TAG, str(row["to_step"]))
         metrics = [
             Metric(key, value, now_ms, row["step"])
             for row in new
@@ -167,7 +165,7 @@ class MLflow(MLflowRun):
         for start in range(0, len(metrics), _BATCH_POINTS):
             self.client.log_batch(self.run_id, metrics=metrics[start : start + _BATCH_POINTS])
         if after.event_s > self._delivered.event_s:
-            self.client.set_tag(self.run_id, EVENTS_TAG, repr(after.event_s))
+            self.client.set_tag(self.run_id, _EVENTS_TAG, repr(after.event_s))
         self._delivered = after
 
     def text(self, step: int, name: str, text: str) -> None:
@@ -229,8 +227,7 @@ def track_export(run_dir: Location, experiment: str, directory: Path, log: Log) 
         if not (record := read_tracking(run_dir)):
             return
         uri = record["uri"]
-        is_chosen = uri == os.environ.get(URI_VARIABLE)
-        if not is_chosen and not _is_beside(uri, run_dir):
+        if uri != os.environ.get(URI_VARIABLE) and not _is_beside(uri, run_dir):
             log(
                 f"not logging the export to MLflow at {uri}, which only the run's files name; set "
                 f"{URI_VARIABLE} to log it there"
@@ -242,13 +239,11 @@ def track_export(run_dir: Location, experiment: str, directory: Path, log: Log) 
         if run is None:
             log(f"MLflow at {uri} has no run of {run_dir.name}; not logging the export")
             return
-        if not is_chosen:
-            _check_artifacts(uri, run)
-        client.log_artifacts(run.info.run_id, str(directory), EXPORT_DIR)
+        client.log_artifacts(run.info.run_id, str(directory), _EXPORT_DIR)
     except Exception as error:  # the export is complete in any case
         log(f"cannot log the export to MLflow: {error}")
         return
-    log(f"mlflow      artifacts/{EXPORT_DIR} of run {run_dir.name}")
+    log(f"mlflow      artifacts/{_EXPORT_DIR} of run {run_dir.name}")
 
 
 def _is_beside(uri: str, directory: Location) -> bool:
@@ -256,18 +251,6 @@ def _is_beside(uri: str, directory: Location) -> bool:
     database = Path(uri.removeprefix(SQLITE))
     in_storage = directory.is_local and database.parent in directory.path.parents
     return uri.startswith(SQLITE) and database.name == _DATABASE and in_storage
-
-
-def _check_artifacts(uri: str, run: Any) -> None:
-    """Raise a ConfigError if a database, perhaps a downloaded one, has artifacts outside its directory."""
-    expected = Path(uri.removeprefix(SQLITE)).parent.resolve() / _ARTIFACTS
-    artifacts = Path(run.info.artifact_uri)
-    inside = artifacts.resolve().is_relative_to(expected)
-    if not inside or any(path.is_symlink() for path in artifacts.rglob("*")):
-        raise ConfigError(
-            f"{uri} puts artifacts into {run.info.artifact_uri}, which is not in {expected}; set mlflow_uri "
-            f"and {URI_VARIABLE} to {uri} if that is intended, or mlflow_uri to null"
-        )
 
 
 def mark_killed(directory: Location, config: Config) -> None:
@@ -331,5 +314,7 @@ def _identity(directory: Location, uri: str) -> str:
 
 
 def _find(client: Any, experiment_id: str, identity: str) -> Any:
-    runs = client.search_runs([experiment_id], f"tags.{IDENTITY_TAG} = '{identity}'", max_results=1)
+    runs = client.search_runs(
+        [experiment_id], f"tags.{_IDENTITY_TAG} = '{identity}'", max_results=1
+    )
     return runs[0] if runs else None

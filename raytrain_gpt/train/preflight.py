@@ -27,7 +27,7 @@ from raytrain_gpt.errors import CheckpointError, ClusterError, ConfigError
 from raytrain_gpt.evaluate.hellaswag import DOWNLOAD
 from raytrain_gpt.format import Log, count, size
 from raytrain_gpt.ingest.prepare import prepare
-from raytrain_gpt.storage.location import Location, cache_directory, is_url
+from raytrain_gpt.storage.location import Location, is_url
 from raytrain_gpt.tracking.configured import absolute_stores, check_packages, tracker_warnings
 
 DEFAULT_TOKENIZER = "bytes"
@@ -63,7 +63,6 @@ def check_data(config: Config, data: Mixture) -> None:
     """Compare the shards with their manifest, and the batch with the data.
 
     Raises:
-        ConfigError: there is no cache directory.
         DataError: a shard is missing or damaged, the data is too small, or the tokenizer differs.
     """
     shards = [shard for dataset in data.datasets for shard in dataset.manifest.shards]
@@ -73,8 +72,6 @@ def check_data(config: Config, data: Mixture) -> None:
         check_shards(dataset.directory, dataset.manifest, content)
     order_of(config, data)
     check_val_split(data, config.data.seq_len)
-    if config.data.data_cache_gb:
-        cache_directory()
 
 
 def warnings(config: Config) -> list[str]:

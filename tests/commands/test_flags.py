@@ -136,7 +136,6 @@ def test_the_name_of_a_run_is_its_directory_in_runs(
 ACTIONS = {
     ("data", "show"): {"--json"},
     ("data", "verify"): {"--json"},
-    ("data", "stats"): {"--json", "--png", "--compare", "--preset"},
     ("data", "at"): {
         "--json",
         "--data",

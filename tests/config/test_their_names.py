@@ -5,12 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 import raytrain_gpt
 from raytrain_gpt.config.schema import FIELDS
 from raytrain_gpt.config.wording import THEIR_NAMES, suggestion
-from tests.conftest import RunCli
 
 PAGE = Path(raytrain_gpt.__file__).parents[1] / "docs" / "configuration.md"
 NO_FLAGS = {"GPT2Config", "run_clm", "import", "py"}
@@ -43,21 +40,3 @@ def test_every_name_leads_to_a_field() -> None:
         assert name not in FIELDS
         assert FIELDS.keys() >= {*ours.split()}
         assert suggestion(name, FIELDS) == f"; did you mean {' and '.join(ours.split())}?"
-
-
-@pytest.mark.parametrize(
-    ("flag", "words"),
-    [
-        ("--lr", "did you mean peak_lr?"),
-        ("--learning-rate", "did you mean peak_lr?"),
-        ("--batch_size", "did you mean micro_batch_sequences?"),
-        ("--epochs", "did you mean max_steps?"),
-        ("--n_layer", "did you mean num_layers?"),
-        ("--out_dir", "did you mean storage_path and run_name?"),
-    ],
-)
-def test_a_flag_of_theirs_is_answered_with_ours(flag: str, words: str, run_cli: RunCli) -> None:
-    errors = run_cli.refuses("train", flag, "3")
-    assert words in errors
-    _, _, errors = run_cli("prepare", flag, "3", "--out", "x")
-    assert words not in errors

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from pydantic import BaseModel
 
-from raytrain_gpt.commands.data import PrepareFlags
-from raytrain_gpt.commands.inference import ImportOptions, SampleOptions
-from raytrain_gpt.commands.train import EstimateFlags, TuneOptions
-from raytrain_gpt.config.call_options import Options
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.schema import FIELDS, parse_config
 from raytrain_gpt.config.wording import MAX_SHOWN, suggestion
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.serve.serve_options import ServeOptions
-from raytrain_gpt.sweep.spec import Asha, Base, Pbt, Sweep, load_sweep
 from tests.conftest import raises_line
 
 WRONG: list[Any] = [
@@ -64,74 +55,6 @@ def test_a_configuration_of_the_wrong_form_is_refused_in_plain_words(value: Any)
     key = value if isinstance(value, str | int | float | bytes | None) else "x"
     for tree in ({"model": value}, {key: {}}, {"model": {key: 1}}):
         check_plain(message(lambda tree=tree: parse_config(tree, "a.yaml")))
-
-
-SWEEP: dict[str, Any] = {
-    "base": {"preset": "quickstart"},
-    "space": {"peak_lr": {"grid": [1e-3, 1e-4]}},
-    "budget_tokens": 8192,
-    "report_every_tokens": 4096,
-}
-OF_MODEL: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
-    "": (Sweep, SWEEP),
-    "base": (Base, {}),
-    "scheduler": (Asha, {"kind": "asha", "grace_tokens": 4096}),
-    "scheduler ": (
-        Pbt,
-        {"kind": "pbt", "perturb_every_tokens": 4096, "mutate": ["peak_lr"]},
-    ),
-}
-
-
-@pytest.mark.parametrize("section", OF_MODEL)
-def test_every_wrong_value_of_a_sweep_file_is_refused_in_plain_words(
-    section: str, tmp_path: Path
-) -> None:
-    kind, good = OF_MODEL[section]
-    file = tmp_path / "s.yaml"
-    for name in kind.model_fields:
-        for value in WRONG:
-            if isinstance(value, bytes) or value in ("\ud800", 10**30, "9" * 5000):
-                continue  # not in YAML, or rejected by its reader
-            own = {**good, name: value}
-            file.write_text(
-                yaml.safe_dump(own if kind is Sweep else {**SWEEP, section.strip(): own})
-            )
-            check_plain(message(lambda: load_sweep(file, {})).replace(str(file), ""))
-
-
-@pytest.mark.parametrize("where", ["overrides", "space"])
-@pytest.mark.parametrize("name", ["peak_lr", "num_layers", "use_gpu", "num_workers", "run_name"])
-def test_every_wrong_value_of_a_swept_field_is_refused_in_plain_words(
-    where: str, name: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "s.yaml"
-    for value in WRONG:
-        if not isinstance(value, bytes) and value not in ("\ud800", 10**30, "9" * 5000):
-            for own in (value, {"grid": [value]}, {"uniform": [value, 1]}):
-                file.write_text(yaml.safe_dump({**SWEEP, where: {name: own}}))
-                check_plain(message(lambda: load_sweep(file, {})).replace(str(file), ""))
-
-
-@pytest.mark.parametrize(
-    ("kind", "needed"),
-    [
-        (PrepareFlags, {"sources": ["a"], "out": "b"}),
-        (SampleOptions, {"checkpoint": "a"}),
-        (ImportOptions, {"source": "a", "out": "b"}),
-        (EstimateFlags, {}),
-        (TuneOptions, {"file": "a"}),
-        (ServeOptions, {}),
-    ],
-)
-def test_every_wrong_value_of_an_option_is_refused_in_plain_words(
-    kind: type[Options], needed: dict[str, Any]
-) -> None:
-    for name, field in kind.model_fields.items():
-        for value in WRONG:
-            if not (name == "checkpoint" and isinstance(value, str)):
-                given = {**needed, field.alias or name: value}
-                check_plain(message(lambda given=given: kind(**given)))
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,6 @@ from raytrain_gpt.data.tokenizer import (
 )
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import LocationLike
-from raytrain_gpt.storage.web_files import without_query
 
 TEXTS = {
     "ascii": "The quick brown fox.\n\tJumps!\r\n",
@@ -188,4 +187,4 @@ def prepare_here(
             hash_task(directory, plan, task, max_bad)
         left_out = [*find_duplicates([task_file(directory, task, ".hashes") for task in tasks])]
     results = [run_task(directory, plan, task, max_bad, left_out[task]) for task in tasks]
-    return finish(directory, plan, results, {"sources": [*map(without_query, sources)]}, max_bad)
+    return finish(directory, plan, results, {"sources": sources}, max_bad)

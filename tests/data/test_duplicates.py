@@ -54,15 +54,6 @@ def test_of_equal_documents_the_first_in_source_order_stays(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("small_tasks")
-def test_the_splits_share_no_document(tmp_path: Path) -> None:
-    source, out = write_parquet(tmp_path / "a.parquet", TEXTS, rows=20), tmp_path / "out"
-    for dedupe in ("none", "exact"):
-        made = prepare_here([source], out / dedupe, "bytes", val_fraction=0.3, dedupe=dedupe)
-        train, val = (documents(out / dedupe, made, split) for split in ("train", "val"))
-        assert bool(set(train) & set(val)) is (dedupe == "none")
-
-
-@pytest.mark.usefixtures("small_tasks")
 def test_tasks_may_run_in_any_order_and_be_cut_off(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     whole = prepare_here([source], tmp_path / "whole", "bytes", val_tokens=60, dedupe="exact")
@@ -88,13 +79,6 @@ def test_what_differs_in_a_byte_stays(tmp_path: Path) -> None:
     made = prepare_here([source], out, "bytes", val_tokens=1, dedupe="exact")
     found = documents(out, made, "val") + documents(out, made, "train")
     assert found == first_of_each(texts)
-
-
-def test_with_and_without_are_two_datasets(tmp_path: Path) -> None:
-    source, out = write_jsonl(tmp_path / "a.jsonl", TEXTS), tmp_path / "out"
-    assert "duplicates" not in prepare_here([source], out, "bytes").source
-    with raises_line(DataError, "another dataset"):
-        prepare_here([source], out, "bytes", dedupe="exact")
 
 
 def test_bad_documents_are_no_duplicates_of_each_other(tmp_path: Path) -> None:
@@ -150,22 +134,6 @@ def test_hashes_that_were_cut_off_are_written_again(tmp_path: Path) -> None:
     file.write_bytes(whole[:-5])
     assert hash_task(out, plan, 0) == count
     assert file.read_bytes() == whole
-
-
-def test_every_pass_is_told_if_there_are_more(tmp_path: Path) -> None:
-    file = Location.of(tmp_path / "hashes")
-    file.write_bytes(hash_texts(str(i) for i in range(10)))
-    lines: list[str] = []
-    find_duplicates([file], 10, lines.append)
-    assert lines == []
-    find_duplicates([file], 4, lines.append)
-    assert lines == [f"comparing 10 hashes: pass {i} of 3" for i in (1, 2, 3)]
-
-
-def test_token_ids_are_not_deduplicated(tmp_path: Path) -> None:
-    np.arange(200, dtype=np.uint16).tofile(tmp_path / "train.bin")
-    with raises_line(DataError, "train.bin", "dedupe"):
-        plan_of([str(tmp_path)], load_tokenizer("bytes"), dedupe="exact")
 
 
 def test_a_hash_is_blake2b_of_the_text() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.format import listed
 from raytrain_gpt.parsing import array_elements
-from tests.conftest import RunCli, raises_line
-from tests.data.shard_tools import prepare_here
+from tests.conftest import raises_line
 
 
 def read(file: Path, field: str = "text") -> list[Document]:
@@ -191,19 +189,3 @@ def test_an_element_has_a_limit() -> None:
     assert len(list(array_elements(io.StringIO(text), 2**22))) == 2
     with pytest.raises(ValueError, match="element 1 is cut off, too long"):
         list(array_elements(io.StringIO(text), 2**20))
-
-
-def test_prepare_takes_an_array_and_a_field_inside_fields(run_cli: RunCli, tmp_path: Path) -> None:
-    content = [{"meta": {"text": f"document {i}"}} for i in range(200)]
-    (tmp_path / "a.json").write_text(json.dumps(content))
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps(one) + "\n" for one in content))
-    argv = ("prepare", tmp_path / "a.json", "--out", tmp_path / "data")
-    errors = run_cli.refuses(*argv)
-    assert "no field text; fields with text: meta.text; fix it, set --text_field" in errors
-    shown = run_cli.succeeds(*argv, "--text-field", "meta.text")
-    lines = prepare_here(
-        [str(tmp_path / "b.jsonl")], tmp_path / "b", "bytes", text_field="meta.text"
-    )
-    total = sum(shard.documents for shard in lines.shards)
-    assert total == 200
-    assert sum(int(n) for n in re.findall(r"in (\d+) documents", shown)) == total

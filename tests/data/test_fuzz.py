@@ -10,24 +10,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raytrain_gpt.data.describe import describe_dataset
 from raytrain_gpt.data.mixture import check_val_split, read_mixture
-from raytrain_gpt.data.preparation import start
 from raytrain_gpt.data.shards import MANIFEST_FILE, read_manifest
-from raytrain_gpt.data.stats import count_dataset
-from raytrain_gpt.data.tokenize import run_task
 from raytrain_gpt.data.tokenizer import (
     TOKENIZER_FILE,
     encode_document,
-    load_tokenizer,
     read_tokenizer,
 )
 from raytrain_gpt.data.verify import check_shards, check_tokenizer
 from raytrain_gpt.storage.location import Location
-from tests.data.shard_tools import plan_of, prepare_here, write_dataset, write_jsonl
+from tests.data.shard_tools import write_dataset
 from tests.fuzz import Damage, bounded_work, damage_file, damages, works_or_says_why
 
 pytestmark = pytest.mark.slow
@@ -82,18 +78,3 @@ def test_a_damaged_dataset_is_read_or_refused(
     works_or_says_why(verify)
     works_or_says_why(lambda: encode_document(read_tokenizer(place), "Hello, é 日本"))
     works_or_says_why(lambda: describe_dataset(place, read_manifest(place), lambda line: None))
-    works_or_says_why(lambda: count_dataset(place, read_manifest(place), lambda done, total: None))
-
-
-@settings(max_examples=max(settings().max_examples // 4, 1))
-@given(damage=damages())
-def test_the_part_of_a_damaged_result_is_done_again(whole: Path, damage: Damage) -> None:
-    out, encoding = whole.parent / "out", load_tokenizer("bytes")
-    shutil.rmtree(out, ignore_errors=True)
-    source = write_jsonl(whole.parent / "a.jsonl", [f"document {i}" for i in range(300)])
-    plan = plan_of([source], encoding)
-    start(out, plan, encoding)
-    run_task(out, plan, 0)
-    note = out / "unfinished" / "00000.json"
-    damage_file(note, note.read_bytes(), damage)
-    works_or_says_why(lambda: prepare_here([source], out, "bytes"))

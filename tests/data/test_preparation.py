@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +46,7 @@ def times(out: Path) -> dict[str, int]:
 def test_a_lost_shard_is_made_again_and_no_other(
     out: Path, whole: Manifest, source: str, damage: str
 ) -> None:
+    (out / "thesis.tex").write_text("years of work")
     before, written = files(out), times(out)
     DAMAGES[damage](out / SHARD)
     assert prepare_here([source], out, "bytes") == whole == read_manifest(out)
@@ -116,13 +116,6 @@ def test_a_dataset_that_is_being_mended_is_not_given_to_another_preparation(
     assert files(out) == left
 
 
-def test_mending_leaves_other_files_alone(out: Path, whole: Manifest, source: str) -> None:
-    (out / "thesis.tex").write_text("years of work")
-    (out / SHARD).unlink()
-    prepare_here([source], out, "bytes")
-    assert (out / "thesis.tex").read_text() == "years of work"
-
-
 def test_another_preparation_removes_only_files_of_the_one_before(
     tmp_path: Path, source: str
 ) -> None:
@@ -159,11 +152,10 @@ def test_changed_bytes_are_found_and_go_as_the_message_says(
     content = bytearray((out / SHARD).read_bytes())
     content[len(content) // 2] ^= 1
     (out / SHARD).write_bytes(content)
-    command = f"raytrain-gpt prepare {source} --out {out} --tokenizer bytes"
-    with raises_line(DataError, SHARD, "remove this file and repeat", command):
+    with raises_line(DataError, SHARD, "remove this file and repeat"):
         check_shards(out, whole, content=True)
     (out / SHARD).unlink()
-    with raises_line(DataError, f"{SHARD} is missing; repeat the command", command):
+    with raises_line(DataError, f"{SHARD} is missing; repeat the command"):
         check_shards(out, whole, content=True)
     prepare_here([source], out, "bytes")
     check_tokenizer(out, whole)
@@ -199,29 +191,23 @@ def test_a_damaged_manifest_says_what_to_remove(out: Path, whole: Manifest, sour
 
 
 @pytest.mark.fault("torn result of a preparation task", "task repeated")
-@pytest.mark.parametrize("content", [b"", b'{"task": 0, "docu', b"5", b'{"shards": []}', b"\xff"])
-def test_a_task_with_a_torn_result_is_done_again(
-    tmp_path: Path, source: str, content: bytes
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *(("unfinished/00001.json", c) for c in (b"", b'{"docu', b"5", b'{"shards": []}', b"\xff")),
+        *((SHARD, content) for content in (None, b"PAR1")),
+    ],
+)
+def test_a_task_with_a_torn_result_or_shard_is_done_again(
+    tmp_path: Path, source: str, name: str, content: bytes | None
 ) -> None:
-    whole = prepare_here([source], tmp_path / "whole", "bytes")
-    encoding, out = load_tokenizer("bytes"), tmp_path / "out"
-    plan = plan_of([source], encoding)
-    start(out, plan, encoding)
-    run_task(out, plan, 0)
-    (out / "unfinished" / "00000.json").write_bytes(content)
-    assert prepare_here([source], out, "bytes") == whole
-    assert files(out) == files(tmp_path / "whole")
-
-
-@pytest.mark.parametrize("damage", ["missing", "truncated"])
-def test_a_task_is_done_only_with_its_shards(tmp_path: Path, source: str, damage: str) -> None:
     whole = prepare_here([source], tmp_path / "whole", "bytes")
     encoding, out = load_tokenizer("bytes"), tmp_path / "out"
     plan = plan_of([source], encoding)
     start(out, plan, encoding)
     for task in range(3):
         run_task(out, plan, task)
-    assert json.loads((out / "unfinished" / "00001.json").read_text())["shards"]
-    DAMAGES[damage](out / SHARD)
+    assert (out / name).is_file()
+    (out / name).unlink() if content is None else (out / name).write_bytes(content)
     assert prepare_here([source], out, "bytes") == whole
     assert files(out) == files(tmp_path / "whole")

@@ -225,19 +225,6 @@ def test_prepare_shows_what_it_made_and_is_done_once(
     assert run_cli("data", "verify", out)[0] == 0
 
 
-def test_prepare_separates_stories(place: str, run_cli: RunCli, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("\n\n\n".join(f"story {i}\n\n." for i in range(150)))
-    out = tmp_path / "out"
-    command = ["prepare", tmp_path / "a.txt", "--out", out, "--document-separator"]
-    assert "document_separator is empty" in run_cli.refuses(*command, "")
-    shown = run_cli.succeeds(*command, "\n\n\n")
-    train, val = re.findall(r"tokens in (\d+) documents", shown)
-    assert int(train) + int(val) == 150
-    local = prepare_here([str(tmp_path / "a.txt")], tmp_path / "local", "bytes",
-                         document_separator="\n\n\n")  # fmt: skip
-    assert read_manifest(out) == local
-
-
 def test_a_full_disk_is_one_line_and_no_dataset(
     place: str, small_disk: Callable[[str], Path]
 ) -> None:

@@ -70,21 +70,3 @@ def test_what_was_done_before_counts_as_done_and_not_as_speed(plan: Plan, clock:
     assert lines[2:] == [
         "prepare done in 40s, 8 tasks before | 1.0k documents, 5/s | 10.0k tokens, 50/s"
     ]
-
-
-def test_lines_come_every_few_seconds_and_hashing_has_no_tokens(plan: Plan, clock: Clock) -> None:
-    lines: list[str] = []
-    progress = _Progress("hash", plan, set(), lines.append)
-    for task in range(10):
-        clock.now += 0.5
-        progress.add(task, documents=10)
-    assert lines == [
-        "hash  40% | 40 documents, 20/s | eta 3s",
-        "hash  80% | 80 documents, 20/s | eta 1s",
-    ]
-
-
-def test_no_time_at_all_is_no_division_by_zero(plan: Plan, clock: Clock) -> None:
-    lines: list[str] = []
-    _Progress("prepare", plan, set(range(10)), lines.append).end()
-    assert len(lines) == 1

@@ -22,14 +22,12 @@ import pytest
 
 from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.documents import read_documents
-from raytrain_gpt.data.order import Ids
 from raytrain_gpt.data.preparation import start
-from raytrain_gpt.data.reader import read_sequences
-from raytrain_gpt.data.shards import MANIFEST_FILE, read_manifest, read_row_group
+from raytrain_gpt.data.shards import read_manifest
 from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.data.tokenize import run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer
-from raytrain_gpt.data.verify import check_shard, check_shards, check_tokenizer
+from raytrain_gpt.data.verify import check_shard, check_tokenizer
 from raytrain_gpt.errors import ClusterError, ConfigError, DataError, StorageError
 from raytrain_gpt.storage import location, object_files, object_store
 from raytrain_gpt.storage.location import Location
@@ -39,7 +37,6 @@ from tests.data.shard_tools import (
     made_text,
     plan_of,
     prepare_here,
-    write_dataset,
     write_jsonl,
     write_parquet,
 )
@@ -519,21 +516,6 @@ def test_a_glob_finds_in_a_store_what_it_finds_on_a_disk(
     assert found(f"{remote}/{pattern}") == found(f"{tmp_path}/{pattern}")
 
 
-def test_pieces_of_a_stored_file_are_read_as_those_of_a_local_one(
-    remote: Location, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("raytrain_gpt.data.sources._JSONL_PIECE_BYTES", 97)
-    write_jsonl(tmp_path / "a.jsonl", [made_text(60, seed) for seed in range(30)])
-    (remote / "a.jsonl").upload(tmp_path / "a.jsonl")
-    local, stored = (
-        find_pieces([s], PrepareOptions(), print)
-        for s in (str(tmp_path / "a.jsonl"), f"{remote}/a.jsonl")
-    )
-    assert len(local) == len(stored) > 10
-    for ours, theirs in zip(stored, local, strict=True):
-        assert list(read_documents(ours, "text")) == list(read_documents(theirs, "text"))
-
-
 def test_a_missing_source_is_one_line(remote: Location) -> None:
     with raises_line(DataError, f"{remote}/none", "does not exist"):
         find_pieces([f"{remote}/none"], PrepareOptions(), print)
@@ -561,51 +543,3 @@ def test_an_interrupted_preparation_goes_on_in_a_store(remote: Location, tmp_pat
     other = plan_of([source], encoding, val_fraction=0.2)
     assert start(remote, other, encoding) is None
     assert remote.names() == ["tokenizer.json", "unfinished"]
-
-
-def test_a_stored_dataset_that_lost_a_shard_is_mended(remote: Location, tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", [made_text(1000, seed) for seed in range(200)])
-    whole = prepare_here([source], remote, "bytes")
-    names = remote.names()
-    (remote / whole.shards[0].path).remove()
-    assert prepare_here([source], remote, "bytes") == whole
-    assert remote.names() == names
-    check_shards(remote, whole, content=True)
-
-
-def all_ids(manifest_counts: Ids) -> Ids:
-    ids: Ids = np.random.default_rng(0).permutation(int(manifest_counts.sum()))
-    return np.append(ids, -1)
-
-
-def test_sequences_of_a_stored_dataset_are_those_of_a_local_one(
-    s3: S3Server, remote: Location, tmp_path: Path, after: After
-) -> None:
-    manifest = write_dataset(tmp_path / "d", train=[330, 100, 65], row_group_tokens=33)
-    put_tree(tmp_path / "d", remote)
-    ids = all_ids(manifest.row_group_sequences("train", 8))
-    expected = read_sequences(tmp_path / "d", manifest, "train", 8, ids)
-    s3.stop()
-    after(s3.start)
-    for found, wanted in zip(
-        read_sequences(remote, manifest, "train", 8, ids), expected, strict=True
-    ):
-        np.testing.assert_array_equal(found, wanted)
-
-
-def test_reading_gives_up_after_a_long_outage(
-    s3: S3Server, remote: Location, tmp_path: Path
-) -> None:
-    manifest = write_dataset(tmp_path / "d", train=[66])
-    put_tree(tmp_path / "d", remote)
-    impatient = replace(remote, retry_for_s=0)
-    read_row_group(impatient, manifest, manifest.shards[0], 0)
-    s3.stop()
-    with pytest.raises(StorageError):
-        read_row_group(impatient, manifest, manifest.shards[0], 0)
-    with pytest.raises(StorageError):
-        read_manifest(impatient)
-    s3.start()
-    (remote / MANIFEST_FILE).remove()
-    with pytest.raises(DataError, match="not a finished dataset"):
-        read_manifest(remote)

@@ -1,4 +1,4 @@
-"""Reading a dataset in an object store: requests to the store, the cache, and damaged data."""
+"""Reading a dataset in an object store: requests to the store, and damaged data."""
 
 from __future__ import annotations
 
@@ -38,22 +38,15 @@ def manifest(remote_dir: Location, tmp_path: Path) -> Manifest:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the directory of cached row groups."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "raytrain-gpt" / "row_groups"
-
-
-@pytest.fixture
 def read(s3: S3Server, remote_dir: Location, manifest: Manifest, tmp_path: Path) -> Read:
     """Return a function that reads the train split, compares it with the disk's, and counts requests."""
     num = int(manifest.row_group_sequences("train", SEQ_LEN).sum())
     ids = np.append(np.random.default_rng(0).permutation(num), -1)
     expected = read_sequences(tmp_path / "d", manifest, "train", SEQ_LEN, ids)
 
-    def reading(cache_bytes: int = 0) -> Counter[str]:
+    def reading() -> Counter[str]:
         with s3.recorded() as asked:
-            found = read_sequences(remote_dir, manifest, "train", SEQ_LEN, ids, cache_bytes)
+            found = read_sequences(remote_dir, manifest, "train", SEQ_LEN, ids)
         for ours, theirs in zip(found, expected, strict=True):
             np.testing.assert_array_equal(ours, theirs)
         return Counter(request.split()[0] for request in asked)
@@ -68,49 +61,8 @@ def test_a_row_group_is_one_request(read: Read) -> None:
     assert read() == Counter(GET=NUM_ROW_GROUPS)
 
 
-def test_what_the_cache_has_is_not_asked_for(read: Read, cache: Path) -> None:
-    read(cache_bytes=10**6)
-    assert read(cache_bytes=10**6) == Counter()
-    assert read() == Counter(GET=NUM_ROW_GROUPS)
-
-
-def test_a_cache_with_too_little_room_saves_a_part(read: Read, cache: Path) -> None:
-    room = 10 * (32 + 2 * 33)
-    read(cache_bytes=room)
-    assert read(cache_bytes=room)["GET"] == NUM_ROW_GROUPS - 10
-    sizes = [path.stat().st_size for path in cache.rglob("*/*/*")]
-    assert sum(sizes) <= room
-
-
-def test_a_damaged_file_of_the_cache_is_read_from_the_store_and_replaced(
-    read: Read, cache: Path
-) -> None:
-    read(cache_bytes=10**6)
-    paths = sorted(cache.rglob("*/*/*"))
-    assert len(paths) == NUM_ROW_GROUPS
-    before = [path.read_bytes() for path in paths]
-    paths[3].write_bytes(before[3][:-1] + bytes([before[3][-1] ^ 1]))
-    paths[7].write_bytes(b"")
-    assert read(cache_bytes=10**6) == Counter(GET=2)
-    assert [path.read_bytes() for path in paths] == before
-
-
-def test_a_cache_that_cannot_be_written_costs_only_requests(
-    read: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    read(cache_bytes=10**6)
-    assert read(cache_bytes=10**6) == Counter(GET=NUM_ROW_GROUPS)
-
-
-def test_what_is_on_a_disk_is_not_kept(manifest: Manifest, tmp_path: Path, cache: Path) -> None:
-    read_sequences(tmp_path / "d", manifest, "train", SEQ_LEN, np.arange(20), 10**6)
-    assert not cache.exists()
-
-
-def test_a_damaged_row_group_is_named_and_not_kept(
-    remote_dir: Location, manifest: Manifest, tmp_path: Path, cache: Path
+def test_a_damaged_row_group_is_named(
+    remote_dir: Location, manifest: Manifest, tmp_path: Path
 ) -> None:
     shard = tmp_path / "d" / "train-00000.parquet"
     chunk = pq.read_metadata(shard).row_group(6).column(0)
@@ -120,19 +72,17 @@ def test_a_damaged_row_group_is_named_and_not_kept(
     (remote_dir / shard.name).write_bytes(bytes(content))
     ids = np.arange(int(manifest.row_group_sequences("train", SEQ_LEN).sum()))
     with raises_line(DataError, f"cannot read row group 6 of {remote_dir}/{shard.name}"):
-        read_sequences(remote_dir, manifest, "train", SEQ_LEN, ids, 10**6)
-    assert not list(cache.rglob(f"{manifest.shards[0].sha256}/6"))
+        read_sequences(remote_dir, manifest, "train", SEQ_LEN, ids)
 
 
-def test_an_id_beyond_the_vocabulary_is_not_kept(
-    remote_dir: Location, manifest: Manifest, cache: Path, tmp_path: Path
+def test_an_id_beyond_the_vocabulary_is_named(
+    remote_dir: Location, manifest: Manifest, tmp_path: Path
 ) -> None:
     table = pa.table({"tokens": np.array([0] * 70 + [257] + [0] * 259, np.uint16)})
     pq.write_table(table, tmp_path / "other.parquet", row_group_size=33)
     (remote_dir / "train-00000.parquet").upload(tmp_path / "other.parquet")
-    for _ in range(2):
-        with raises_line(DataError, "token id 257 at token 70 (row group 2)"):
-            read_sequences(remote_dir, manifest, "train", SEQ_LEN, np.arange(12), 10**6)
+    with raises_line(DataError, "token id 257 at token 70 (row group 2)"):
+        read_sequences(remote_dir, manifest, "train", SEQ_LEN, np.arange(12))
 
 
 def test_the_shards_of_a_store_are_checked(

@@ -56,7 +56,6 @@ def test_a_damaged_file_is_a_sweep_or_one_line(file: Path, content: bytes) -> No
     check(file, content)
 
 
-@pytest.mark.fault("YAML with duplicate keys, deep nesting, aliases, huge values")
 @fuzz
 @given(edited(FILE | {"budget_tokens": 2**22}, KEYS))
 def test_any_value_is_a_sweep_or_one_line(file: Path, content: bytes) -> None:

@@ -357,10 +357,6 @@ def test_pbt_changes_only_what_may_change_in_the_middle_of_a_trial(
         ("1: 2", ["unknown key 1"]),
         (f"{yaml.safe_dump(FILE)}\n1: 2", ["unknown key 1"]),
         ("a: [", ["is not valid YAML"]),
-        (
-            "base: {preset: a}\nbase: {preset: b}",
-            ["broken.yaml", "duplicate key base", "line 2"],
-        ),
         ("a: !!python/object/apply:os.getcwd []", ["is not valid YAML", "python/object"]),
     ],
 )

@@ -15,17 +15,14 @@ from mlflow import MlflowClient
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.configured import mark_interrupted, open_trackers
 from raytrain_gpt.tracking.mlflow_run import (
-    IDENTITY_TAG,
     TRACKING_FILE,
     URI_VARIABLE,
     MLflow,
     MLflowRun,
-    read_tracking,
     track_export,
     tracking_lines,
 )
@@ -33,7 +30,6 @@ from raytrain_gpt.tracking.recorder import Recorder, RecorderSpec
 from raytrain_gpt.tracking.run_files import Row, RunFiles, read_rows
 from raytrain_gpt.tracking.sync import RunSync
 from raytrain_gpt.tracking.trackers import End, TrackedRun, TrackerQueue, plottable_values
-from tests.conftest import raises_line
 
 Track = Callable[..., TrackerQueue]
 
@@ -137,35 +133,6 @@ def test_an_export_is_logged_with_its_run(
     assert len(lines) == 2
     assert "artifacts/exported of run run" in lines[0]
     assert "has no run of run; not logging the export" in lines[1]
-
-
-def test_the_database_beside_a_run_keeps_artifacts_beside_itself(tmp_path: Path) -> None:
-    """The database may have been copied with the run, so artifact paths must not point outside."""
-    config = Config().updated({"storage_path": str(tmp_path), "experiment": "tests"})
-    place, model, lines = Location.of(tmp_path / "run"), tmp_path / "model", list[str]()
-    for directory in (place.path, model):
-        directory.mkdir()
-    (model / "config.json").write_text("{}")
-    run = MLflowRun(place, config, {}, {})
-    artifacts = tmp_path / "mlartifacts" / run.run_id / "artifacts"
-    track_export(place, "tests", model, lines.append)
-    assert (artifacts / "exported" / "config.json").read_text() == "{}"
-
-    outside = tmp_path / "outside"
-    outside.write_text("mine")
-    (artifacts / "exported" / "config.json").unlink()
-    (artifacts / "exported" / "config.json").symlink_to(outside)
-    track_export(place, "tests", model, lines.append)
-    assert outside.read_text() == "mine"
-
-    theirs = run.client.create_experiment("theirs", "s3://theirs/artifacts")
-    run.client.create_run(theirs, tags={IDENTITY_TAG: read_tracking(place)["identity"]})
-    track_export(place, "theirs", model, lines.append)
-    assert lines[0] == "mlflow      artifacts/exported of run run"
-    for line in lines[1:]:
-        assert f"which is not in {tmp_path / 'mlartifacts'}" in line
-    with raises_line(ConfigError, "puts artifacts into s3://theirs/artifacts"):
-        MLflowRun(place, config.updated({"experiment": "theirs"}), {}, {})
 
 
 def test_what_mlflow_refuses_is_no_outage(tmp_path: Path) -> None:
