@@ -3,7 +3,7 @@
     devices     each rank's device
     all_reduce  sums with known results, and their time, through the group that reduces gradients
     sequences   the ids of the first global batches and of validation, read as a run reads them
-    bench       steps of the run's training loop, if requested
+    step_s      time of the training loop's step, if requested
 
 Rank 0 sends all ranks' facts after each stage, so a failing group shows where it failed. The default process
 group is gloo even on GPUs, so that it works if a GPU is missing.
@@ -33,7 +33,7 @@ from raytrain_gpt.cluster.orphans import kill_controllers
 from raytrain_gpt.cluster.process_groups import new_group
 from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.core.device import synchronize
-from raytrain_gpt.doctor.bench import BenchFacts, time_steps
+from raytrain_gpt.doctor.bench import time_step
 from raytrain_gpt.doctor.node_probe import node_names
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset, rank_chunks, ray_chunks
 from raytrain_gpt.storage.location import Location
@@ -105,7 +105,7 @@ class GroupFacts:
     devices: list[DeviceFacts] | None = None
     all_reduce: list[AllReduceFacts] | None = None
     sequences: list[RankIds] | None = None
-    bench: list[BenchFacts] | None = None
+    step_s: list[float] | None = None
 
     @property
     def has_devices(self) -> bool:
@@ -121,12 +121,12 @@ class RankSpec:
 
     plan: RunPlan
     ingest: IngestSpec | None
-    bench: bool
+    times_step: bool
     results: Queue
 
 
-def ask_ranks(plan: RunPlan, ingest: IngestSpec | None, bench: bool) -> GroupFacts:
-    """Start a plan's workers and gather their facts; they read `ingest` and, with `bench`, time steps."""
+def ask_ranks(plan: RunPlan, ingest: IngestSpec | None, times_step: bool = False) -> GroupFacts:
+    """Start a plan's workers and gather their facts; they read `ingest`, and can time a step."""
     cluster = plan.config.cluster
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     results = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
@@ -134,7 +134,7 @@ def ask_ranks(plan: RunPlan, ingest: IngestSpec | None, bench: bool) -> GroupFac
     with tempfile.TemporaryDirectory(prefix="raytrain-gpt-doctor-") as directory:
         trainer = worker_group(
             probe_rank,
-            RankSpec(plan, ingest, bench, results),
+            RankSpec(plan, ingest, times_step, results),
             cluster,
             plan.world_size,
             name="doctor",
@@ -177,8 +177,8 @@ def probe_rank(spec: RankSpec) -> None:
     val, *chunks = rank_chunks(received, spec.ingest, rank)
     train = {chunk.first + i: ids for chunk in chunks for i, ids in enumerate(chunk.ids)}
     share("sequences", RankIds(val.ids[0], train))
-    if spec.bench and usable:
-        share("bench", time_steps(spec.plan, spec.ingest.data, chunks, device, group))
+    if spec.times_step and usable:
+        share("step_s", time_step(spec.plan, spec.ingest.data, chunks, device, group))
 
 
 def _device(rank: int, use_gpu: bool) -> DeviceFacts:
