@@ -23,7 +23,7 @@ from raytrain_gpt.ingest.feed import TrainFeed
 from raytrain_gpt.ingest.ray_dataset import RankChunk
 from raytrain_gpt.train.model_setup import set_up_training
 
-NUM_STEPS, MAX_MICRO_BATCHES = 5, 4
+_NUM_STEPS, _MAX_MICRO_BATCHES = 5, 4
 
 
 def time_step(
@@ -67,9 +67,9 @@ def time_step(
         return (time.perf_counter() - started) / num_steps
 
     seconds_per_step(1, 1)  # compiles, and fills caches
-    one_s, micro_batches = seconds_per_step(NUM_STEPS, 1), plan.micro_batches_per_step
-    several = min(micro_batches, MAX_MICRO_BATCHES)
+    one_s, micro_batches = seconds_per_step(_NUM_STEPS, 1), plan.micro_batches_per_step
+    several = min(micro_batches, _MAX_MICRO_BATCHES)
     if several == 1:
         return one_s
-    several_s = seconds_per_step(NUM_STEPS, several)
+    several_s = seconds_per_step(_NUM_STEPS, several)
     return one_s + (micro_batches - 1) * (several_s - one_s) / (several - 1)

@@ -39,12 +39,12 @@ from raytrain_gpt.tracking.configured import NamedTracker
 from raytrain_gpt.tracking.run_files import TRACKERS_DIR
 from raytrain_gpt.tracking.trackers import TrackedRun
 
-VOCAB_SIZE, SEQ_LEN = 257, 16
-SIZES = {"num_layers": 2, "num_heads": 2, "embd_size": 32, "seq_len": SEQ_LEN}
+_VOCAB_SIZE, _SEQ_LEN = 257, 16
+_SIZES = {"num_layers": 2, "num_heads": 2, "embd_size": 32, "seq_len": _SEQ_LEN}
 CALL_LIMIT_S = 5.0
 """Limit for one call of a tracker."""
 
-Judge = Callable[[Kind, Config], str]
+_Judge = Callable[[Kind, Config], str]
 
 
 def conformance(config: Config, say: Callable[[str], None]) -> list[Check]:
@@ -92,7 +92,7 @@ def conformance(config: Config, say: Callable[[str], None]) -> list[Check]:
 
 def _config_of(chosen: Sequence[Kind], given: Config) -> Config:
     """A tiny configuration that chooses kinds, with settings of `given` for those that it chooses too."""
-    values: dict[str, Any] = {**SIZES}
+    values: dict[str, Any] = {**_SIZES}
     for kind in chosen:
         section = getattr(given, SECTIONS[kind.selector])
         if (kind.selector, kind.name) in section.chosen_names():
@@ -102,11 +102,11 @@ def _config_of(chosen: Sequence[Kind], given: Config) -> Config:
         return Config().updated(values)
     except ConfigError as error:
         names = " ".join(f"--{kind.selector} {kind.name}" for kind in chosen)
-        raise Failed(f"{error}; choose {names} with settings that fit {SIZES}") from None
+        raise Failed(f"{error}; choose {names} with settings that fit {_SIZES}") from None
 
 
 def _model(config: Config) -> GPT:
-    model = new_model(GPTShape.of(config, VOCAB_SIZE))
+    model = new_model(GPTShape.of(config, _VOCAB_SIZE))
     model.init_weights(1)
     return model
 
@@ -119,13 +119,13 @@ def _causality(kind: Kind, config: Config) -> str:
         parameter
     ) in model.parameters():  # an initialization often zeroes layers that show a mistake
         parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
-    ids = torch.randint(VOCAB_SIZE, (4, SEQ_LEN), generator=generator)
+    ids = torch.randint(_VOCAB_SIZE, (4, _SEQ_LEN), generator=generator)
     together = model.train().hidden(ids)
     model.eval()
     for row, expected in zip(ids, together, strict=True):
         cache = KVCache(model.shape, 1, model.device)
-        for at in range(SEQ_LEN):
-            attend = cache.decode([at], model.device) if at else cache.prefill(0, SEQ_LEN)
+        for at in range(_SEQ_LEN):
+            attend = cache.decode([at], model.device) if at else cache.prefill(0, _SEQ_LEN)
             hidden = model.hidden_with_cache(row[None, at : at + 1], torch.full((1, 1), at), attend)
             gap = float((hidden[0, 0] - expected[at]).abs().max())
             if not gap <= 1e-4 * max(1.0, float(expected.abs().max())):
@@ -210,7 +210,7 @@ def _in_time(name: str, call: Callable[..., Any], *arguments: object) -> Any:
     return result.result()
 
 
-_JUDGES: dict[kinds.Selector, tuple[str, Judge]] = {
+_JUDGES: dict[kinds.Selector, tuple[str, _Judge]] = {
     "architecture": ("causality", _causality),
     "schedule": ("factors", _factors),
     "evaluations": ("sums", _sums),

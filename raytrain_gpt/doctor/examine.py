@@ -46,10 +46,10 @@ from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.tracking import mlflow_run
 from raytrain_gpt.train import preflight
 
-RETRY_FOR_S = 10.0
+_RETRY_FOR_S = 10.0
 """Short, because an unreachable object store is a result."""
-NODE_CHECKS = ("nodes", "versions", "clocks", "workers", "storage", "data")
-RANK_CHECKS = ("devices", "all_reduce", "sequences")
+_NODE_CHECKS = ("nodes", "versions", "clocks", "workers", "storage", "data")
+_RANK_CHECKS = ("devices", "all_reduce", "sequences")
 
 
 @dataclass
@@ -107,22 +107,22 @@ def examine(config: Config, log: Log) -> Examination:
         Interrupted: Ctrl+C or SIGTERM.
     """
     is_default = config.data.data_path == DEFAULT_DATA
-    config = preflight.absolute_paths(config.updated({"retry_for_s": RETRY_FOR_S}))
+    config = preflight.absolute_paths(config.updated({"retry_for_s": _RETRY_FOR_S}))
     exam = Examination(config, log)
     with StopSignals("interrupted; nothing is left behind"), contextlib.ExitStack() as stack:
         exam.add(_connect(exam))
         stack.callback(end_own_cluster)
         data_check = _read_data(exam, is_default)
         if exam.resources is None:
-            exam.skip("no cluster", *NODE_CHECKS)
+            exam.skip("no cluster", *_NODE_CHECKS)
         else:
             exam.add(_fit(exam, exam.resources))
             _look_at_nodes(exam, exam.resources, data_check)
-        exam.add(check_tracking(config), check_disk(config, exam.data, exam.nodes))
+        exam.add(_check_tracking(config), check_disk(config, exam.data, exam.nodes))
         if exam.fitted is None:
-            exam.skip("no workers can be started", *RANK_CHECKS)
+            exam.skip("no workers can be started", *_RANK_CHECKS)
         elif exam.failed("nodes"):
-            exam.skip("a node does not respond", *RANK_CHECKS)
+            exam.skip("a node does not respond", *_RANK_CHECKS)
         else:
             _look_at_ranks(exam, *exam.fitted)
     return exam
@@ -179,7 +179,7 @@ def _look_at_nodes(exam: Examination, resources: Resources, data_check: Check) -
     exam.add(node_probe.judge_answers(nodes))
     exam.nodes = there = [node for node in nodes if not node.error]
     if not there:
-        rest = [name for name in NODE_CHECKS if name not in ("nodes", "workers")]
+        rest = [name for name in _NODE_CHECKS if name not in ("nodes", "workers")]
         exam.skip("no node responds", "token", *rest)
         return
     head = ask_head(ray.get_runtime_context().gcs_address)
@@ -208,7 +208,7 @@ def _look_at_ranks(exam: Examination, config: FittedConfig, world_size: int) -> 
 
 
 @named_check("tracking")
-def check_tracking(config: Config) -> str:
+def _check_tracking(config: Config) -> str:
     """Check that the run can log to MLflow."""
     if (uri := config.tracking.mlflow_uri) is None:
         raise Skipped("mlflow_uri is null: no MLflow")

@@ -39,10 +39,10 @@ from raytrain_gpt.format import count
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.version import VERSION
 
-NODE_TIMEOUT_S = 60.0
+_NODE_TIMEOUT_S = 60.0
 """Timeout of a node; even on a busy one, a worker process starts in seconds."""
-CLOCK_CALLS = 5
-MAX_CLOCK_SKEW_S = 1.0
+_CLOCK_CALLS = 5
+_MAX_CLOCK_SKEW_S = 1.0
 """NTP keeps clocks within milliseconds, so a second means that it is off. A run's rows are ordered by time,
 and a lease expires 60 s after its holder's last timestamp."""
 
@@ -78,7 +78,7 @@ def ask_nodes(config: Config, storage: Location | None, data: Mixture | None) ->
         arguments = (name, storage, data, config.data.seq_len)
         facts = _facts_here.options(scheduling_strategy=there).remote(*arguments)
         pending.append((name, facts, _clock_here.options(scheduling_strategy=there)))
-    deadline = time.monotonic() + NODE_TIMEOUT_S
+    deadline = time.monotonic() + _NODE_TIMEOUT_S
     nodes = []
     for name, facts, clock in pending:
         try:
@@ -88,7 +88,7 @@ def ask_nodes(config: Config, storage: Location | None, data: Mixture | None) ->
                 replace(answer, clock_offset_s=offset_s, clock_uncertainty_s=uncertainty_s)
             )
         except ray.exceptions.GetTimeoutError:
-            nodes.append(NodeFacts(name, error=f"no response within {NODE_TIMEOUT_S:g} s"))
+            nodes.append(NodeFacts(name, error=f"no response within {_NODE_TIMEOUT_S:g} s"))
         except Exception as error:
             nodes.append(NodeFacts(name, error=root_cause(error)))
     return nodes
@@ -107,9 +107,9 @@ def node_names() -> dict[str, str]:
 def _clock_offset(clock: Any) -> tuple[float, float]:
     """Return the node's clock minus ours and half the round trip, from the fastest of a few calls."""
     samples = []
-    for _ in range(CLOCK_CALLS):
+    for _ in range(_CLOCK_CALLS):
         before = time.time()
-        there = ray.get(clock.remote(), timeout=NODE_TIMEOUT_S)
+        there = ray.get(clock.remote(), timeout=_NODE_TIMEOUT_S)
         after = time.time()
         samples.append((there - (before + after) / 2, (after - before) / 2))
     return min(samples, key=lambda offset_and_uncertainty: offset_and_uncertainty[1])
@@ -223,16 +223,16 @@ def judge_versions(nodes: Sequence[NodeFacts], driver: Mapping[str, str]) -> str
 
 @named_check("clocks")
 def judge_clocks(nodes: Sequence[NodeFacts]) -> str:
-    """Check that all clocks, including the driver's, agree within `MAX_CLOCK_SKEW_S`."""
+    """Check that all clocks, including the driver's, agree within `_MAX_CLOCK_SKEW_S`."""
     # Fail only for a skew that exceeds the clocks' uncertainties.
     lowest = min([0.0, *(n.clock_offset_s + n.clock_uncertainty_s for n in nodes)])
     highest = max([0.0, *(n.clock_offset_s - n.clock_uncertainty_s for n in nodes)])
     each = ", ".join(
         f"{n.name} {n.clock_offset_s:+.3f} ± {n.clock_uncertainty_s:.3f} s" for n in nodes
     )
-    if highest - lowest > MAX_CLOCK_SKEW_S:
+    if highest - lowest > _MAX_CLOCK_SKEW_S:
         raise Failed(
-            f"they differ by {highest - lowest:.1f} s, more than {MAX_CLOCK_SKEW_S:g} s; relative to the "
+            f"they differ by {highest - lowest:.1f} s, more than {_MAX_CLOCK_SKEW_S:g} s; relative to the "
             f"driver: {each}; run NTP (chrony, systemd-timesyncd) on every node"
         )
     return f"relative to the driver: {each}"

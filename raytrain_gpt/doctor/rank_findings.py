@@ -12,7 +12,7 @@ from raytrain_gpt.doctor.rank_probe import AllReduceFacts, GroupFacts
 from raytrain_gpt.format import count
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 
-BETWEEN_NODES = (
+_BETWEEN_NODES = (
     "let all nodes reach each other on all ports, and if a node has several interfaces, set "
     "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
 )
@@ -24,7 +24,7 @@ def judge_devices(group: GroupFacts) -> str:
     if (devices := group.devices) is None:
         raise Failed(
             f"the workers did not connect to each other: {group.error}; check that no other job holds the "
-            f"cluster's resources, and {BETWEEN_NODES}"
+            f"cluster's resources, and {_BETWEEN_NODES}"
         )
     if not group.use_gpu:
         ranks = ", ".join(f"rank {d.rank} on {d.node}" for d in devices)
@@ -72,7 +72,7 @@ def judge_all_reduce(group: GroupFacts) -> str:
     if not group.has_devices:
         raise Skipped("not all ranks have a device")
     if ranks is None:
-        raise Failed(f"did not finish: {group.error}; {BETWEEN_NODES}")
+        raise Failed(f"did not finish: {group.error}; {_BETWEEN_NODES}")
     speeds = all_reduce_bytes_per_s(ranks)
     each = ", ".join(f"{size / 1e6:g} MB {speed / 1e9:.2f} GB/s" for size, speed in speeds.items())
     seen = f"{count(len(ranks), 'rank')} over {ranks[0].backend}, tensor bytes / time: {each}"

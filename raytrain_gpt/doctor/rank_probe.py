@@ -39,14 +39,14 @@ from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset, rank_chu
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.worker_group import TorchConfig, start_fit, worker_group
 
-GROUP_TIMEOUT_S = 60
+_GROUP_TIMEOUT_S = 60
 """Timeout of the ranks' connections and of every collective."""
-CONTROLLER_TIMEOUT_S = 10.0
+_CONTROLLER_TIMEOUT_S = 10.0
 """Time for Ray Train's controller to exit before it is killed."""
 NUM_BATCHES = 4
 """Number of global batches to read."""
-ALL_REDUCE_BYTES = (1_000_000, 100_000_000)
-REPEATS = 3
+_ALL_REDUCE_BYTES = (1_000_000, 100_000_000)
+_REPEATS = 3
 T = TypeVar("T")
 
 
@@ -116,7 +116,7 @@ class GroupFacts:
 
 
 @dataclass(frozen=True)
-class RankSpec:
+class _RankSpec:
     """Input of every rank; `results` takes (stage, facts of all ranks)."""
 
     plan: RunPlan
@@ -133,25 +133,25 @@ def ask_ranks(plan: RunPlan, ingest: IngestSpec | None, times_step: bool = False
     # Only Ray's controller uses the directory, and it runs on this node.
     with tempfile.TemporaryDirectory(prefix="raytrain-gpt-doctor-") as directory:
         trainer = worker_group(
-            probe_rank,
-            RankSpec(plan, ingest, times_step, results),
+            _probe_rank,
+            _RankSpec(plan, ingest, times_step, results),
             cluster,
             plan.world_size,
             name="doctor",
             directory=Location.of(directory),
             dataset=None if ingest is None else ingest_dataset(ingest, NUM_BATCHES),
-            torch_config=TorchConfig(backend="gloo", timeout_s=GROUP_TIMEOUT_S),
+            torch_config=TorchConfig(backend="gloo", timeout_s=_GROUP_TIMEOUT_S),
         )
         thread, raised = start_fit(trainer)
         thread.join()
-        kill_controllers(CONTROLLER_TIMEOUT_S)
+        kill_controllers(_CONTROLLER_TIMEOUT_S)
     stages: dict[str, list[Any]] = dict(results.get_nowait_batch(results.qsize()))
     results.shutdown(force=True)
     error = "".join(map(root_cause, raised))
     return GroupFacts(plan.world_size, cluster.use_gpu, error, **stages)
 
 
-def probe_rank(spec: RankSpec) -> None:
+def _probe_rank(spec: _RankSpec) -> None:
     """Run all stages on one rank (Ray Train's `train_loop_per_worker`)."""
     context = ray.train.get_context()
     rank, use_gpu = context.get_world_rank(), spec.plan.config.cluster.use_gpu
@@ -168,9 +168,9 @@ def probe_rank(spec: RankSpec) -> None:
     group, device = None, torch.device("cpu")
     if use_gpu and usable:
         device = ray.train.torch.get_device()
-        group = new_group("gradients", "nccl", timedelta(seconds=GROUP_TIMEOUT_S))
+        group = new_group("gradients", "nccl", timedelta(seconds=_GROUP_TIMEOUT_S))
     if usable and context.get_world_size() > 1:
-        share("all_reduce", time_all_reduce(device, group))
+        share("all_reduce", _time_all_reduce(device, group))
     if spec.ingest is None:
         return
     received = ray_chunks(ray.train.get_dataset_shard("train"), spec.ingest)
@@ -198,11 +198,11 @@ def _device(rank: int, use_gpu: bool) -> DeviceFacts:
     return DeviceFacts(rank, node, "cpu", "", visible, error)
 
 
-def time_all_reduce(device: torch.device, group: dist.ProcessGroup | None) -> AllReduceFacts:
+def _time_all_reduce(device: torch.device, group: dist.ProcessGroup | None) -> AllReduceFacts:
     """Check all-reduces of known values and time further ones, in `group` or the default group."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     wrong, seconds = 0, {}
-    for num_bytes in ALL_REDUCE_BYTES:
+    for num_bytes in _ALL_REDUCE_BYTES:
         # Small integers, whose float32 sums are exact in any order.
         pattern = torch.arange(num_bytes // 4, device=device) % 251
         values = (pattern + rank).float()
@@ -211,7 +211,7 @@ def time_all_reduce(device: torch.device, group: dist.ProcessGroup | None) -> Al
         wrong += int((values != expected).sum())
         values.zero_()
         times = []
-        for _ in range(REPEATS):
+        for _ in range(_REPEATS):
             synchronize(device)
             dist.barrier()
             started = time.perf_counter()
