@@ -14,10 +14,7 @@ from raytrain_gpt.config.call_options import Metavar, Options
 
 
 class DoctorOptions(JsonOptions, ConfigOptions):
-    bench: bool = False
-    """Time a few steps; print tokens/s and the time to max_steps."""
-    tokenizer: Annotated[str | None, Metavar("NAME")] = None
-    """Tokenizer that `prepare` must find (default: not checked)."""
+    """The configuration to check, or the code."""
 
 
 @command("doctor", DoctorOptions, section_fields)
@@ -32,7 +29,7 @@ def doctor(options: DoctorOptions) -> None:
     if options.code is None:
         from raytrain_gpt.doctor.examine import examine
 
-        result = examine(config, options.tokenizer, options.bench, say)
+        result = examine(config, say)
         ok, facts = result.ok, result.as_json()
     else:
         from raytrain_gpt.doctor.conformance import conformance

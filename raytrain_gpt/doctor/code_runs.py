@@ -22,11 +22,11 @@ from raytrain_gpt.doctor.check import Failed
 from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.storage.location import Location
 
-NUM_STEPS = 20
-RUN_LIMIT_S = 300.0
-KILLED, ON_TWO_RANKS = "killed after step 5 and resumed", "on two ranks"
-FIELDS = {
-    "max_steps": NUM_STEPS, "checkpoint_every_steps": 5, "eval_every_steps": NUM_STEPS, "eval_tokens": 256,
+_NUM_STEPS = 20
+_RUN_LIMIT_S = 300.0
+_KILLED, _ON_TWO_RANKS = "killed after step 5 and resumed", "on two ranks"
+_FIELDS = {
+    "max_steps": _NUM_STEPS, "checkpoint_every_steps": 5, "eval_every_steps": _NUM_STEPS, "eval_tokens": 256,
     "num_samples": 0, "global_batch_tokens": 256, "micro_batch_sequences": 4, "warmup_steps": 1,
     "precision": "fp32", "exact": True, "num_workers": 0, "cpus_per_worker": 1, "use_gpu": False,
     "tensorboard": False, "mlflow_uri": None,
@@ -44,19 +44,19 @@ def compare_runs(code: Code, config: Config) -> str:
         file.write_bytes(code.text.encode())
         source.write_text(" ".join(random.Random(5).choices(("one", "two", "three"), k=20_000)))
         prepare([str(source)], data, "bytes", PrepareOptions(), log=lambda _: None, in_process=True)
-        own = config.updated({**FIELDS, "data_path": str(data), "storage_path": directory})
+        own = config.updated({**_FIELDS, "data_path": str(data), "storage_path": directory})
         unbroken, cut, two = (own.updated({"run_name": name}) for name in ("a", "b", "c"))
         expected = _trained(unbroken, file)
         catalog = Catalog(Location.of(directory) / "b")
         _trained(cut, file, until=lambda: bool(catalog.complete()))
         for checkpoint in catalog.complete()[1:]:  # it may have trained on before it was killed
             checkpoint.path.remove()
-        for run, num_ranks, what in ((cut, 1, KILLED), (two, 2, ON_TWO_RANKS)):
+        for run, num_ranks, what in ((cut, 1, _KILLED), (two, 2, _ON_TWO_RANKS)):
             if _trained(run, file, num_ranks) != expected:
                 raise Failed(
                     f"{what}: different weights; draw nothing at random, keep no state outside"
                 )
-    return f"{NUM_STEPS} steps {KILLED} and {ON_TWO_RANKS} give the weights of an unbroken run"
+    return f"{_NUM_STEPS} steps {_KILLED} and {_ON_TWO_RANKS} give the weights of an unbroken run"
 
 
 def _trained(
@@ -71,7 +71,7 @@ def _trained(
         free.bind(("127.0.0.1", 0))
         launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     launch |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))  # like torchrun
-    ends_at, ranks = time.monotonic() + RUN_LIMIT_S, list[subprocess.Popen[bytes]]()
+    ends_at, ranks = time.monotonic() + _RUN_LIMIT_S, list[subprocess.Popen[bytes]]()
     try:
         with said.open("wb") as output:
             for rank in map(str, range(num_ranks)):
@@ -89,7 +89,7 @@ def _trained(
         for process in ranks:
             process.kill()
             process.wait()
-    weights = run / "checkpoints" / f"step={NUM_STEPS:08d}" / MODEL_FILE
+    weights = run / "checkpoints" / f"step={_NUM_STEPS:08d}" / MODEL_FILE
     if not weights.exists():
         error = _error(said.read_text(errors="replace"), file.name)
         raise Failed(f"a run did not end: {error}; try it by train --num_workers 0")

@@ -2,7 +2,7 @@
 
 1. The head is probed without Ray, then Ray connects.
 2. Every node reports versions, clock, storage, data, disk and token.
-3. The driver checks tokenizer, tracking and room for checkpoints.
+3. The driver checks tracking and room for checkpoints.
 4. The run's worker group checks devices, all-reduce and the sequences of each rank.
 
 Checks that an earlier failure makes impossible are skipped, with the reason.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,38 +26,30 @@ from raytrain_gpt.cluster.capacity import (
     fit_to_cluster,
     num_async_evaluations,
 )
-from raytrain_gpt.cluster.compilers import fields_that_compile
 from raytrain_gpt.cluster.connection import connect
-from raytrain_gpt.cluster.failures import root_cause, user_error_in
+from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.head import HeadRefuses, ask_head
 from raytrain_gpt.cluster.own_cluster import end_own_cluster
-from raytrain_gpt.cluster.shared_storage import storage_probe
+from raytrain_gpt.cluster.shared_storage import MAKE_ROOM, storage_probe
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig, RunPlan
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import DEFAULT_DATA
-from raytrain_gpt.core.model import GPT2_VOCAB_SIZE
 from raytrain_gpt.data.locations import data_is_there, data_of, location, run_location
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.doctor import node_probe, rank_findings, rank_probe
-from raytrain_gpt.doctor.bench import Forecast, describe, forecast
 from raytrain_gpt.doctor.check import Check, Failed, Skipped, named_check
-from raytrain_gpt.doctor.rank_probe import GroupFacts
+from raytrain_gpt.doctor.node_probe import NodeFacts
 from raytrain_gpt.errors import ClusterError, RaytrainGptError
 from raytrain_gpt.format import Log, amount, count, size
-from raytrain_gpt.ingest.hf_tokenizer import open_tokenizer
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
-from raytrain_gpt.ingest.train_tokenizer import new_vocab_size
 from raytrain_gpt.tracking import mlflow_run
 from raytrain_gpt.train import preflight
-from raytrain_gpt.train.memory_fit import fit_memory
 
-RETRY_FOR_S = 10.0
+_RETRY_FOR_S = 10.0
 """Short, because an unreachable object store is a result."""
-NODE_CHECKS = ("nodes", "versions", "clocks", "workers", "storage", "data", "compiler", "ray_disk")
-RANK_CHECKS = ("devices", "all_reduce", "sequences")
-FETCH_TIMEOUT_S = 30.0
-"""Limit for tiktoken's download, which has none and hangs behind a firewall that drops packets."""
+_NODE_CHECKS = ("nodes", "versions", "clocks", "workers", "storage", "data")
+_RANK_CHECKS = ("devices", "all_reduce", "sequences")
 
 
 @dataclass
@@ -67,6 +59,7 @@ class Examination:
     Attributes:
         config: Configuration with absolute paths; may contain `auto`.
         all_reduce_bytes_per_s: Tensor bytes -> algorithm bandwidth.
+        nodes: Facts of the nodes that responded.
         data: Training data, or None if it is missing or damaged.
         fitted: Configuration and world size, or None if the workers do not fit the cluster.
     """
@@ -75,8 +68,8 @@ class Examination:
     log: Log
     checks: list[Check] = field(default_factory=list)
     all_reduce_bytes_per_s: dict[int, float] = field(default_factory=dict)
-    forecast: Forecast | None = None
     resources: Resources | None = None
+    nodes: list[NodeFacts] = field(default_factory=list)
     data: Mixture | None = None
     fitted: tuple[FittedConfig, int] | None = None
 
@@ -103,43 +96,35 @@ class Examination:
             "ok": self.ok,
             "checks": [asdict(check) for check in self.checks],
             "all_reduce_bytes_per_s": self.all_reduce_bytes_per_s,
-            "bench": None if self.forecast is None else asdict(self.forecast),
         }
 
 
-def examine(config: Config, tokenizer: str | None, bench: bool, log: Log) -> Examination:
+def examine(config: Config, log: Log) -> Examination:
     """Check everything that a run of this configuration needs.
-
-    Args:
-        tokenizer: Tokenizer for a later `prepare`, or None.
 
     Raises:
         ConfigError: the configuration is invalid.
         Interrupted: Ctrl+C or SIGTERM.
     """
     is_default = config.data.data_path == DEFAULT_DATA
-    config = preflight.absolute_paths(config.updated({"retry_for_s": RETRY_FOR_S}))
+    config = preflight.absolute_paths(config.updated({"retry_for_s": _RETRY_FOR_S}))
     exam = Examination(config, log)
     with StopSignals("interrupted; nothing is left behind"), contextlib.ExitStack() as stack:
         exam.add(_connect(exam))
         stack.callback(end_own_cluster)
         data_check = _read_data(exam, is_default)
         if exam.resources is None:
-            exam.skip("no cluster", *NODE_CHECKS)
+            exam.skip("no cluster", *_NODE_CHECKS)
         else:
             exam.add(_fit(exam, exam.resources))
             _look_at_nodes(exam, exam.resources, data_check)
-        exam.add(
-            check_tokenizer(tokenizer, exam.data),
-            check_tracking(config),
-            check_disk(config, exam.data),
-        )
+        exam.add(_check_tracking(config), check_disk(config, exam.data, exam.nodes))
         if exam.fitted is None:
-            exam.skip("no workers can be started", *RANK_CHECKS)
+            exam.skip("no workers can be started", *_RANK_CHECKS)
         elif exam.failed("nodes"):
-            exam.skip("a node does not respond", *RANK_CHECKS)
+            exam.skip("a node does not respond", *_RANK_CHECKS)
         else:
-            _look_at_ranks(exam, *exam.fitted, bench)
+            _look_at_ranks(exam, *exam.fitted)
     return exam
 
 
@@ -183,7 +168,6 @@ def _read_data(exam: Examination, is_default: bool) -> str:
 
 def _look_at_nodes(exam: Examination, resources: Resources, data_check: Check) -> None:
     config, data = exam.config, exam.data
-    use_gpu = resources.gpus > 0 if config.cluster.use_gpu == "auto" else config.cluster.use_gpu
     storage, driver_error = location(config, config.run.storage_path), ""
     with contextlib.ExitStack() as stack:
         probe = None
@@ -191,10 +175,11 @@ def _look_at_nodes(exam: Examination, resources: Resources, data_check: Check) -
             probe = stack.enter_context(storage_probe(storage, storage))
         except RaytrainGptError as error:
             driver_error = str(error)
-        nodes = node_probe.ask_nodes(config, probe, data, use_gpu)
+        nodes = node_probe.ask_nodes(config, probe, data)
     exam.add(node_probe.judge_answers(nodes))
-    if not (there := [node for node in nodes if not node.error]):
-        rest = [name for name in NODE_CHECKS if name not in ("nodes", "workers")]
+    exam.nodes = there = [node for node in nodes if not node.error]
+    if not there:
+        rest = [name for name in _NODE_CHECKS if name not in ("nodes", "workers")]
         exam.skip("no node responds", "token", *rest)
         return
     head = ask_head(ray.get_runtime_context().gcs_address)
@@ -206,73 +191,24 @@ def _look_at_nodes(exam: Examination, resources: Resources, data_check: Check) -
         node_probe.judge_clocks(there),
         node_probe.judge_storage(there, str(storage), driver_error),
         data_check,
-        node_probe.judge_compilers(there, fields_that_compile(config, use_gpu)),
-        node_probe.judge_ray_disk(there),
     )
 
 
-def _look_at_ranks(exam: Examination, config: FittedConfig, world_size: int, bench: bool) -> None:
+def _look_at_ranks(exam: Examination, config: FittedConfig, world_size: int) -> None:
     plan = RunPlan.of(config, world_size, 1, "none")  # any micro-batch reads the same data
     data = None if exam.failed("data") else exam.data
-    if bench and data is not None:
-        try:
-            plan = fit_memory(config, world_size, data.vocab_size, exam.log)
-        except (ClusterError, ray.exceptions.RayError) as error:
-            exam.add(Check("bench", "FAIL", str(user_error_in(error) or root_cause(error))))
-            bench = False
     ingest = None if data is None else IngestSpec.of(plan, data)
-    group = rank_probe.ask_ranks(plan, ingest, bench)
-    vocab_size = GPT2_VOCAB_SIZE if data is None else data.vocab_size
-    needed = rank_findings.gradient_bytes_per_s(config, vocab_size, group)
+    group = rank_probe.ask_ranks(plan, ingest)
     exam.add(
         rank_findings.judge_devices(group),
-        rank_findings.judge_all_reduce(group, needed),
+        rank_findings.judge_all_reduce(group),
         rank_findings.judge_sequences(group, ingest, range(rank_probe.NUM_BATCHES)),
     )
     exam.all_reduce_bytes_per_s = rank_findings.all_reduce_bytes_per_s(group.all_reduce or [])
-    if bench:
-        exam.add(_bench(exam, config, group))
-
-
-@named_check("bench")
-def _bench(exam: Examination, config: FittedConfig, group: GroupFacts) -> str:
-    if group.bench is None and (group.sequences is None or not group.has_devices):
-        raise Skipped("needs data, and a device for each rank")
-    if group.bench is None or exam.data is None:
-        raise Failed(f"{group.error}; set micro_batch_sequences to auto if memory is short")
-    exam.forecast = forecast(config, exam.data.vocab_size, group.bench)
-    return describe(config, group.bench, exam.forecast)
-
-
-@named_check("tokenizer")
-def check_tokenizer(name: str | None, data: Mixture | None) -> str:
-    """Check that `prepare --tokenizer NAME` can load its tokenizer, cached or over the network."""
-    if name is None:
-        if data is None:
-            raise Skipped("no data, and no --tokenizer NAME for prepare")
-        return f"stored with the data: {data.tokenizer}"
-    if new_vocab_size(name) is not None:
-        return f"{name} is trained by prepare"
-    problem = [f"not loaded within {FETCH_TIMEOUT_S:g} s"]
-
-    def fetch() -> None:
-        try:
-            open_tokenizer(name, lambda line: None)
-            problem.clear()
-        except RaytrainGptError as error:
-            problem[:] = [str(error)]
-
-    thread = threading.Thread(target=fetch, name="tokenizer", daemon=True)
-    thread.start()
-    thread.join(FETCH_TIMEOUT_S)
-    if not problem:
-        return f"{name} is available for prepare"
-    advice = "" if "TIKTOKEN_CACHE_DIR" in problem[0] else "; fill TIKTOKEN_CACHE_DIR, or use bytes"
-    raise Failed(f"{name}: {problem[0]}{advice}")
 
 
 @named_check("tracking")
-def check_tracking(config: Config) -> str:
+def _check_tracking(config: Config) -> str:
     """Check that the run can log to MLflow."""
     if (uri := config.tracking.mlflow_uri) is None:
         raise Skipped("mlflow_uri is null: no MLflow")
@@ -301,8 +237,10 @@ def check_tracking(config: Config) -> str:
 
 
 @named_check("disk")
-def check_disk(config: Config, data: Mixture | None) -> str:
-    """Check that the run's checkpoints have room."""
+def check_disk(config: Config, data: Mixture | None, nodes: Sequence[NodeFacts]) -> str:
+    """Check that the run's checkpoints have room, and Ray's files on every node: a full disk hangs a run."""
+    if full := ", ".join(f"{n.name} has {n.ray_disk_error}" for n in nodes if n.ray_disk_error):
+        raise Failed(f"{full}; {MAKE_ROOM}")
     storage = location(config, config.run.storage_path)
     if data is None:
         raise Skipped("the model's size is unknown without data")

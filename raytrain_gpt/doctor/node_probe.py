@@ -21,11 +21,9 @@ import numpy as np
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raytrain_gpt.cluster.compilers import fields_that_compile, missing_compiler
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.head import HeadFacts
 from raytrain_gpt.cluster.shared_storage import (
-    MAKE_ROOM,
     ON_ALL_NODES,
     ray_directory,
     ray_disk_problem,
@@ -37,14 +35,14 @@ from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.shards import SPLITS, read_manifest
 from raytrain_gpt.doctor.check import Failed, Skipped, named_check
 from raytrain_gpt.errors import RaytrainGptError
-from raytrain_gpt.format import count, size
+from raytrain_gpt.format import count
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.version import VERSION
 
-NODE_TIMEOUT_S = 60.0
+_NODE_TIMEOUT_S = 60.0
 """Timeout of a node; even on a busy one, a worker process starts in seconds."""
-CLOCK_CALLS = 5
-MAX_CLOCK_SKEW_S = 1.0
+_CLOCK_CALLS = 5
+_MAX_CLOCK_SKEW_S = 1.0
 """NTP keeps clocks within milliseconds, so a second means that it is off. A run's rows are ordered by time,
 and a lease expires 60 s after its holder's last timestamp."""
 
@@ -65,29 +63,22 @@ class NodeFacts:
     versions: dict[str, str] | None = None
     storage_error: str = ""
     data_error: str = ""
-    compiler_error: str = ""
-    ray_dir: str = ""
-    ray_dir_free_bytes: int = 0
+    ray_disk_error: str = ""
     token_path: str = ""
     token_mode: int = 0
     clock_offset_s: float = 0.0
     clock_uncertainty_s: float = 0.0
 
 
-def ask_nodes(
-    config: Config, storage: Location | None, data: Mixture | None, use_gpu: bool
-) -> list[NodeFacts]:
+def ask_nodes(config: Config, storage: Location | None, data: Mixture | None) -> list[NodeFacts]:
     """Gather all nodes' facts in parallel; `storage` is a `storage_probe`, or None if there is none."""
-    gpus = {node["NodeID"]: node["Resources"].get("GPU", 0) for node in ray.nodes()}
-    compiles = bool(fields_that_compile(config, use_gpu))
     pending = []
     for node, name in node_names().items():
         there = NodeAffinitySchedulingStrategy(node, soft=False)
-        compiles_here = compiles and (not use_gpu or gpus[node] > 0)
-        arguments = (name, storage, data, config.data.seq_len, use_gpu if compiles_here else None)
+        arguments = (name, storage, data, config.data.seq_len)
         facts = _facts_here.options(scheduling_strategy=there).remote(*arguments)
         pending.append((name, facts, _clock_here.options(scheduling_strategy=there)))
-    deadline = time.monotonic() + NODE_TIMEOUT_S
+    deadline = time.monotonic() + _NODE_TIMEOUT_S
     nodes = []
     for name, facts, clock in pending:
         try:
@@ -97,7 +88,7 @@ def ask_nodes(
                 replace(answer, clock_offset_s=offset_s, clock_uncertainty_s=uncertainty_s)
             )
         except ray.exceptions.GetTimeoutError:
-            nodes.append(NodeFacts(name, error=f"no response within {NODE_TIMEOUT_S:g} s"))
+            nodes.append(NodeFacts(name, error=f"no response within {_NODE_TIMEOUT_S:g} s"))
         except Exception as error:
             nodes.append(NodeFacts(name, error=root_cause(error)))
     return nodes
@@ -116,9 +107,9 @@ def node_names() -> dict[str, str]:
 def _clock_offset(clock: Any) -> tuple[float, float]:
     """Return the node's clock minus ours and half the round trip, from the fastest of a few calls."""
     samples = []
-    for _ in range(CLOCK_CALLS):
+    for _ in range(_CLOCK_CALLS):
         before = time.time()
-        there = ray.get(clock.remote(), timeout=NODE_TIMEOUT_S)
+        there = ray.get(clock.remote(), timeout=_NODE_TIMEOUT_S)
         after = time.time()
         samples.append((there - (before + after) / 2, (after - before) / 2))
     return min(samples, key=lambda offset_and_uncertainty: offset_and_uncertainty[1])
@@ -145,22 +136,16 @@ def _code_hash() -> str:
 
 @ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
 def _facts_here(
-    name: str,
-    storage: Location | None,
-    data: Mixture | None,
-    seq_len: int,
-    compiles_on_gpu: bool | None,
+    name: str, storage: Location | None, data: Mixture | None, seq_len: int
 ) -> NodeFacts:
-    """Gather all facts except the clock; `compiles_on_gpu` is None if nothing is compiled."""
+    """Gather all facts except the clock."""
     ray_dir, token = ray_directory(), token_file()
     return NodeFacts(
         name=name,
         versions=local_versions(),
         storage_error=storage_problem(storage) if storage else "",
         data_error=data_problem(data, seq_len) if data else "",
-        compiler_error="" if compiles_on_gpu is None else missing_compiler(compiles_on_gpu),
-        ray_dir=str(ray_dir),
-        ray_dir_free_bytes=shutil.disk_usage(ray_dir).free,
+        ray_disk_error=ray_disk_problem(str(ray_dir), shutil.disk_usage(ray_dir).free),
         token_path=str(token or ""),
         token_mode=token.stat().st_mode & 0o777 if token else 0,
     )
@@ -238,16 +223,16 @@ def judge_versions(nodes: Sequence[NodeFacts], driver: Mapping[str, str]) -> str
 
 @named_check("clocks")
 def judge_clocks(nodes: Sequence[NodeFacts]) -> str:
-    """Check that all clocks, including the driver's, agree within `MAX_CLOCK_SKEW_S`."""
+    """Check that all clocks, including the driver's, agree within `_MAX_CLOCK_SKEW_S`."""
     # Fail only for a skew that exceeds the clocks' uncertainties.
     lowest = min([0.0, *(n.clock_offset_s + n.clock_uncertainty_s for n in nodes)])
     highest = max([0.0, *(n.clock_offset_s - n.clock_uncertainty_s for n in nodes)])
     each = ", ".join(
         f"{n.name} {n.clock_offset_s:+.3f} ± {n.clock_uncertainty_s:.3f} s" for n in nodes
     )
-    if highest - lowest > MAX_CLOCK_SKEW_S:
+    if highest - lowest > _MAX_CLOCK_SKEW_S:
         raise Failed(
-            f"they differ by {highest - lowest:.1f} s, more than {MAX_CLOCK_SKEW_S:g} s; relative to the "
+            f"they differ by {highest - lowest:.1f} s, more than {_MAX_CLOCK_SKEW_S:g} s; relative to the "
             f"driver: {each}; run NTP (chrony, systemd-timesyncd) on every node"
         )
     return f"relative to the driver: {each}"
@@ -269,25 +254,3 @@ def judge_data(nodes: Sequence[NodeFacts], data_path: str, seen: str) -> str:
     if wrong := ", ".join(f"{n.name}: {n.data_error}" for n in nodes if n.data_error):
         raise Failed(f"data_path {data_path} cannot be read on all nodes: {wrong}; {ON_ALL_NODES}")
     return f"{data_path} is readable on {count(len(nodes), 'node')}: {seen}"
-
-
-@named_check("compiler")
-def judge_compilers(nodes: Sequence[NodeFacts], fields: Sequence[str]) -> str:
-    """Check that all training nodes can compile for the given configuration `fields`."""
-    if not fields:
-        return "nothing is compiled"
-    wrong = ", ".join(f"{n.name} lacks {n.compiler_error}" for n in nodes if n.compiler_error)
-    names = " and ".join(fields)
-    if wrong:
-        raise Failed(f"{wrong}; install gcc, g++ and python3-dev there, or set {names} to false")
-    return f"all nodes have what {names} needs"
-
-
-@named_check("ray_disk")
-def judge_ray_disk(nodes: Sequence[NodeFacts]) -> str:
-    """Check that every node has room for Ray's files, since a full disk hangs a run."""
-    problems = {n.name: ray_disk_problem(n.ray_dir, n.ray_dir_free_bytes) for n in nodes}
-    if full := [f"{name} has {problem}" for name, problem in problems.items() if problem]:
-        raise Failed(f"{', '.join(full)}; {MAKE_ROOM}")
-    least = min(nodes, key=lambda node: node.ray_dir_free_bytes)
-    return f"at least {size(least.ray_dir_free_bytes)} free ({least.name})"

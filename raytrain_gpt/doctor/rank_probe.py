@@ -3,7 +3,7 @@
     devices     each rank's device
     all_reduce  sums with known results, and their time, through the group that reduces gradients
     sequences   the ids of the first global batches and of validation, read as a run reads them
-    bench       steps of the run's training loop, if requested
+    step_s      time of the training loop's step, if requested
 
 Rank 0 sends all ranks' facts after each stage, so a failing group shows where it failed. The default process
 group is gloo even on GPUs, so that it works if a GPU is missing.
@@ -32,20 +32,20 @@ from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.orphans import kill_controllers
 from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.core.device import synchronize
-from raytrain_gpt.doctor.bench import BenchFacts, time_steps
+from raytrain_gpt.doctor.bench import time_step
 from raytrain_gpt.doctor.node_probe import node_names
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset, rank_chunks, ray_chunks
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.worker_group import TorchConfig, start_fit, worker_group
 
-GROUP_TIMEOUT_S = 60
+_GROUP_TIMEOUT_S = 60
 """Timeout of the ranks' connections and of every collective."""
-CONTROLLER_TIMEOUT_S = 10.0
+_CONTROLLER_TIMEOUT_S = 10.0
 """Time for Ray Train's controller to exit before it is killed."""
 NUM_BATCHES = 4
 """Number of global batches to read."""
-ALL_REDUCE_BYTES = (1_000_000, 100_000_000)
-REPEATS = 3
+_ALL_REDUCE_BYTES = (1_000_000, 100_000_000)
+_REPEATS = 3
 T = TypeVar("T")
 
 
@@ -104,7 +104,7 @@ class GroupFacts:
     devices: list[DeviceFacts] | None = None
     all_reduce: list[AllReduceFacts] | None = None
     sequences: list[RankIds] | None = None
-    bench: list[BenchFacts] | None = None
+    step_s: list[float] | None = None
 
     @property
     def has_devices(self) -> bool:
@@ -115,42 +115,42 @@ class GroupFacts:
 
 
 @dataclass(frozen=True)
-class RankSpec:
+class _RankSpec:
     """Input of every rank; `results` takes (stage, facts of all ranks)."""
 
     plan: RunPlan
     ingest: IngestSpec | None
-    bench: bool
+    times_step: bool
     results: Queue
 
 
-def ask_ranks(plan: RunPlan, ingest: IngestSpec | None, bench: bool) -> GroupFacts:
-    """Start a plan's workers and gather their facts; they read `ingest` and, with `bench`, time steps."""
+def ask_ranks(plan: RunPlan, ingest: IngestSpec | None, times_step: bool = False) -> GroupFacts:
+    """Start a plan's workers and gather their facts; they read `ingest`, and can time a step."""
     cluster = plan.config.cluster
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     results = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
     # Only Ray's controller uses the directory, and it runs on this node.
     with tempfile.TemporaryDirectory(prefix="raytrain-gpt-doctor-") as directory:
         trainer = worker_group(
-            probe_rank,
-            RankSpec(plan, ingest, bench, results),
+            _probe_rank,
+            _RankSpec(plan, ingest, times_step, results),
             cluster,
             plan.world_size,
             name="doctor",
             directory=Location.of(directory),
             dataset=None if ingest is None else ingest_dataset(ingest, NUM_BATCHES),
-            torch_config=TorchConfig(backend="gloo", timeout_s=GROUP_TIMEOUT_S),
+            torch_config=TorchConfig(backend="gloo", timeout_s=_GROUP_TIMEOUT_S),
         )
         thread, raised = start_fit(trainer)
         thread.join()
-        kill_controllers(CONTROLLER_TIMEOUT_S)
+        kill_controllers(_CONTROLLER_TIMEOUT_S)
     stages: dict[str, list[Any]] = dict(results.get_nowait_batch(results.qsize()))
     results.shutdown(force=True)
     error = "".join(map(root_cause, raised))
     return GroupFacts(plan.world_size, cluster.use_gpu, error, **stages)
 
 
-def probe_rank(spec: RankSpec) -> None:
+def _probe_rank(spec: _RankSpec) -> None:
     """Run all stages on one rank (Ray Train's `train_loop_per_worker`)."""
     context = ray.train.get_context()
     rank, use_gpu = context.get_world_rank(), spec.plan.config.cluster.use_gpu
@@ -167,17 +167,17 @@ def probe_rank(spec: RankSpec) -> None:
     group, device = None, torch.device("cpu")
     if use_gpu and usable:
         device = ray.train.torch.get_device()
-        group = dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT_S), backend="nccl")
+        group = dist.new_group(timeout=timedelta(seconds=_GROUP_TIMEOUT_S), backend="nccl")
     if usable and context.get_world_size() > 1:
-        share("all_reduce", time_all_reduce(device, group))
+        share("all_reduce", _time_all_reduce(device, group))
     if spec.ingest is None:
         return
     received = ray_chunks(ray.train.get_dataset_shard("train"), spec.ingest)
     val, *chunks = rank_chunks(received, spec.ingest, rank)
     train = {chunk.first + i: ids for chunk in chunks for i, ids in enumerate(chunk.ids)}
     share("sequences", RankIds(val.ids[0], train))
-    if spec.bench and usable:
-        share("bench", time_steps(spec.plan, spec.ingest.data, chunks, device, group))
+    if spec.times_step and usable:
+        share("step_s", time_step(spec.plan, spec.ingest.data, chunks, device, group))
 
 
 def _device(rank: int, use_gpu: bool) -> DeviceFacts:
@@ -197,11 +197,11 @@ def _device(rank: int, use_gpu: bool) -> DeviceFacts:
     return DeviceFacts(rank, node, "cpu", "", visible, error)
 
 
-def time_all_reduce(device: torch.device, group: dist.ProcessGroup | None) -> AllReduceFacts:
+def _time_all_reduce(device: torch.device, group: dist.ProcessGroup | None) -> AllReduceFacts:
     """Check all-reduces of known values and time further ones, in `group` or the default group."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     wrong, seconds = 0, {}
-    for num_bytes in ALL_REDUCE_BYTES:
+    for num_bytes in _ALL_REDUCE_BYTES:
         # Small integers, whose float32 sums are exact in any order.
         pattern = torch.arange(num_bytes // 4, device=device) % 251
         values = (pattern + rank).float()
@@ -210,7 +210,7 @@ def time_all_reduce(device: torch.device, group: dist.ProcessGroup | None) -> Al
         wrong += int((values != expected).sum())
         values.zero_()
         times = []
-        for _ in range(REPEATS):
+        for _ in range(_REPEATS):
             synchronize(device)
             dist.barrier()
             started = time.perf_counter()

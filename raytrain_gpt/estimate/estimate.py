@@ -20,7 +20,6 @@ from raytrain_gpt.core.device import (
     gpu_specs_matching,
 )
 from raytrain_gpt.data.locations import data_is_there, data_of
-from raytrain_gpt.doctor.bench import forecast
 from raytrain_gpt.doctor.rank_probe import ask_ranks
 from raytrain_gpt.errors import ConfigError, TrainingFailed
 from raytrain_gpt.estimate.cost_model import Estimate, Facts, estimate
@@ -101,13 +100,13 @@ def _probe_speed(config: Config, log: Log) -> tuple[RunPlan, float, str]:
             if not fitted.cluster.use_gpu:  # GPU workers check this themselves
                 check_compiler(fitted, on_gpu=False, where="a CPU")
             log(f"timing steps on {count(world_size, 'worker')}")
-            group = ask_ranks(plan, IngestSpec.of(plan, data), bench=True)
-    if group.bench is None or group.devices is None:
+            group = ask_ranks(plan, IngestSpec.of(plan, data), times_step=True)
+    if group.step_s is None or group.devices is None:
         raise TrainingFailed(
             f"no step was timed: {group.error}; set micro_batch_sequences to auto if memory is short, or "
             "run: raytrain-gpt doctor"
         )
-    tokens_per_s = forecast(fitted, data.vocab_size, group.bench).tokens_per_s
+    tokens_per_s = fitted.train.global_batch_tokens / max(group.step_s)
     return plan, tokens_per_s, group.devices[0].device
 
 

@@ -21,7 +21,7 @@ from raytrain_gpt.tracking.delivered import Delivered
 from raytrain_gpt.tracking.run_files import TRACKERS_DIR, Row, RunFiles
 from raytrain_gpt.tracking.trackers import End, TrackedRun, TrackerQueue
 
-OPENERS = {
+_OPENERS = {
     "tensorboard": "raytrain_gpt.tracking.tensorboard_events:open_tensorboard",
     "mlflow_uri": "raytrain_gpt.tracking.mlflow_run:open_mlflow",
 }
@@ -35,7 +35,7 @@ def open_trackers(run: TrackedRun, files: RunFiles, log: Log) -> list[TrackerQue
     """Create the trackers of an attempt, with the rows and samples that they may lack."""
     settings = run.config.tracking
     openers = [
-        path for name, path in OPENERS.items() if getattr(settings, name) not in (None, False)
+        path for name, path in _OPENERS.items() if getattr(settings, name) not in (None, False)
     ]
     opened = [resolve_name(path)(run, files, log) for path in openers]
     trackers: list[TrackerQueue] = [tracker for tracker in opened if tracker is not None]

@@ -45,8 +45,8 @@ _TEMPLATE = "tracking/report_template.html"
 MAX_SAMPLE_SETS = 8
 _DASHES, _MARKERS, _NUM_COLORS, _FAINT = ("", "7 3", "2 2", "8 2 2 2"), "Do^svP", 5, 6
 
-HELLASWAG_KEY = "hellaswag/acc_norm"
-HELLASWAG_REFERENCES = (("chance", 0.25, _FAINT, "7 3"), ("GPT-2 124M", 0.2955, 3, "2 2"))
+_HELLASWAG_KEY = "hellaswag/acc_norm"
+_HELLASWAG_REFERENCES = (("chance", 0.25, _FAINT, "7 3"), ("GPT-2 124M", 0.2955, 3, "2 2"))
 """Name, length-normalized accuracy to compare with, color and dash."""
 
 
@@ -181,10 +181,10 @@ class RunHistory:
 
     def _hellaswag(self, marks: list[int]) -> list[Chart]:
         """Chart accuracy with chance and GPT-2 for reference, if it was evaluated."""
-        if not (curves := self.evaluations(HELLASWAG_KEY, "acc_norm", 2, marker="D")):
+        if not (curves := self.evaluations(_HELLASWAG_KEY, "acc_norm", 2, marker="D")):
             return []
         ends = np.array([0, self.last["step"]], np.float64)
-        for name, value, color, dash in HELLASWAG_REFERENCES:
+        for name, value, color, dash in _HELLASWAG_REFERENCES:
             curves.append(Curve(f"{name} {value}", ends, np.full(2, value), color, dash))
         return [Chart("HellaSwag", "fraction right", curves, marks)]
 
@@ -254,7 +254,7 @@ def _compared(runs: list[RunHistory], window: int, by_tokens: bool = False) -> l
             loss = running_mean(run.column("train/loss"), window)
             train.append(Curve(run.name, run.column("step") * scale, loss, color, dash))
         val += run.evaluations("val/loss", run.name, color, dash, marker, scale)
-        hellaswag += run.evaluations(HELLASWAG_KEY, run.name, color, dash, marker, scale)
+        hellaswag += run.evaluations(_HELLASWAG_KEY, run.name, color, dash, marker, scale)
         for key, curves in own.items():
             curves += run.evaluations(key, run.name, color, dash, marker, scale)
     mean = f", mean of {window} steps" if window > 1 else ""

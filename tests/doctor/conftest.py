@@ -61,12 +61,10 @@ def head(forks_workers: ForksWorkers, tmp_path_factory: pytest.TempPathFactory) 
 def doctor() -> Doctor:
     """Return a function that runs `doctor --json` for a configuration in a separate process."""
 
-    def run(
-        config: Config, *extra: str, env: dict[str, str] | None = None, inside: tuple[str, ...] = ()
-    ) -> Visit:
+    def run(config: Config, env: dict[str, str]) -> Visit:
         done = subprocess.run(
-            [*inside, *command("doctor", "--json", *extra, *flags(config))],
-            env={**os.environ, "RAY_ADDRESS": "local", **(env or {})},
+            command("doctor", "--json", *flags(config)),
+            env={**os.environ, "RAY_ADDRESS": "local", **env},
             capture_output=True,
             text=True,
             timeout=WITHIN_S,

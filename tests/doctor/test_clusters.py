@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import RunCli
 from tests.faults.conftest import Command
 from tests.faults.gates import wait_until
 from tests.faults.processes import own
@@ -26,21 +23,17 @@ SMALL_DISK_BYTES = 100_000_000
 AHEAD_S = 30
 
 
-def test_a_sound_cluster_passes_and_the_bench_says_when_it_is_done(
+def test_a_sound_cluster_passes(
     head: Head, doctor: Doctor, make_config: MakeConfig, own_storage: Path
 ) -> None:
-    config = make_config(num_workers=2, max_steps=1000, storage_path=str(own_storage))
-    visit = doctor(config, "--bench", env=head.env)
+    config = make_config(num_workers=2, storage_path=str(own_storage))
+    visit = doctor(config, env=head.env)
     assert (visit.code, visit.errors) == (0, ""), visit.output + visit.errors
     assert visit.statuses("SKIP") == {"tracking"}
     visit.says("PASS", "cluster", head.address)
     visit.says("PASS", "token", "calls without a token are refused")
     visit.says("PASS", "sequences", "2 ranks read", "each as planned")
     assert set(visit.found["all_reduce_bytes_per_s"]) == {"1000000", "100000000"}
-    bench = visit.found["bench"]
-    assert bench["run_s"] == pytest.approx(1000 * bench["step_time_s"])
-    batch = config.train.global_batch_tokens
-    assert bench["tokens_per_s"] == pytest.approx(batch / bench["step_time_s"])
     assert not list(own_storage.iterdir())
     assert own("ray::TrainController") == []
 
@@ -48,7 +41,7 @@ def test_a_sound_cluster_passes_and_the_bench_says_when_it_is_done(
 def test_what_the_configuration_asks_for_is_not_there(
     head: Head, doctor: Doctor, make_config: MakeConfig, own_storage: Path, tmp_path: Path
 ) -> None:
-    """The cluster lacks workers, disk space, MLflow's directory and a tokenizer."""
+    """The cluster lacks workers, disk space and MLflow's directory."""
     config = make_config(
         num_workers=6,
         num_layers=1000,
@@ -56,13 +49,12 @@ def test_what_the_configuration_asks_for_is_not_there(
         mlflow_uri=f"sqlite:///{tmp_path}/none/mlflow.db",
         storage_path=str(own_storage),
     )
-    visit = doctor(config, "--tokenizer", "gpt3", env=head.env)
+    visit = doctor(config, env=head.env)
     assert visit.code == 1
-    assert visit.statuses("FAIL") == {"workers", "disk", "tracking", "tokenizer"}
+    assert visit.statuses("FAIL") == {"workers", "disk", "tracking"}
     visit.says("FAIL", "workers", "6 workers × 1 CPU do not fit", "set num_workers to at most 2")
     visit.says("FAIL", "disk", "checkpoints of", "free some space")
     visit.says("FAIL", "tracking", f"cannot write in {tmp_path}/none")
-    visit.says("FAIL", "tokenizer", "unknown tokenizer gpt3")
     assert visit.statuses("SKIP") == RANK_CHECKS
 
 
@@ -83,20 +75,12 @@ def test_a_wrong_token_is_said_at_once(
     visit.says("SKIP", "nodes", "no cluster")
 
 
-def in_namespaces(*argv: str) -> tuple[str, ...]:
-    """Return a command prefix for private namespaces, which allow mounts and network setup."""
-    prefix = ("unshare", "--map-root-user", "--mount", *argv)
-    if subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("this machine cannot create user namespaces")
-    return prefix
-
-
 @pytest.fixture
 def sick_node(head: Head, own_storage: Path, dataset: Path, tmp_path: Path) -> Iterator[str]:
     """Start a node with many faults, and return its address.
 
     It has a different torch version, a fast clock, a GPU that does not exist, and a small disk for Ray.
-    It lacks a compiler and the data, and cannot write to the runs directory.
+    It lacks the data, and cannot write to the runs directory.
     """
     modules = tmp_path / "modules"
     (modules / "torch-0.0.1.dist-info").mkdir(parents=True)
@@ -109,18 +93,17 @@ def sick_node(head: Head, own_storage: Path, dataset: Path, tmp_path: Path) -> I
     address = "127.0.0.2"
     start = [*RAY, "start", f"--address={head.address}", f"--node-ip-address={address}", "--block"]
     start += ["--num-cpus=1", "--num-gpus=1", "--dashboard-agent-listen-port=0"]
-    compilers = {
-        os.path.realpath(path) for name in ("gcc", "clang") if (path := shutil.which(name))
-    }
     mounts = (
         f"mount --bind '{own_storage}' '{own_storage}'",
         f"mount -o remount,bind,ro '{own_storage}'",
         f"mount -t tmpfs tmpfs '{dataset}'",
         f"mount -t tmpfs -o size={SMALL_DISK_BYTES} tmpfs '{head.directory}'",
-        *(f"mount --bind /dev/null {path}" for path in compilers),
         'exec "$@"',
     )
-    argv = [*in_namespaces(), "sh", "-c", " && ".join(mounts), "sh", *start]
+    private = ["unshare", "--map-root-user", "--mount"]  # namespaces that allow mounts
+    if subprocess.run([*private, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine cannot create user namespaces")
+    argv = [*private, "sh", "-c", " && ".join(mounts), "sh", *start]
     env = {**head.token, "PYTHONPATH": str(modules)}
     node = Command(argv, env, tmp_path / "node.log")
     try:
@@ -137,43 +120,25 @@ def test_a_node_with_everything_wrong(
     make_config: MakeConfig,
     own_storage: Path,
     dataset: Path,
-    tmp_path: Path,
 ) -> None:
     uri = "http://127.0.0.1:9"
-    no_network = {"TIKTOKEN_CACHE_DIR": str(tmp_path), "HTTPS_PROXY": "http://127.0.0.1:9"}
-    storage = str(own_storage)
-    config = make_config(num_workers=1, storage_path=storage, mlflow_uri=uri, document_mask=True)
-    visit = doctor(config, "--tokenizer", "gpt2", env={**head.env, **no_network})
+    config = make_config(num_workers=1, storage_path=str(own_storage), mlflow_uri=uri)
+    visit = doctor(config, env=head.env)
     assert visit.code == 1
     visit.says("FAIL", "versions", f"0.0.1 on {sick_node}", "install the same version")
     visit.says("FAIL", "clocks", f"they differ by {AHEAD_S}.0 s", sick_node, "run NTP")
     visit.says("FAIL", "storage", f"{sick_node}: it cannot write", "Read-only")
     visit.says("FAIL", "data", f"{sick_node}: ", f"{dataset} has no manifest.json")
-    visit.says("FAIL", "compiler", f"{sick_node} lacks a C compiler; install gcc")
-    visit.says("FAIL", "ray_disk", f"{sick_node} has", "MB free", "--temp-dir")
+    visit.says("FAIL", "disk", f"{sick_node} has", "MB free", "--temp-dir")
     visit.says("FAIL", "devices", f"no GPU for rank 0 on {sick_node}", "sees no GPU")
-    visit.says("FAIL", "tokenizer", "neither in TIKTOKEN_CACHE_DIR nor can it be downloaded")
     visit.says("FAIL", "tracking", "MLflow does not respond at http://127.0.0.1:9")
-    assert visit.statuses("PASS") == {"cluster", "workers", "nodes", "token", "disk"}
+    assert visit.statuses("PASS") == {"cluster", "workers", "nodes", "token"}
     assert visit.statuses("SKIP") == {"all_reduce", "sequences"}
     assert not list(own_storage.iterdir())
 
 
-def test_a_slow_network_and_an_open_cluster(doctor: Doctor, make_config: MakeConfig) -> None:
-    """The command runs in a private network, whose loopback has 1 Gbit/s for both directions together."""
-    inside = in_namespaces("--net")
-    slow = "ip link set lo up && tc qdisc add dev lo root tbf rate 1gbit burst 1mb latency 100ms"
-    shell = (*inside, "sh", "-c", f'{slow} && exec "$@"', "sh")
-    if subprocess.run([*shell, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("this machine cannot limit network rates (iproute2's tc, tbf)")
-    visit = doctor(make_config(num_workers=2), env={"RAY_AUTH_MODE": "disabled"}, inside=shell)
+def test_an_open_cluster(doctor: Doctor, make_config: MakeConfig) -> None:
+    visit = doctor(make_config(num_workers=1), env={"RAY_AUTH_MODE": "disabled"})
     assert visit.code == 1
-    assert visit.statuses("FAIL") == {"all_reduce", "token"}
-    visit.says("FAIL", "all_reduce", "slow: 0.06 GB/s", "below 0.1 GB/s", "GLOO_SOCKET_IFNAME")
+    assert visit.statuses("FAIL") == {"token"}
     visit.says("FAIL", "token", "accepts calls without a token", "unset RAY_AUTH_MODE")
-
-
-def test_wrong_input_has_its_own_exit_code(run_cli: RunCli) -> None:
-    code, output, errors = run_cli("doctor", "--peak_rl=1e-3")
-    assert (code, output) == (2, "")
-    assert "did you mean peak_lr?" in errors

@@ -98,111 +98,28 @@ GOOD = {
 FAULTS = {
     "sees the future": (
         MODEL + "    def hidden(self, ids):\n        return super().hidden(ids).flip(1)\n",
-        ("causality", "changes logits before it; mask later tokens"),
+        ("causality", "token 0", "mask later tokens"),
     ),
     "mixes rows": (
         MODEL
         + "    def embed(self, ids, positions):\n"
         + "        x = super().embed(ids, positions)\n"
         + "        return x - x.mean(0, keepdim=True) * 0.5\n",
-        ("rows", "depend on other rows"),
-    ),
-    "layers are drawn": (
-        MODEL
-        + "    def make_layers(self, shape):\n"
-        + "        super().make_layers(shape)\n"
-        + "        self.extra = nn.Linear(random.randrange(1, 10**6), 1)\n",
-        ("counts", "make layers by the shape alone"),
-    ),
-    "init ignores its seed": (
-        MODEL.replace("init_weights(seed)\n", "init_weights(1)\n").replace(
-            "def init_weights(1)", "def init_weights(self, seed)"
-        ),
-        ("initialization", "gave seeds 1 and 2 the same weights"),
-    ),
-    "init draws from elsewhere": (
-        MODEL + "        self.wte.weight.data.normal_()\n",
-        ("initialization", "other weights the second time"),
+        ("causality", "token 0", "compute nothing over rows"),
     ),
     "ignores its positions": (
         MODEL
         + "    def embed(self, ids, positions):\n"
         + "        return super().embed(ids, torch.arange(ids.shape[1]))\n",
-        ("cache", "use `attend` and `positions`"),
-    ),
-    "changes itself in training": (
-        MODEL
-        + "    def embed(self, ids, positions):\n"
-        + "        self.calls = getattr(self, 'calls', 1) + self.training\n"
-        + "        return super().embed(ids, positions) * self.calls\n",
-        ("training", "keep all that training changes in parameters"),
-    ),
-    "has a buffer in its state": (
-        MODEL
-        + "    def make_layers(self, shape):\n"
-        + "        super().make_layers(shape)\n"
-        + "        self.register_buffer('scale', torch.ones(1))\n",
-        ("training", "no checkpoint has the buffer scale", "persistent=False"),
-    ),
-    "has an unused parameter": (
-        MODEL
-        + "    def make_layers(self, shape):\n"
-        + "        super().make_layers(shape)\n"
-        + "        self.extra = nn.Parameter(torch.ones(1))\n",
-        ("training", "extra has no gradient"),
-    ),
-    "learns nothing": (
-        MODEL
-        + "    def forward(self, ids, targets, reduction='mean'):\n"
-        + "        return super().forward(ids, targets, reduction) * 0 + 5\n",
-        ("training", "after 20 steps"),
-    ),
-    "decides by values": (
-        MODEL
-        + "    def embed(self, ids, positions):\n"
-        + "        x = super().embed(ids, positions)\n"
-        + "        return x if x.sum() > 1e9 else x * 2\n",
-        ("compile", "my.py, line 14", "remove the graph break"),
+        ("causality", "token 1", "use `attend` and `positions`"),
     ),
     "raises in its layers": (
         MODEL + "    def make_layers(self, shape):\n        self.no_such_size()\n",
-        ("counts", "my.py, line", "AttributeError", "no_such_size"),
-    ),
-    "state outside of state": (
-        SGD.replace('state.setdefault("m"', "self.last.setdefault(p"),
-        ("state", "4 steps differ from 2, saved and loaded"),
-    ),
-    "random updates": (
-        SGD.replace("alpha=-lr", "alpha=-lr * random.random()"),
-        ("state", "draw nothing at random"),
-    ),
-    "misses a parameter": (
-        SGD.replace("Sgd(parameters,", "Sgd(parameters[1:],"),
-        ("state", "give it each one once"),
-    ),
-    "ignores the rate": (
-        SGD.replace("alpha=-lr", "alpha=-1e-3"),
-        ("updates", "a learning rate of 0 changes weights"),
-    ),
-    "updates nothing": (
-        SGD.replace("p.add_(m", "p.add(m"),
-        ("updates", "a step changes no weight"),
-    ),
-    "raises in its step": (
-        SGD.replace("m.lerp_(p.grad, 0.1)", "m.lerp_(p.grad)"),
-        ("updates", "my.py, line 21: TypeError"),
-    ),
-    "has an object as state": (
-        SGD.replace("m.lerp_", "state['name'] = 'm'; m.lerp_"),
-        ("state", "wte.weight/name is a str"),
-    ),
-    "not elementwise": (
-        SGD.replace("p.add_(m,", "p.add_(m / m.norm(),"),
-        ("shards", "drop elementwise=True"),
+        ("causality", "my.py, line", "AttributeError", "no_such_size"),
     ),
     "schedule draws": (
         SCHEDULE.replace("1 - step / (max_steps + 1)", "random.random()"),
-        ("factors", "compute it from the arguments"),
+        ("factors", "from the arguments alone"),
     ),
     "schedule is not finite": (
         SCHEDULE.replace("return 1", "return float('nan') if step == 7 else 1"),
@@ -214,29 +131,29 @@ FAULTS = {
     ),
     "a mean instead of a sum": (
         EVALUATION.replace("losses.sum()), len(ids)", "losses.mean()), 1"),
-        ("sums", "ranks 0 and 1 of 2 add up to"),
+        ("sums", "on one rank, but", "ranks 0 and 1 of 2"),
     ),
     "names of one rank only": (
         EVALUATION.replace('"loss"', 'f"loss_{rank}"'),
-        ("sums", "return the same names on all"),
+        ("sums", "loss_1"),
     ),
     "no pair": (
         EVALUATION.replace("len(ids))}", "float('inf'))}"),
-        ("sums", "both finite"),
+        ("sums", "return finite sums"),
     ),
     "changes the weights": (
         EVALUATION.replace("return {", "model.wte.weight.data.mul_(1.5)\n    return {"),
-        ("sums", "add up to"),
+        ("sums", "leave the model as it was"),
     ),
     "changes the mode": (
         EVALUATION.replace("return {", "model.train()\n    return {"),
-        ("sums", "mode changed"),
+        ("sums", "leave the model as it was"),
     ),
     "counts calls": (
         EVALUATION.replace("float(losses.sum())", "CALLS.append(1) or len(CALLS)").replace(
             "@evaluation", "CALLS = []\n@evaluation"
         ),
-        ("sums", "add up to"),
+        ("sums", "on one rank, but"),
     ),
     "a number instead of a pair": (
         EVALUATION.replace("(float(losses.sum()), len(ids))", "1.5"),
@@ -309,14 +226,6 @@ def test_runs_choose_a_kind_of_each_selector_and_wait_for_the_other_checks() -> 
 
 
 @pytest.mark.usefixtures("quick")
-def test_an_elementwise_update_is_checked_only_where_it_is_declared() -> None:
-    text = SGD.replace(", elementwise=True", "").replace("p.add_(m,", "p.add_(m / m.norm(),")
-    checks = {check.name: check.status for check in checks_of(text)}
-    assert checks.pop("optimizer mine, shards") == "SKIP"
-    assert {*checks.values()} == {"PASS"}
-
-
-@pytest.mark.usefixtures("quick")
 def test_settings_of_the_command_are_used_for_the_kinds_that_it_chooses() -> None:
     text = """
 from raytrain_gpt.extend import Settings
@@ -328,9 +237,8 @@ class Level(Settings):
 def mine(step, max_steps, settings):
     return settings.level
 """
-    assert failures(checks_of(text)) == [
-        "FAIL schedule mine, factors: -1.0 at step 0 of 1; return a finite factor, 0 or more"
-    ]
+    (line,) = failures(checks_of(text))
+    assert line.startswith("FAIL schedule mine, factors: -1.0 and then -1.0 at step")
     chosen = Config().updated({"schedule": "mine", "level": 0.5})
     assert failures(checks_of(text, chosen)) == []
 
@@ -390,9 +298,16 @@ def test_the_shipped_examples_run_together_and_resume_with_the_same_bits() -> No
 
 
 @pytest.mark.slow
-def test_a_run_that_differs_between_processes_is_found() -> None:
-    hashed = SGD.replace("alpha=-lr", "alpha=-lr * (hash('a') % 1000)")
-    assert failures(checks_of(hashed)) == [
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("alpha=-lr", "alpha=-lr * (hash('a') % 1000)"),
+        ('state.setdefault("m"', "self.last.setdefault(p"),
+    ],
+    ids=["differs between processes", "state outside of state"],
+)
+def test_a_run_that_does_not_resume_with_the_same_bits_is_found(right: str, wrong: str) -> None:
+    assert failures(checks_of(SGD.replace(right, wrong))) == [
         "FAIL runs of optimizer mine: killed after step 5 and resumed: different weights; draw nothing at "
         "random, keep no state outside"
     ]

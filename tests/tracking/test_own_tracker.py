@@ -8,7 +8,6 @@ import pickle
 import socket
 import struct
 import sys
-import threading
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -267,21 +266,6 @@ def test_resumed_attempts_are_one_run_of_weights_and_biases(tmp_path: Path) -> N
     assert started.run_id == first.id
 
 
-def test_weights_and_biases_sends_a_step_again_only_after_a_rollback(tmp_path: Path) -> None:
-    def sent(directory: Path) -> list[float]:
-        return [row["step"] for row in wandb_history(directory) if "train/loss" in row]
-
-    rollback = {"step": 4, "event": "rollback", "time": 9.0, "to_step": 2}
-    rollback |= {"first_batch": 2, "stop_batch": 4}
-    track(tmp_path / "a", "wandb", 0, losses(1, 3), "interrupted", wandb_mode="offline")
-    (tmp_path / "a" / "wandb").rename(tmp_path / "first")
-    track(tmp_path / "a", "wandb", 2, [*losses(3, 4), rollback], "failed")
-    assert sent(tmp_path / "a") == [4]
-    (tmp_path / "a" / "wandb").rename(tmp_path / "second")
-    track(tmp_path / "a", "wandb", 2, losses(3, 4), "finished")
-    assert sent(tmp_path / "a") == [3, 4]
-
-
 def test_weights_and_biases_is_offline_if_its_server_is_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -330,12 +314,6 @@ def test_a_package_that_is_not_installed_is_named_before_the_run(
     assert "trackers=wandb needs the package wandb" in line
     assert "pip install 'raytrain-gpt[wandb]'" in line
     check_packages(Config().updated({"trackers": "csv"}))
-
-
-def test_tracking_threads_end_with_the_run(tmp_path: Path) -> None:
-    kinds.use(Code.read(CSV))
-    track(tmp_path / "run", "csv", 0, ROWS, "finished")
-    assert "csv" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_a_run_travels_to_its_recorder_after_ray_has_replaced_print(
