@@ -35,8 +35,8 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.spec import load_sweep
 from raytrain_gpt.sweep.trial_plan import check_sweep
 from raytrain_gpt.tracking.runs import runs_command
+from tests.checkpoints import write_checkpoint
 from tests.data.shard_tools import prepare_here
-from tests.serve.checkpoints import write_checkpoint
 
 NUM_FILES = 1000
 WATCHED = (

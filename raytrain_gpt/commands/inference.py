@@ -1,4 +1,4 @@
-"""The commands `eval`, `sample`, `serve`, `export` and `import`."""
+"""The commands `eval`, `sample`, `export` and `import`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from raytrain_gpt.commands.flags import CheckpointOptions, Groups, JsonOptions, 
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.call_options import Metavar, Options, SamplingOptions
 from raytrain_gpt.format import count, number, own_scores, sample_command, shell
-from raytrain_gpt.serve.serve_options import ServeOptions
 
 if TYPE_CHECKING:
     from raytrain_gpt.storage.location import Location
@@ -36,10 +35,6 @@ class SampleOptions(SamplingOptions, CheckpointOptions):
     """Number of continuations."""
     max_new_tokens: int = Field(SamplingOptions.model_fields["max_new_tokens"].default, ge=1)
     """Tokens generated per sample (default: as in the run's evaluations)."""
-
-
-class ServeCheckpointOptions(ServeOptions, CheckpointOptions):
-    """Options of `serve`."""
 
 
 def _settings() -> Groups:
@@ -97,19 +92,6 @@ def sample(options: SampleOptions) -> None:
     num = options.num_samples
     sample_checkpoint(options.checkpoint, options.prompt, say, num_samples=num, show=say, **how)
     say(f"next: {shell('raytrain-gpt', 'eval', options.checkpoint, *options.code_flags)}")
-
-
-@command("serve", ServeCheckpointOptions)
-def serve(options: ServeCheckpointOptions) -> None:
-    """Serve a checkpoint over HTTP: OpenAI's completions API and a web page.
-
-    Runs on this machine until Ctrl+C. A --host that other machines can reach needs an API key in
-    RAYTRAIN_GPT_API_KEY, which callers must send.
-    """
-    from raytrain_gpt.serve.server import serve_checkpoint
-
-    how = ServeOptions(**options.model_dump(exclude={"checkpoint", "code"}))
-    serve_checkpoint(options.checkpoint, how, say)
 
 
 class ExportOptions(CheckpointOptions):

@@ -213,11 +213,11 @@ def _rows(kind: Kind, config: Config) -> str:
 @torch.no_grad()
 def _cache(kind: Kind, config: Config) -> str:
     model, ids, known = _model(config), _ids(2), SEQ_LEN - 4
-    cache = KVCache(model.shape, len(ids), model.device)
-    attend = cache.prefill(0, SEQ_LEN)
+    cache = KVCache(model.shape, len(ids), SEQ_LEN, model.device)
+    attend = cache.prefill(0)
     parts = [model.hidden_with_cache(ids[:, :known], torch.arange(known), attend)]
     for at in range(known, SEQ_LEN):
-        positions, attend = torch.full((2, 1), at), cache.decode([at] * 2, model.device)
+        positions, attend = torch.full((2, 1), at), cache.decode([at] * 2)
         parts.append(model.hidden_with_cache(ids[:, at : at + 1], positions, attend))
     advice = "sampling token by token differs; use `attend` and `positions` as they are given"
     _check_close(torch.cat(parts, 1), model.hidden(ids), advice)

@@ -19,7 +19,6 @@ from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.schema import FIELDS, parse_config
 from raytrain_gpt.config.wording import MAX_SHOWN, suggestion
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.serve.serve_options import ServeOptions
 from raytrain_gpt.sweep.spec import Asha, Base, Pbt, Sweep, load_sweep
 from tests.conftest import raises_line
 
@@ -117,11 +116,10 @@ def test_every_wrong_value_of_a_swept_field_is_refused_in_plain_words(
     ("kind", "needed"),
     [
         (PrepareFlags, {"sources": ["a"], "out": "b"}),
-        (SampleOptions, {"checkpoint": "a"}),
+        (SampleOptions, {"checkpoint": "a", "prompt": "b"}),
         (ImportOptions, {"source": "a", "out": "b"}),
         (EstimateFlags, {}),
         (TuneOptions, {"file": "a"}),
-        (ServeOptions, {}),
     ],
 )
 def test_every_wrong_value_of_an_option_is_refused_in_plain_words(

@@ -12,7 +12,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-from tests.serve.browser import launched
+from tests.browser import launched
 
 SIZE = {"width": 1100, "height": 900}
 

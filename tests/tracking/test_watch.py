@@ -19,10 +19,10 @@ from playwright.sync_api import expect, sync_playwright
 
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.tracking import watch
+from tests.browser import installed, launched
 from tests.conftest import RunCli, raises_line
 from tests.data.shard_tools import prepare_here, write_jsonl
 from tests.faults.gates import wait_until
-from tests.serve.browser import installed, launched
 
 from .test_report import make_run, step_row, steps
 
