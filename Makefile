@@ -4,7 +4,6 @@
 # make test-sweeps   whole sweeps; make test-faults tests that kill
 # make test-tools    the doctor, the notebook, security
 # make test-models   HellaSwag, async evaluation, weights in and out, sharding, torchrun, profiles, benchmarks
-# make test-serve    serving over HTTP, with a browser
 # make test-chaos    kill a random process in each of 20 runs, and ten times in a scaling study (25 minutes, not in CI)
 # make test-cluster  `ray up` on three hosts made of namespaces (root)
 # make test-readme   every command of README and getting-started, in a fresh clone and environment
@@ -12,7 +11,7 @@
 # make wheel         what cluster files install on every node: dist/
 # make check         all that CI checks, two at a time: format, lint, types, test-fast, test-slow, and
 #   test-shared      all tests that share one Ray cluster
-#   test-own         all tests that start clusters of their own: tools, serve, cluster
+#   test-own         all tests that start clusters of their own: tools, cluster
 #   test-readme-short  the commands of README and getting-started, shortened
 PYTHON ?= python3
 VENV := .venv
@@ -22,9 +21,9 @@ INSTALLED := $(VENV)/.installed
 TESTABLE := $(VENV)/.installed-dev
 # Markers of tests that share one Ray cluster, and of tests too slow for `make test`.
 SHARED := ray or sweeps or models or faults
-SLOW := slow or sweeps or tools or models or serve or faults or cluster
+SLOW := slow or sweeps or tools or models or faults or cluster
 
-.PHONY: demo test test-fast test-slow test-sweeps test-tools test-models test-serve test-faults test-cluster test-shared test-own
+.PHONY: demo test test-fast test-slow test-sweeps test-tools test-models test-faults test-cluster test-shared test-own
 .PHONY: null-gpu test-chaos test-readme test-readme-short wheel check checks format lint types clean
 
 demo: $(INSTALLED)
@@ -40,7 +39,7 @@ test-fast: $(TESTABLE)
 test-slow: $(TESTABLE)
 	$(BIN)/pytest -n 2 --dist worksteal -m "slow and not ($(SHARED))"
 
-test-sweeps test-tools test-models test-serve test-faults test-cluster: $(TESTABLE)
+test-sweeps test-tools test-models test-faults test-cluster: $(TESTABLE)
 	$(BIN)/pytest -rs -m $(@:test-%=%)
 
 test-chaos: $(TESTABLE)
@@ -52,7 +51,7 @@ test-shared: $(TESTABLE)
 	$(BIN)/pytest -m "$(SHARED)"
 
 test-own: $(TESTABLE)
-	$(BIN)/pytest -rs -m "tools or serve or cluster"
+	$(BIN)/pytest -rs -m "tools or cluster"
 
 null-gpu:
 	benchmarks/null_gpu/run.sh

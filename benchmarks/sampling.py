@@ -53,10 +53,9 @@ def main() -> None:
 
 def cached(model: GPT, prompts: Tokens, new_tokens: int) -> Tokens:
     """Continue prompts as `sample` does."""
-    options = SamplingOptions(max_new_tokens=new_tokens, temperature=0, stop_at_eot=False)
+    options = SamplingOptions(max_new_tokens=new_tokens, temperature=0)
     with inference_autocast(model.device):
-        continuations = sample_tokens(model, SHAPE.vocab_size - 1, prompts, options)
-    return [continuation.tokens for continuation in continuations]
+        return sample_tokens(model, None, prompts, options)
 
 
 @torch.no_grad()

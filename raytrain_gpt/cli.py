@@ -34,7 +34,7 @@ LEAVE_AFTER_S = 10.0
 """Seconds for which threads of the user's code may keep a finished command."""
 
 CODE_DECLARES_FLAGS = ("estimate", "train", "tune", "scale", "doctor")
-CODE_OF_CHECKPOINT = ("eval", "sample", "serve", "export")
+CODE_OF_CHECKPOINT = ("eval", "sample", "export")
 """Commands with `--code`; the latter compare it with the checkpoint before it is executed, except for
 `eval --evaluations`, whose flags it declares."""
 
@@ -211,8 +211,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in (
         data.prepare, data.data, train.estimate, train.train, train.tune, train.scale, train.runs,
-        inference.evaluate, inference.sample, inference.serve,
-        inference.export, inference.import_, cluster.doctor, cluster.node,
+        inference.evaluate, inference.sample, inference.export, inference.import_,
+        cluster.doctor, cluster.node,
         completion(parser),
     ):  # fmt: skip
         command.add_parser(commands)

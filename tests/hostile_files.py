@@ -29,8 +29,8 @@ from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.runs import runs_command
+from tests.checkpoints import write_checkpoint
 from tests.data.shard_tools import prepare_here
-from tests.serve.checkpoints import write_checkpoint
 
 NUM_FILES = 100
 WATCHED = (

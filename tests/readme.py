@@ -35,7 +35,6 @@ PRINTED = (
 """First words of indented blocks that show output; all other blocks are commands."""
 RUN_SHOWN = "python shown.py"
 SERVERS = {
-    "raytrain-gpt serve": "http://127.0.0.1:8000",
     "mlflow ui": "http://127.0.0.1:5000",
     "ray start": "http://127.0.0.1:8265",
 }
@@ -47,8 +46,8 @@ SMALL = (
 )
 """Flags that run a GPU preset on a CPU in seconds."""
 HAVE_OTHER_TESTS = (
-    r"^(mlflow |hf |curl |python |ray |export |\(umask|raytrain-gpt (import|serve|doctor|tune|"
-    r"train --preset|sample.* --batch)).*"
+    r"^(mlflow |hf |curl |python |ray |export |\(umask|raytrain-gpt (import|doctor|tune|"
+    r"train --preset)).*"
 )
 SMALL_GPT2 = """from transformers import GPT2Config, GPT2LMHeadModel
 GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=64)).save_pretrained("gpt2-hf")"""

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from raytrain_gpt.config.schema import Config
+from tests.checkpoints import write_checkpoint
 from tests.conftest import RunCli
 from tests.runs import command
-from tests.serve.checkpoints import write_checkpoint
 
 
 def test_a_reader_that_has_enough_is_not_told_of_a_broken_pipe() -> None:

@@ -33,7 +33,7 @@ ORDER = (
     {"ingest", "tracking"},
     {"evaluate"},
     {"train"},
-    {"doctor", "export", "sweep", "serve"},
+    {"doctor", "export", "sweep"},
     {"scaling"},
     {"estimate"},
     {"extend"},
@@ -49,9 +49,7 @@ BELOW = {
     for level, names in enumerate(ORDER)
     for name in names
 }
-BELOW["export"] = BELOW["serve"] = BELOW["export"] - {
-    "train"
-}  # a checkpoint is used without training
+BELOW["export"] = BELOW["export"] - {"train"}  # a checkpoint is used without training
 
 FORBIDDEN = {
     "redact": {"ray", "mlflow", "torch", "numpy", "pydantic"},

@@ -1,4 +1,4 @@
-"""The commands `eval`, `sample`, `serve`, `export` and `import`."""
+"""The commands `eval`, `sample`, `export` and `import`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from pydantic import Field
 from raytrain_gpt.commands.flags import CheckpointOptions, Groups, JsonOptions, command, say
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.call_options import Metavar, Options, SamplingOptions
-from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import count, number, own_scores, sample_command, shell
-from raytrain_gpt.serve.serve_options import ServeOptions
 
 if TYPE_CHECKING:
     from raytrain_gpt.storage.location import Location
@@ -31,20 +29,12 @@ class EvalOptions(JsonOptions, CheckpointOptions):
 
 
 class SampleOptions(SamplingOptions, CheckpointOptions):
-    prompt: Annotated[str | None, Metavar("TEXT")] = None
-    """Text to continue (default: the lines of --batch)."""
-    batch: Annotated[str | None, Metavar("FILE")] = None
-    """JSON lines {"prompt": TEXT, …} to continue on a Ray cluster (default: only --prompt)."""
-    out: Annotated[str | None, Metavar("FILE")] = None
-    """Output file of --batch: its lines with their continuations (default: none)."""
-    num_samples: int | None = Field(None, ge=1)
-    """Continuations per prompt (default: 5; with --batch: 1)."""
+    prompt: Annotated[str, Metavar("TEXT")]
+    """Text to continue."""
+    num_samples: int = Field(5, ge=1)
+    """Number of continuations."""
     max_new_tokens: int = Field(SamplingOptions.model_fields["max_new_tokens"].default, ge=1)
     """Tokens generated per sample (default: as in the run's evaluations)."""
-
-
-class ServeCheckpointOptions(ServeOptions, CheckpointOptions):
-    """Options of `serve`."""
 
 
 def _settings() -> Groups:
@@ -95,37 +85,13 @@ def _accuracy(metrics: dict[str, Any], name: str) -> str:
 
 @command("sample", SampleOptions)
 def sample(options: SampleOptions) -> None:
-    """Continue prompts with a checkpoint."""
+    """Continue a prompt with a checkpoint."""
+    from raytrain_gpt.evaluate.inference import sample_checkpoint
+
     how = options.model_dump(include={*SamplingOptions.model_fields}, exclude_unset=True)
     num = options.num_samples
-    if options.batch is not None and options.out is not None and options.prompt is None:
-        from raytrain_gpt.export.batch_generation import sample_batch
-
-        sample_batch(
-            options.checkpoint, options.batch, options.out, say, num_samples=num or 1, **how
-        )
-    elif options.prompt is not None and options.batch is None and options.out is None:
-        from raytrain_gpt.evaluate.inference import sample_checkpoint
-
-        sample_checkpoint(
-            options.checkpoint, options.prompt, say, num_samples=num or 5, show=say, **how
-        )
-    else:
-        raise ConfigError("sample needs either --prompt TEXT, or --batch FILE and --out FILE")
+    sample_checkpoint(options.checkpoint, options.prompt, say, num_samples=num, show=say, **how)
     say(f"next: {shell('raytrain-gpt', 'eval', options.checkpoint, *options.code_flags)}")
-
-
-@command("serve", ServeCheckpointOptions)
-def serve(options: ServeCheckpointOptions) -> None:
-    """Serve a checkpoint over HTTP: OpenAI's completions API and a web page.
-
-    Runs on this machine until Ctrl+C. A --host that other machines can reach needs an API key in
-    RAYTRAIN_GPT_API_KEY, which callers must send.
-    """
-    from raytrain_gpt.serve.server import serve_checkpoint
-
-    how = ServeOptions(**options.model_dump(exclude={"checkpoint", "code"}))
-    serve_checkpoint(options.checkpoint, how, say)
 
 
 class ExportOptions(CheckpointOptions):

@@ -50,7 +50,7 @@ _EVALUATION: dict[str, Any] = EvalSection.model_fields
 
 
 class SamplingOptions(Options):
-    """Sampling of tokens: in evaluations, by `sample`, in a request."""
+    """Sampling of tokens: in evaluations and by `sample`."""
 
     max_new_tokens: int = _EVALUATION["max_new_tokens"]
     temperature: float = _EVALUATION["temperature"]
@@ -59,10 +59,6 @@ class SamplingOptions(Options):
     """Sample from the most likely tokens whose probabilities add up to this, among those of top_k."""
     seed: int = 42
     """Seed of the draws."""
-    stop_at_eot: bool = Field(True, exclude=True)
-    """End a continuation where the model ends its text."""
-    scored: Literal["none", "new", "all"] = Field("none", exclude=True)
-    """Log-probabilities to return; none, new (sampled tokens) or all (also the prompt's)."""
 
 
 class PrepareOptions(Options):

@@ -1,6 +1,6 @@
-"""Continuous batching: continue many prompts together, one token per step, without affecting each other.
+"""Sampling: continue prompts together, one token per step, without affecting each other.
 
-`DecodingBatch.step` samples one token for every sequence:
+Every step samples one token for every sequence:
 
 1. sequences in the cache: one forward pass of their newest tokens;
 2. sequences that outgrew the context: one forward pass of their last seq_len tokens. A cache cannot help,
@@ -8,7 +8,8 @@
 3. new sequences, as many as `PREFILL_TOKENS` allow: one forward pass of their padded prompts.
 
 Every sequence has a separate random generator and draws one number per token. Its tokens therefore depend
-only on its prompt, options and stream, except for the last bits of sums, which depend on the batch size.
+only on its prompt, the options and its index, except for the last bits of sums, which depend on the batch
+size.
 
 With a document mask, a sequence holds only the last document of its text. The token after a document's end
 starts again at position 0, as in training.
@@ -17,9 +18,9 @@ starts again at position 0, as in training.
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -29,146 +30,110 @@ from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.core.attention import last_document, without_cudnn_sdpa
 from raytrain_gpt.core.kv_cache import KVCache
 from raytrain_gpt.core.model import GPT, GPTShape
-from raytrain_gpt.core.sampling import TokenScore, draw_tokens, token_scores
-from raytrain_gpt.errors import DataError
 
 PREFILL_TOKENS = 4096
 """Padded tokens per forward pass of new sequences, unless a single one is longer. Bounds the memory of the
-pass and the delay of other sequences."""
-SCORED_TOKENS = 512
-"""Prompt tokens scored at a time; bounds the memory of their logits."""
+pass."""
 MAX_SEQUENCES = 64
-"""Sequences that `sample_tokens` continues at a time, if their cache fits `CACHE_BYTES`."""
+"""Sequences that are continued at a time, if their cache fits `CACHE_BYTES`."""
 CACHE_BYTES = 2**31
 """Keys and values in float32; a single sequence may need more."""
+_TINY_TEMPERATURE = 1e-30
+"""Replaces a temperature that is 0 or too small for float32."""
+_BELOW_1 = 1 - 2**-24
+"""Largest float32 below 1."""
 
-FinishReason = Literal["stop", "length"]
-"""stop: the model ended the text; length: max_new_tokens were generated."""
 
+def sample_tokens(
+    model: GPT,
+    end_token: int | None,
+    prompts: Sequence[Sequence[int]],
+    options: SamplingOptions,
+    on_token: Callable[[int, int], None] = lambda index, token: None,
+) -> list[list[int]]:
+    """Continue each prompt, as many at a time as fit; return the sampled tokens.
 
-@dataclass(frozen=True)
-class SampledToken:
-    """The result of one step for one sequence.
+    The model runs eagerly, in evaluation mode and without gradients, even if compiled. Call this in an
+    autocast, which casts each weight only once. Sampling uses its own generators, so it never changes
+    training.
 
-    Attributes:
-        token: None if the model ended the text; the end token is excluded.
-        finish_reason: None while the sequence continues.
-        scores: As set by `SamplingOptions.scored`: the prompt's first, then the token's, even if it ends
-            the text.
+    Args:
+        model: Not wrapped.
+        end_token: Ends a continuation and is not part of it; None: all have max_new_tokens.
+        prompts: At least one token each; the model sees the last seq_len of them.
+        on_token: Called with the index of a prompt and a token as soon as it is sampled.
     """
+    shape = model.shape
+    longest = max((len(prompt) for prompt in prompts), default=0) + options.max_new_tokens
+    max_sequences = min(_max_sequences(shape, longest), len(prompts))
+    cache = KVCache(shape, max_sequences, longest, model.device)
+    batch = _Batch(model.eval(), end_token, options, cache, on_token)
+    sequences = [
+        _Sequence(
+            index,
+            last_document(prompt[-shape.seq_len :], model.document_end),
+            random.Random(f"{options.seed}/{index}"),
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+    upcoming = deque(sequences)
+    while upcoming or batch.num_sequences:
+        while upcoming and batch.num_sequences < max_sequences:
+            batch.waiting.append(upcoming.popleft())
+        batch.step()
+    return [sequence.sampled for sequence in sequences]
 
-    handle: int
-    token: int | None
-    finish_reason: FinishReason | None
-    scores: tuple[TokenScore, ...] = ()
+
+def _max_sequences(shape: GPTShape, longest: int) -> int:
+    """Number of sequences of `longest` tokens that fit `CACHE_BYTES`, 1 to `MAX_SEQUENCES`."""
+    token_bytes = 2 * 4 * shape.num_layers * shape.num_kv_heads * shape.head_size
+    fit = CACHE_BYTES // (token_bytes * min(longest, shape.seq_len))
+    return max(1, min(MAX_SEQUENCES, fit))
 
 
+@dataclass(eq=False)
 class _Sequence:
-    """The visible tokens of a prompt (at most seq_len) and the tokens sampled after them."""
+    index: int
+    tokens: list[int]
+    """The visible tokens of the prompt (at most seq_len) and the tokens sampled after them."""
+    generator: random.Random
+    sampled: list[int] = field(default_factory=list)
+
+
+class _Batch:
+    """The unfinished sequences that are continued together."""
 
     def __init__(
-        self, handle: int, prompt: Sequence[int], options: SamplingOptions, stream: int
+        self,
+        model: GPT,
+        end_token: int | None,
+        options: SamplingOptions,
+        cache: KVCache,
+        on_token: Callable[[int, int], None],
     ) -> None:
-        self.handle = handle
-        self.tokens = list(prompt)
-        self.options = options
-        self.num_left = options.max_new_tokens
-        self.generator = random.Random(f"{options.seed}/{stream}")
-        self.unscored: Sequence[int] = ()  # tokens of the prompt, until its forward pass
-        self.scores: list[TokenScore] = []  # for the next result
-
-
-class DecodingBatch:
-    """Batch of sequences, to which some can be added and removed between steps.
-
-    The model runs eagerly and without gradients, even if compiled. Wrap all steps in one autocast, which
-    casts each weight only once. Sampling uses the sequences' generators only, so it never changes training.
-    The model must not be wrapped; it is put into evaluation mode.
-    """
-
-    def __init__(self, model: GPT, eot_token: int, max_sequences: int) -> None:
-        self._model = model.eval()
-        self._eot_token = eot_token
-        self._max_sequences = max_sequences
-        self._cache = KVCache(model.shape, max_sequences, model.device)
-        self._waiting: list[_Sequence] = []
+        self._model, self._cache = model, cache
+        self._end_token, self._options, self._on_token = end_token, options, on_token
+        self.waiting: list[_Sequence] = []
+        """Sequences without a forward pass."""
         self._cached: list[_Sequence] = []  # at its row of the cache
         self._sliding: list[_Sequence] = []
-        self._num_added = 0
 
     @property
-    def num_active(self) -> int:
-        """Unfinished sequences."""
-        return len(self._waiting) + len(self._cached) + len(self._sliding)
-
-    @property
-    def num_free(self) -> int:
-        """Sequences that can be added now."""
-        return self._max_sequences - self.num_active
-
-    def add(self, prompt: Sequence[int], options: SamplingOptions, stream: int = 0) -> int:
-        """Add a sequence and return its handle; a later step yields its first token.
-
-        Args:
-            prompt: At least one token; the model sees the last seq_len of them.
-            stream: Selects one of many continuations with the same seed.
-
-        Raises:
-            DataError: the prompt is empty or has a token outside the vocabulary.
-            RuntimeError: the batch is full; see `num_free`.
-        """
-        shape = self._model.shape
-        if not prompt:
-            raise DataError("the prompt is empty; give at least 1 token")
-        if wrong := [token for token in prompt if not 0 <= token < shape.vocab_size]:
-            raise DataError(
-                f"prompt token {wrong[0]} is not in the vocabulary of {shape.vocab_size} tokens; "
-                f"use 0 to {shape.vocab_size - 1}"
-            )
-        if not self.num_free:
-            raise RuntimeError(f"the batch is full ({self.num_active} sequences)")
-        handle = self._num_added
-        self._num_added += 1
-        window = prompt[-shape.seq_len :]
-        seen = last_document(window, self._model.document_end)
-        self._waiting.append(_Sequence(handle, seen, options, stream))
-        if options.scored == "all":
-            self._waiting[-1].unscored = window
-        return handle
-
-    def cancel(self, handle: int) -> None:
-        """Remove a sequence, which may have finished already."""
-        for sequence in [*self._waiting, *self._cached, *self._sliding]:
-            if sequence.handle == handle:
-                self._remove(sequence)
-
-    def _remove(self, sequence: _Sequence) -> None:
-        if sequence not in self._cached:
-            (self._waiting if sequence in self._waiting else self._sliding).remove(sequence)
-            return
-        row, last = self._cached.index(sequence), self._cached.pop()
-        if last is not sequence:
-            self._cached[row] = last
-            self._cache.move(len(self._cached), row, len(last.tokens))
+    def num_sequences(self) -> int:
+        return len(self.waiting) + len(self._cached) + len(self._sliding)
 
     @torch.no_grad()
-    def step(self) -> list[SampledToken]:
+    def step(self) -> None:
         """Sample one token per sequence; new ones may wait for a step with room for their prompt."""
-        if not self.num_active:
-            return []
         self._slide()
         new = self._admitted()
         sequences = [*self._cached, *self._sliding, *new]
         with without_cudnn_sdpa(self._model.device):
             hidden = torch.cat([*self._decode(), *self._recompute(), *self._prefill(new)])  # (N, D)
-        logits = self._logits(hidden)
         uniforms = [sequence.generator.random() for sequence in sequences]
-        tokens = draw_tokens(logits, [s.options for s in sequences], uniforms)
-        if rows := [row for row, s in enumerate(sequences) if s.options.scored != "none"]:
-            scores = token_scores(logits[rows], [tokens[row] for row in rows])
-            for row, score in zip(rows, scores, strict=True):
-                sequences[row].scores.append(score)
-        return [self._advance(s, token) for s, token in zip(sequences, tokens, strict=True)]
+        tokens = draw_tokens(self._logits(hidden), self._options, uniforms)
+        for sequence, token in zip(sequences, tokens, strict=True):
+            self._advance(sequence, token)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Final hidden states (N, D) -> float32 (N, V), without padded ids."""
@@ -184,6 +149,17 @@ class DecodingBatch:
             self._remove(sequence)
             self._sliding.append(sequence)
 
+    def _admitted(self) -> list[_Sequence]:
+        """Take the sequences whose prompts fit into this step, in the order of arrival."""
+        count, longest = 0, 0
+        for sequence in self.waiting:
+            longest = max(longest, len(sequence.tokens))
+            if count and (count + 1) * longest > PREFILL_TOKENS:
+                break
+            count += 1
+        admitted, self.waiting = self.waiting[:count], self.waiting[count:]
+        return admitted
+
     def _decode(self) -> list[Tensor]:
         """Hidden states (N, D) of the newest tokens of the sequences in the cache."""
         if not self._cached:
@@ -192,8 +168,7 @@ class DecodingBatch:
         ids = torch.tensor([[s.tokens[-1]] for s in self._cached], device=device)  # (N, 1)
         lengths = [len(s.tokens) - 1 for s in self._cached]
         positions = torch.tensor(lengths, device=device)[:, None]  # (N, 1)
-        attend = self._cache.decode(lengths, device)
-        return [self._model.hidden_with_cache(ids, positions, attend)[:, -1]]
+        return [self._model.hidden_with_cache(ids, positions, self._cache.decode(lengths))[:, -1]]
 
     def _recompute(self) -> list[Tensor]:
         """Hidden states (N, D) of the newest tokens of the sequences that outgrew the context."""
@@ -206,115 +181,79 @@ class DecodingBatch:
             hidden.append(self._model.hidden(ids)[:, -1])
         return hidden
 
-    def _admitted(self) -> list[_Sequence]:
-        """Take the sequences whose prompts fit into this step, in the order of arrival."""
-        count, longest = 0, 0
-        for sequence in self._waiting:
-            longest = max(longest, len(sequence.tokens), len(sequence.unscored))
-            if count and (count + 1) * longest > PREFILL_TOKENS:
-                break
-            count += 1
-        admitted, self._waiting = self._waiting[:count], self._waiting[count:]
-        return admitted
-
     def _prefill(self, new: list[_Sequence]) -> list[Tensor]:
         """Hidden states (N, D) of the last tokens of new sequences, which enter the cache."""
         if not new:
             return []
-        device, seq_len = self._model.device, self._model.shape.seq_len
+        device = self._model.device
         longest = max(len(s.tokens) for s in new)
-        room = min(max(len(s.tokens) + s.num_left for s in new), seq_len)
         # Attention is causal, so no token sees the padding on the right.
         ids = torch.tensor(
             [s.tokens + [0] * (longest - len(s.tokens)) for s in new], device=device
         )  # (N, T)
-        attend = self._cache.prefill(len(self._cached), room)
+        attend = self._cache.prefill(len(self._cached))
         hidden = self._model.hidden_with_cache(ids, torch.arange(longest, device=device), attend)
         self._cached += new
-        for row, sequence in enumerate(new):
-            if sequence.unscored:
-                self._score_prompt(sequence, hidden[row])
         rows = torch.arange(len(new), device=device)
         return [hidden[rows, torch.tensor([len(s.tokens) - 1 for s in new], device=device)]]
 
-    def _score_prompt(self, sequence: _Sequence, hidden: Tensor) -> None:
-        """Score the prompt by the hidden states (T, D) of the visible tokens."""
-        prompt, sequence.unscored = sequence.unscored, ()
-        if len(prompt) > len(sequence.tokens):  # the prompt has earlier documents
-            hidden = self._model.hidden(torch.tensor([prompt], device=hidden.device))[0]
-        sequence.scores.append(TokenScore(prompt[0], None, ()))
-        for start in range(1, len(prompt), SCORED_TOKENS):
-            tokens = prompt[start : start + SCORED_TOKENS]
-            logits = self._logits(hidden[start - 1 : start - 1 + len(tokens)])
-            sequence.scores += token_scores(logits, tokens)
-
-    def _advance(self, sequence: _Sequence, token: int) -> SampledToken:
+    def _advance(self, sequence: _Sequence, token: int) -> None:
         """Append a sampled token to its sequence, which may end it."""
-        scores, sequence.scores = tuple(sequence.scores), []
-        if sequence.options.stop_at_eot and token == self._eot_token:
+        if token == self._end_token:
             self._remove(sequence)
-            return SampledToken(sequence.handle, None, "stop", scores)
+            return
         if sequence.tokens[-1] == self._model.document_end:
             # The next document cannot see this one, so it starts with an empty cache.
             self._remove(sequence)
             sequence.tokens.clear()
-            self._waiting.append(sequence)
+            self.waiting.append(sequence)
         sequence.tokens.append(token)
-        sequence.num_left -= 1
-        if sequence.num_left:
-            return SampledToken(sequence.handle, token, None, scores)
-        self._remove(sequence)
-        return SampledToken(sequence.handle, token, "length", scores)
+        sequence.sampled.append(token)
+        self._on_token(sequence.index, token)
+        if len(sequence.sampled) == self._options.max_new_tokens:
+            self._remove(sequence)
+
+    def _remove(self, sequence: _Sequence) -> None:
+        if sequence not in self._cached:
+            (self.waiting if sequence in self.waiting else self._sliding).remove(sequence)
+            return
+        row, last = self._cached.index(sequence), self._cached.pop()
+        if last is not sequence:
+            self._cached[row] = last
+            self._cache.move(len(self._cached), row, len(last.tokens))
 
 
-@dataclass(frozen=True)
-class Continuation:
-    """Tokens sampled after a prompt, without the end token, and the reason for the end."""
-
-    tokens: list[int]
-    finish_reason: FinishReason
-
-
-def sample_tokens(
-    model: GPT,
-    eot_token: int,
-    prompts: Sequence[Sequence[int]],
-    options: SamplingOptions,
-    first_stream: int = 0,
-    on_token: Callable[[int, int], None] | None = None,
-) -> list[Continuation]:
-    """Continue each prompt to its end, as many at a time as fit; see `DecodingBatch`.
+def draw_tokens(logits: Tensor, options: SamplingOptions, uniforms: Sequence[float]) -> list[int]:
+    """Sample one token per row, by inverting the cumulative distribution at a uniform number.
 
     Args:
-        model: Not wrapped.
-        prompts: At least one token each; the model sees the last seq_len of them.
-        first_stream: Stream of the first prompt; later ones count up.
-        on_token: Called with the index of a prompt and a token as soon as it is sampled.
+        logits: float32 (N, V), without padded ids.
+        uniforms: One per row, in [0, 1).
 
-    Raises:
-        DataError: a prompt is empty or has a token outside the vocabulary.
+    Returns:
+        N tokens; arbitrary for rows that are not finite.
     """
-    longest = max((len(prompt) for prompt in prompts), default=0) + options.max_new_tokens
-    batch = DecodingBatch(model, eot_token, _max_sequences(model.shape, longest))
-    index_by_handle: dict[int, int] = {}
-    tokens: list[list[int]] = [[] for _ in prompts]
-    reasons: list[FinishReason] = ["length"] * len(prompts)
-    while len(index_by_handle) < len(prompts) or batch.num_active:
-        while len(index_by_handle) < len(prompts) and batch.num_free:
-            index = len(index_by_handle)
-            index_by_handle[batch.add(prompts[index], options, first_stream + index)] = index
-        for sampled in batch.step():
-            index = index_by_handle[sampled.handle]
-            if sampled.token is not None:
-                tokens[index].append(sampled.token)
-                if on_token is not None:
-                    on_token(index, sampled.token)
-            reasons[index] = sampled.finish_reason or reasons[index]
-    return [Continuation(t, reason) for t, reason in zip(tokens, reasons, strict=True)]
-
-
-def _max_sequences(shape: GPTShape, longest: int) -> int:
-    """Number of sequences of `longest` tokens that fit `CACHE_BYTES`, 1 to `MAX_SEQUENCES`."""
-    token_bytes = 2 * 4 * shape.num_layers * shape.num_kv_heads * shape.head_size
-    fit = CACHE_BYTES // (token_bytes * min(longest, shape.seq_len))
-    return max(1, min(MAX_SEQUENCES, fit))
+    vocab_size = logits.shape[1]
+    k = 1 if options.temperature == 0 else min(options.top_k or vocab_size, vocab_size)
+    numbers = torch.tensor(
+        [
+            max(options.temperature, _TINY_TEMPERATURE),
+            options.top_p,
+            *(min(uniform, _BELOW_1) for uniform in uniforms),
+        ],
+        device=logits.device,
+    )
+    temperature, top_p, uniform = numbers[0], numbers[1], numbers[2:, None]  # (), (), (N, 1)
+    is_ranked = k < vocab_size or options.top_p < 1
+    if is_ranked:
+        best, ids = logits.topk(k)  # (N, k)
+    else:
+        best, ids = logits, torch.arange(k, device=logits.device).expand_as(logits)
+    weights = torch.softmax((best - best.amax(1, keepdim=True)) / temperature, 1)  # (N, k)
+    if is_ranked:
+        weights = weights.where(weights.cumsum(1) - weights < top_p, 0)
+    reached = weights.cumsum(1)  # (N, k)
+    # First token past the uniform number; rounding must never select one of weight 0.
+    beyond = (reached > uniform * reached[:, -1:]) & (weights > 0)
+    tokens: list[int] = ids.gather(1, beyond.int().argmax(1, keepdim=True))[:, 0].tolist()
+    return tokens

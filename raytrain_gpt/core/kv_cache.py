@@ -22,41 +22,36 @@ KEY_MULTIPLES = {"cuda": 64}
 
 
 class KVCache:
-    """Grows to the largest number of rows and tokens used so far."""
+    """Keys and values of a number of rows, each of up to `tokens` tokens."""
 
-    def __init__(self, shape: GPTShape, max_rows: int, device: torch.device) -> None:
-        self._shape = shape
-        self._max_rows = max_rows
-        self._key_multiple = KEY_MULTIPLES.get(device.type, 1)
+    def __init__(self, shape: GPTShape, rows: int, tokens: int, device: torch.device) -> None:
+        self._shape, self._device = shape, device
+        self._rows, self._tokens = rows, self._padded(tokens)
         # (Layer, its call of attention, keys or values) -> (rows, K, tokens, D/H)
         self._stored: dict[tuple[int, int, int], Tensor] = {}
 
-    def prefill(self, first_row: int, room_tokens: int) -> list[AttentionFn]:
-        """Per layer: causal attention of new sequences, stored from `first_row` on.
-
-        Allocates once for `room_tokens`, the length of the longest of them.
-        """
+    def prefill(self, first_row: int) -> list[AttentionFn]:
+        """Per layer: causal attention of new sequences, stored from `first_row` on."""
 
         def attend(call: tuple[int, int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            rows = slice(first_row, first_row + len(k))
             for which, x in enumerate((k, v)):
-                stored = self._with_room((*call, which), rows.stop, room_tokens, like=x)
-                stored[rows, :, : x.shape[2]] = x
+                stored = self._storage((*call, which), like=x)
+                stored[first_row : first_row + len(x), :, : x.shape[2]] = x
             return attention(q, k, v, is_causal=True)
 
         return self._per_layer(attend)
 
-    def decode(self, lengths: Sequence[int], device: torch.device) -> list[AttentionFn]:
+    def decode(self, lengths: Sequence[int]) -> list[AttentionFn]:
         """Per layer: attention of one more token, which is stored, in rows of these lengths."""
         num_rows, tokens = len(lengths), self._padded(max(lengths) + 1)
-        rows = torch.arange(num_rows, device=device)
-        at = torch.tensor(lengths, device=device)
-        seen = torch.arange(tokens, device=device) <= at[:, None]  # (rows, tokens)
+        rows = torch.arange(num_rows, device=self._device)
+        at = torch.tensor(lengths, device=self._device)
+        seen = torch.arange(tokens, device=self._device) <= at[:, None]  # (rows, tokens)
 
         def attend(call: tuple[int, int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             both = []
             for which, x in enumerate((k, v)):
-                stored = self._with_room((*call, which), num_rows, tokens, like=x)
+                stored = self._storage((*call, which), like=x)
                 stored[rows, :, at] = x[:, :, 0]
                 both.append(stored[:num_rows, :, :tokens])  # (rows, K, tokens, D/H)
             return attention(q, *both, attn_mask=seen[:, None, None])
@@ -79,26 +74,12 @@ class KVCache:
             stored[target, :, :tokens] = stored[source, :, :tokens]
 
     def _padded(self, tokens: int) -> int:
-        return min(-(-tokens // self._key_multiple) * self._key_multiple, self._shape.seq_len)
+        multiple = KEY_MULTIPLES.get(self._device.type, 1)
+        return min(-(-tokens // multiple) * multiple, self._shape.seq_len)
 
-    def _with_room(self, key: tuple[int, int, int], rows: int, tokens: int, like: Tensor) -> Tensor:
-        """Stored keys or values, reallocated if they have fewer rows or tokens than needed."""
-        _, heads, _, size = like.shape
-        old, tokens = self._stored.get(key), self._padded(tokens)
-        if old is None:
-            old = like.new_zeros(0, heads, 0, size)
-        old_rows, _, old_tokens, _ = old.shape
-        if rows <= old_rows and tokens <= old_tokens:
-            return old
-        rows = _grown(old_rows, rows, self._max_rows)
-        tokens = _grown(old_tokens, tokens, self._shape.seq_len)
-        # Zeros, since masked values are multiplied by 0, and 0 times NaN is NaN.
-        new = like.new_zeros(rows, heads, tokens, size)
-        new[:old_rows, :, :old_tokens] = old
-        self._stored[key] = new
-        return new
-
-
-def _grown(size: int, needed: int, most: int) -> int:
-    """Size that is large enough; at least doubled, so that it rarely grows."""
-    return size if needed <= size else min(max(needed, 2 * size), most)
+    def _storage(self, key: tuple[int, int, int], like: Tensor) -> Tensor:
+        if key not in self._stored:
+            _, heads, _, size = like.shape
+            # Zeros, since masked values are multiplied by 0, and 0 times NaN is NaN.
+            self._stored[key] = like.new_zeros(self._rows, heads, self._tokens, size)
+        return self._stored[key]

@@ -118,6 +118,11 @@ def encode_document(encoding: tiktoken.Encoding, text: str) -> NDArray[np.uint32
     return ids
 
 
+def prompt_tokens(encoding: tiktoken.Encoding, prompt: str) -> list[int]:
+    """Encode a prompt; an empty one becomes `eot`, which precedes every document."""
+    return encode(encoding, prompt).tolist() or [encoding.eot_token]
+
+
 def token_dtype(vocab_size: int) -> Dtype:
     return "uint16" if vocab_size <= 2**16 else "uint32"
 

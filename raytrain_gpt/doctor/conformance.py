@@ -123,9 +123,9 @@ def _causality(kind: Kind, config: Config) -> str:
     together = model.train().hidden(ids)
     model.eval()
     for row, expected in zip(ids, together, strict=True):
-        cache = KVCache(model.shape, 1, model.device)
+        cache = KVCache(model.shape, 1, _SEQ_LEN, model.device)
         for at in range(_SEQ_LEN):
-            attend = cache.decode([at], model.device) if at else cache.prefill(0, _SEQ_LEN)
+            attend = cache.decode([at]) if at else cache.prefill(0)
             hidden = model.hidden_with_cache(row[None, at : at + 1], torch.full((1, 1), at), attend)
             gap = float((hidden[0, 0] - expected[at]).abs().max())
             if not gap <= 1e-4 * max(1.0, float(expected.abs().max())):

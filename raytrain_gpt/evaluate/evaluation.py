@@ -24,7 +24,7 @@ from raytrain_gpt.core.device import seed_everything
 from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.core.loop import Autocast, MicroBatch
 from raytrain_gpt.core.model import GPT
-from raytrain_gpt.data.tokenizer import bytes_per_id, decode_tokens, encode
+from raytrain_gpt.data.tokenizer import bytes_per_id, decode_tokens, prompt_tokens
 from raytrain_gpt.errors import ConfigError, UserError, reason
 from raytrain_gpt.evaluate.hellaswag import NUM_ENDINGS, Choices, choice_metrics, ending_losses
 from raytrain_gpt.evaluate.validation_loss import evaluation_sums, loss_metrics, mixed_sums
@@ -174,11 +174,10 @@ class Evaluation:
 
     def samples(self) -> str:
         e = self._config.eval
-        eot = self._tokenizer.eot_token
-        prompt = encode(self._tokenizer, e.sample_prompt).tolist() or [eot]
+        prompt = prompt_tokens(self._tokenizer, e.sample_prompt)
         sampling = e.model_dump(include={"max_new_tokens", "temperature", "top_k"})
-        options = SamplingOptions(**sampling, seed=self._config.train.seed, stop_at_eot=False)
+        options = SamplingOptions(**sampling, seed=self._config.train.seed)
         with self._autocast():
-            drawn = sample_tokens(self._model, eot, [prompt] * e.num_samples, options)
-        texts = [e.sample_prompt + decode_tokens(self._tokenizer, one.tokens) for one in drawn]
+            drawn = sample_tokens(self._model, None, [prompt] * e.num_samples, options)
+        texts = [e.sample_prompt + decode_tokens(self._tokenizer, tokens) for tokens in drawn]
         return "\n".join(f"{i}: {text!r}" for i, text in enumerate(texts))

@@ -33,7 +33,7 @@ from raytrain_gpt.data.mixture import Mixture, check_val_split, check_vocabulary
 from raytrain_gpt.data.tokenizer import (
     TOKENIZER_FILE,
     decode_tokens,
-    encode,
+    prompt_tokens,
     read_tokenizer,
     token_to_bytes,
 )
@@ -223,7 +223,7 @@ def sample_checkpoint(
 
     Args:
         show: Receives the first continuation line by line during generation, then the others.
-        options: Those of `sampling_options`.
+        options: Those of `SamplingOptions`; max_new_tokens defaults to that of the run's evaluations.
 
     Raises:
         ConfigError: num_samples or an option is out of range.
@@ -232,7 +232,7 @@ def sample_checkpoint(
     if num_samples < 1:
         raise ConfigError(f"num_samples={num_samples} is below 1; set num_samples to 1 or more")
     _, config, model, tokenizer, device = open_checkpoint(path, on_skip=log)
-    how = sampling_options(config, options)
+    how = SamplingOptions(**{"max_new_tokens": config.eval.max_new_tokens, **options})
     ids = prompt_tokens(tokenizer, prompt)
     if len(ids) > model.shape.seq_len:
         log(f"the prompt has {len(ids)} tokens; the model sees the last {model.shape.seq_len}")
@@ -240,7 +240,7 @@ def sample_checkpoint(
     prompts = [ids] * num_samples
     with inference_autocast(device), _few_threads(model):
         drawn = sample_tokens(model, tokenizer.eot_token, prompts, how, on_token=first.add)
-    texts = [prompt + decode_tokens(tokenizer, one.tokens) for one in drawn]
+    texts = [prompt + decode_tokens(tokenizer, tokens) for tokens in drawn]
     first.close()
     for text in texts[1:]:
         show(f"{text}\n{RULE}")
@@ -257,11 +257,6 @@ def _few_threads(model: GPT) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def sampling_options(config: Config, given: dict[str, Any]) -> SamplingOptions:
-    """Create options, or raise a ConfigError; `max_new_tokens` defaults to that of the run's evaluations."""
-    return SamplingOptions(**{"max_new_tokens": config.eval.max_new_tokens, **given})
 
 
 class _Lines:
@@ -281,8 +276,3 @@ class _Lines:
 
     def close(self) -> None:
         self._show(f"{self._text}{self._decoder.decode(b'', final=True)}\n{RULE}")
-
-
-def prompt_tokens(tokenizer: tiktoken.Encoding, prompt: str) -> list[int]:
-    """Encode a prompt; an empty one becomes `eot`, which precedes every document."""
-    return encode(tokenizer, prompt).tolist() or [tokenizer.eot_token]

@@ -124,7 +124,7 @@ def test_several_attentions_of_other_sizes_are_cached(document_end: int | None) 
     model = odd_model(document_end)
     prompts = [[5], [1, 2, 3, 4, 5, 6], [7, 8, 9], [3, 3]]
     options = SamplingOptions(max_new_tokens=12, temperature=0.0)
-    found = [one.tokens for one in sample_tokens(model, 49, prompts, options)]
+    found = sample_tokens(model, 49, prompts, options)
     for prompt, tokens in zip(prompts, found, strict=True):
         for at, token in enumerate(tokens):
             logits = model.logits(torch.tensor([prompt + tokens[:at]]))[0, -1, :50]

@@ -22,8 +22,8 @@ from raytrain_gpt.evaluate.inference import evaluate_checkpoint
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.mlflow_run import TRACKING_FILE
 from raytrain_gpt.tracking.run_files import CONFIG_FILE
+from tests.checkpoints import SEQ_LEN, small_config, write_checkpoint
 from tests.conftest import RunCli, raises_line
-from tests.serve.checkpoints import SEQ_LEN, small_config, write_checkpoint
 
 
 @pytest.fixture

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from raytrain_gpt.core import generate
-from raytrain_gpt.evaluate.inference import RULE, sample_checkpoint, sampling_options
-from tests.serve.checkpoints import SEQ_LEN, small_config, write_checkpoint
+from raytrain_gpt.core import generate, kv_cache
+from raytrain_gpt.core.attention import attention
+from raytrain_gpt.evaluate import inference
+from raytrain_gpt.evaluate.inference import RULE, sample_checkpoint
+from tests.checkpoints import write_checkpoint
+from tests.conftest import RunCli
 
 
 def test_the_first_sample_is_shown_while_it_is_generated(
@@ -17,13 +22,13 @@ def test_the_first_sample_is_shown_while_it_is_generated(
 ) -> None:
     write_checkpoint(tmp_path / "run", 10, 3.0)
     events: list[str] = []
-    step = generate.DecodingBatch.step
+    step = generate._Batch.step
 
-    def counted(batch: generate.DecodingBatch) -> list[generate.SampledToken]:
+    def counted(batch: generate._Batch) -> None:
         events.append("step")
-        return step(batch)
+        step(batch)
 
-    monkeypatch.setattr(generate.DecodingBatch, "step", counted)
+    monkeypatch.setattr(generate._Batch, "step", counted)
     texts = sample_checkpoint(
         tmp_path / "run", "a\nb", print, num_samples=3, max_new_tokens=40, show=events.append
     )
@@ -36,10 +41,17 @@ def test_the_first_sample_is_shown_while_it_is_generated(
     assert events[1] == "a", "the first line is shown after the first token"
 
 
-def test_a_sample_is_as_long_as_those_of_the_run() -> None:
-    config = small_config(SEQ_LEN).updated({"max_new_tokens": 77})
-    assert sampling_options(config, {"seed": 1}).max_new_tokens == 77
-    assert sampling_options(config, {"max_new_tokens": 5}).max_new_tokens == 5
+@pytest.mark.parametrize(("given", "expected"), [({}, 7), ({"max_new_tokens": 5}, 5)])
+def test_a_sample_is_as_long_as_those_of_the_run(
+    given: dict[str, int], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drawn(*args: Any, **_: Any) -> list[list[int]]:
+        assert args[3].max_new_tokens == expected
+        return [[1]]
+
+    monkeypatch.setattr(inference, "sample_tokens", drawn)
+    write_checkpoint(tmp_path / "run", 10, 3.0, max_new_tokens=7)
+    sample_checkpoint(tmp_path / "run", "a", print, num_samples=1, **given)
 
 
 def test_threads_do_not_wait_for_each_other_over_a_small_model(
@@ -47,16 +59,53 @@ def test_threads_do_not_wait_for_each_other_over_a_small_model(
 ) -> None:
     write_checkpoint(tmp_path / "run", 10, 3.0)
     threads, seen = torch.get_num_threads(), []
-    step = generate.DecodingBatch.step
+    step = generate._Batch.step
 
-    def watched(batch: generate.DecodingBatch) -> list[generate.SampledToken]:
+    def watched(batch: generate._Batch) -> None:
         seen.append(torch.get_num_threads())
-        return step(batch)
+        step(batch)
 
-    monkeypatch.setattr(generate.DecodingBatch, "step", watched)
+    monkeypatch.setattr(generate._Batch, "step", watched)
     torch.set_num_threads(2)
     try:
         sample_checkpoint(tmp_path / "run", "a", print, num_samples=1, max_new_tokens=2)
         assert ({*seen}, torch.get_num_threads()) == ({1}, 2)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_as_on_a_gpu_samples_are_drawn_in_bf16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def autocast(_: torch.device) -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16)
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        types.append(q.dtype)
+        return attention(q, k, v, **options)
+
+    types: list[torch.dtype] = []
+    monkeypatch.setattr(kv_cache, "attention", spy)
+    write_checkpoint(tmp_path / "run", 10, 3.0)
+    sample_checkpoint(tmp_path / "run", "a", print, num_samples=1, max_new_tokens=8)
+    assert set(types) == {torch.float32}
+    types.clear()
+    monkeypatch.setattr(inference, "inference_autocast", autocast)
+    sample_checkpoint(tmp_path / "run", "a", print, num_samples=1, max_new_tokens=8)
+    assert set(types) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        ([], "--prompt"),
+        (["--prompt", "a", "--top_p", "1.5"], "top_p='1.5'"),
+        (["--prompt", "a", "--num_samples", "0"], "num_samples='0'"),
+        (["--prompt", "a", "--max_new_tokens", "0"], "max_new_tokens='0'"),
+    ],
+    ids=str,
+)
+def test_flags_out_of_range_are_refused_in_one_line(
+    run_cli: RunCli, flags: list[str], word: str
+) -> None:
+    assert word in run_cli.refuses("sample", "no checkpoint", *flags)

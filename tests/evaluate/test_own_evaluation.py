@@ -34,9 +34,9 @@ from raytrain_gpt.sweep.plots import sweep_plots
 from raytrain_gpt.sweep.trial_plan import base_config
 from raytrain_gpt.tracking.run_files import read_rows
 from raytrain_gpt.train.launch import train
+from tests.checkpoints import write_checkpoint
 from tests.conftest import RunCli, raises_line
 from tests.runs import MakeConfig, evaluations, flags, weights
-from tests.serve.checkpoints import write_checkpoint
 from tests.sweep.conftest import sweep_of
 from tests.training import thread_ranks
 

@@ -14,8 +14,8 @@ from raytrain_gpt.scaling.plan import PlannedRun, Size, StudyPlan, study_base
 from raytrain_gpt.scaling.scale_page import scale_page
 from raytrain_gpt.scaling.study_cost import _makespan
 from raytrain_gpt.scaling.study_file import load_study
+from tests.browser import installed, launched
 from tests.conftest import RunCli
-from tests.serve.browser import installed, launched
 
 from .conftest import RULE, MakeStudy, made_results, plan_of
 
@@ -55,7 +55,7 @@ def test_the_page_has_every_chart_and_number(page: str) -> None:
     assert not re.search(r'(src|href)="http', page)
 
 
-@pytest.mark.serve
+@pytest.mark.slow
 @pytest.mark.skipif(installed() is None, reason="no browser: install chromium")
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_page_fits_a_phone_and_a_screen(page: str, width: int, tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from raytrain_gpt.sweep.spec import SWEEP_FILE, Sweep
 from raytrain_gpt.sweep.sweep_page import SweepFacts, report_sweep, sweep_page
 from raytrain_gpt.sweep.tune import to_yaml
 from raytrain_gpt.tracking.report import REPORT_FILE
+from tests.browser import installed, launched
 from tests.conftest import RunCli
-from tests.serve.browser import installed, launched
 
 from .conftest import sweep_of
 
@@ -149,7 +149,7 @@ def test_trials_that_lack_a_searched_field_are_listed_and_not_drawn(directory: P
     assert "No evaluation yet" in page_of(directory)
 
 
-@pytest.mark.serve
+@pytest.mark.slow
 @pytest.mark.skipif(installed() is None, reason="no browser: install chromium")
 def test_a_click_on_a_heading_sorts_the_trials(directory: Path) -> None:
     (directory / REPORT_FILE).write_text(page_of(directory))

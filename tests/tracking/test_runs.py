@@ -17,8 +17,8 @@ from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE
 from raytrain_gpt.tracking.runs import find_run, runs_command
 from raytrain_gpt.tracking.summary import run_facts
 from raytrain_gpt.tracking.sync import RunSync
+from tests.checkpoints import write_checkpoint
 from tests.conftest import RunCli, raises_line
-from tests.serve.checkpoints import write_checkpoint
 
 
 def test_a_run_is_found_by_its_name_and_by_its_place(run_dir: Location, tmp_path: Path) -> None:
