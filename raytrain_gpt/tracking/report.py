@@ -61,7 +61,6 @@ class RunHistory:
         self.name = self.dir.name
         rows = read_rows(sync.work_dir, tell)
         self.rows = [row for row in rows if "train/loss" in row]
-        # Async evaluations may finish out of order.
         self.evals = sorted((r for r in rows if "val/loss" in r), key=lambda r: r["step"])
         self.events = sorted((r for r in rows if "event" in r), key=lambda r: r["time"])
         self.goodput, self.speed = goodput(rows), run_speed(rows)

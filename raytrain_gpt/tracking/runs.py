@@ -89,7 +89,7 @@ def _checkpoints(runs: list[RunSync], say: Log) -> dict[str, Any]:
         {
             "step": c.state.step,
             "tokens_seen": c.state.tokens_seen,
-            "val_loss": c.val_loss,
+            "val_loss": c.state.val_loss,
             "size_bytes": c.size_bytes,
             "age_s": round(time.time() - (c.path / HASHES_FILE).modified_s()),
             "best": c is best,

@@ -16,7 +16,6 @@ import ray.train.torch
 import torch
 
 from raytrain_gpt.checkpoint.catalog import resume_step
-from raytrain_gpt.checkpoint.checkpoint_state import is_evaluated
 from raytrain_gpt.checkpoint.code_check import check_same_code
 from raytrain_gpt.checkpoint.collectives import Collectives, DelayedFlags
 from raytrain_gpt.cluster.compilers import check_compiler
@@ -60,7 +59,7 @@ class StepActions:
     Attributes:
         flush: Reduce and report results: `all`, the only wait for the device, or `late` those until the
             flush before.
-        evaluate: Compute the metrics here; an async evaluation needs a checkpoint instead.
+        evaluate: Compute the metrics of an evaluation, which the last step always has.
         save: Write a checkpoint, normally after the evaluation, to include its validation loss.
             A preempted or stopped rank saves first, as its node may be gone in seconds.
         await_scheduler: Wait for the sweep's decision on this trial.
@@ -86,15 +85,8 @@ def step_actions(
     """
     train = config.train
     is_last = step == train.max_steps
-    evaluation_due = is_evaluated(step, config.eval.eval_every_steps, train.max_steps)
-    is_async = config.eval.eval_mode == "async"
-    evaluate = evaluation_due and not is_async
-    save = (
-        is_last
-        or leaving
-        or step % train.checkpoint_every_steps == 0
-        or (evaluation_due and is_async)
-    )
+    evaluate = is_last or step % config.eval.eval_every_steps == 0
+    save = is_last or leaving or step % train.checkpoint_every_steps == 0
     first = leaving and not is_last
     log = step % train.log_every_steps == 0
     return StepActions(

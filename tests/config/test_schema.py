@@ -164,7 +164,6 @@ def test_values_may_be_written_as_text(name: str, text: str, value: object, tmp_
         ({"run_name": "a" * 201}, ["run_name=", "at most 200"]),
         ({"num_workers": -1}, ["num_workers=-1", "0 or more"]),
         ({"num_workers": 0, "min_workers": 1}, ["min_workers=1", "to null, or num_workers to 1"]),
-        ({"num_workers": 0, "eval_mode": "async"}, ["eval_mode=async", "num_workers=0", "inline"]),
         ({"num_workers": 2, "gpus_per_worker": 0.5}, ["gpus_per_worker=0.5", "num_workers to 1"]),
         ({"num_workers": "all"}, ["num_workers='all'"]),
         ({"num_workers": 2, "min_workers": 3}, ["min_workers=3", "num_workers=2"]),
