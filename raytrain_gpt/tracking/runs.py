@@ -74,8 +74,6 @@ def _show(runs: list[RunSync], say: Log) -> dict[str, Any]:
         say(f"{name:12} {loss_text(value) if isinstance(value, float) else value}")
     say(run.speed.summary())
     say(run.goodput.summary())
-    for line in run.slow_ranks():
-        say(line)
     say((runs[0].work_dir / CONFIG_FILE).read_text("utf-8", "replace").rstrip())
     say(f"next: {shell('raytrain-gpt', 'runs', 'checkpoints', run.dir)}")
     return {**facts, "speed": asdict(run.speed), "goodput": asdict(run.goodput)}

@@ -12,7 +12,6 @@ Each attempt uses the largest number of workers that fits; below `min_workers` t
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 import uuid
@@ -107,15 +106,12 @@ class Run:
         if not self.config.cluster.use_gpu:  # GPU workers check on their nodes
             check_compiler(self.config, on_gpu=False, where="a CPU")
         self.place.check_storage(self.run_dir, [d.directory for d in self.data.datasets])
-        with contextlib.ExitStack() as stack:
-            name = f"run {self.run_dir.name}"
-            lease = stack.enter_context(hold_lease(self.run_dir / LEASE_FILE, name, self.log))
+        with hold_lease(self.run_dir / LEASE_FILE, f"run {self.run_dir.name}", self.log) as lease:
             saved = self.catalog.complete()
             preflight.check_disk(self.config, self.run_dir, self.data.vocab_size, len(saved))
             existing = self.resume.find(self.config)
-            self.output.sync.pull(
-                TRACKERS_DIR
-            )  # under the lease, no other process writes these files
+            # Under the lease, no other process writes these files.
+            self.output.sync.pull(TRACKERS_DIR)
             if existing is None:
                 self.output.check_is_ours()
                 self.config = preflight.check_init_from(self.config, self.data)

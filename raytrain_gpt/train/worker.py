@@ -40,7 +40,6 @@ from raytrain_gpt.format import count
 from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed, to_device
 from raytrain_gpt.ingest.ray_dataset import chunks_in_process, rank_chunks, ray_chunks
 from raytrain_gpt.tracking.run_files import Row
-from raytrain_gpt.tracking.slow_ranks import SlowRanks
 from raytrain_gpt.train.checkpointing import WRITE_TIMEOUT_S, Checkpointing
 from raytrain_gpt.train.heartbeat import RecorderClient
 from raytrain_gpt.train.model_setup import Sharded, set_up_training
@@ -166,7 +165,6 @@ class Worker:
         taken = self._take_profile if rank == 0 else None
         self.profile = StepProfile(train.profile_steps, self.step, train.max_steps, device, taken)
         self._forward = TimedContext(self.setup.autocast, device)
-        self._compares_ranks = self.collectives.world_size > 1
         self._device_name = device_name(device)
         self.log = StepLog(
             spec.ingest,
@@ -179,10 +177,7 @@ class Worker:
             peak_flops=peak_flops(self._device_name, self.setup.precision),
             device=device,
             slowed=self.profile.slowed,
-            slow_ranks=SlowRanks() if self._compares_ranks else None,
         )
-        here = {"node": socket.gethostname(), "device": self._device_name}
-        self._places = self.collectives.all_gather_json(here, dict[str, str])
         self.checkpoints = Checkpointing(
             spec, self.setup, self.log, self.collectives, self.recorder
         )
@@ -247,7 +242,7 @@ class Worker:
         if self.collectives.rank == 0 and not (self.spec.resumed or self.spec.is_trial):
             self._warn_of_intervals()
         # Sharded ranks wait for each other in the forward pass too.
-        times_forward = self._compares_ranks and not isinstance(setup.strategy, Sharded)
+        times_forward = self.collectives.world_size > 1 and not isinstance(setup.strategy, Sharded)
         self.log.start_clock()
         results = train_steps(
             setup.model,
@@ -309,8 +304,6 @@ class Worker:
         for row in rows:
             if row.get("event") == "nonfinite":
                 self.recorder.log(f"step {row['step']}: not finite, update skipped")
-            if row.get("event") == "slow_rank":
-                row |= self._places[row["rank"]]
         self.checkpoints.add_rows(rows)
         self.recorder.rows(rows, force=self.step == self.config.train.max_steps)
 
