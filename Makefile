@@ -3,7 +3,7 @@
 # make test-slow     what takes seconds without Ray: runs, compiled models, damaged files, process groups
 # make test-sweeps   whole sweeps; make test-faults tests that kill
 # make test-tools    the doctor, the notebook, security
-# make test-models   HellaSwag, async evaluation, weights in and out, sharding, torchrun, profiles, benchmarks
+# make test-models   HellaSwag, weights in and out, sharding, torchrun, profiles, benchmarks
 # make test-chaos    kill a random process in each of 20 runs, and ten times in a scaling study (25 minutes, not in CI)
 # make test-cluster  `ray up` on three hosts made of namespaces (root)
 # make test-readme   every command of README and getting-started, in a fresh clone and environment

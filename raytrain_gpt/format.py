@@ -180,18 +180,7 @@ def event_line(
         return f"{start} | loss {loss} | norm {norm} | {look_at_batch(run_dir, row['batch'])}"
     if row["event"] == "preemption_notice":
         return f"{start} for the node of ranks {row['ranks']}: saving a checkpoint"
-    if row["event"] == "slow_rank":
-        return f"step {row['step']}/{max_steps} | {slow_rank_text(row)}"
     return None
-
-
-def slow_rank_text(row: dict[str, Any]) -> str:
-    """`rank 3 on node-b (H100): 31% slower than the others for 20 steps, in compute`."""
-    where = {"compute": "in compute", "data": "waiting for data"}[row["where"]]
-    place = f"rank {row['rank']} on {row['node']} ({row['device']})"
-    return (
-        f"{place}: {row['slower']:.0%} slower than the others for {row['num_steps']} steps, {where}"
-    )
 
 
 def is_loss_spike(row: dict[str, Any], spike_zscore: float) -> bool:

@@ -2,8 +2,7 @@
 
     checkpoints/step=00000250/         model.safetensors, optim-*.safetensors, tokenizer.json,
                                        code.py if the run has code of the user's,
-                                       state.json, rows.jsonl and, last, hashes.json;
-                                       evaluation.json follows if evaluated asynchronously
+                                       state.json, rows.jsonl and, last, hashes.json
     checkpoints/unfinished-…           being written or removed; never read
     checkpoints/broken-step=00000250/  damaged, or written in a loss spike, and set aside
     checkpoints/misnamed-step=…        a copy or link of a different step, set aside, never removed
@@ -33,13 +32,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from raytrain_gpt.checkpoint.checkpoint_state import STATE_VERSION, CheckpointState
-from raytrain_gpt.checkpoint.evaluation_result import (
-    EVALUATION_FILE,
-    EvaluationResult,
-    read_evaluation_result,
-)
 from raytrain_gpt.checkpoint.hashes import HASHES_FILE, FileEntry, read_hashes
-from raytrain_gpt.checkpoint.rows import parse_rows
+from raytrain_gpt.checkpoint.rows import is_row, parse_rows
 from raytrain_gpt.checkpoint.run_names import DEFAULT_STORAGE, near_run
 from raytrain_gpt.errors import CheckpointError, damage_as
 from raytrain_gpt.format import Log, shell
@@ -50,6 +44,8 @@ CHECKPOINTS_DIR = "checkpoints"
 STATE_FILE = "state.json"
 ROWS_FILE = "rows.jsonl"
 CODE_FILE = "code.py"
+_EVALUATION_FILE = "evaluation.json"
+"""An evaluation that earlier versions added to a checkpoint later; `hashes.json` does not list it."""
 _NAME = re.compile(r"step=(\d{8}|[1-9]\d{8,})")
 _UNFINISHED = re.compile(rf"unfinished-(removed-)?{_NAME.pattern}(-[\w-]+)?")
 _NEEDED = {STATE_FILE, "model.safetensors"}
@@ -71,7 +67,6 @@ class Checkpoint:
         size_bytes: Total of all listed files.
         hash: SHA-256 over their sizes and hashes, in hex.
         file_names: Files that `hashes.json` lists; no other files are read.
-        evaluated: Its async evaluation, or None if pending or not due.
     """
 
     path: Location
@@ -79,23 +74,6 @@ class Checkpoint:
     size_bytes: int
     hash: str = ""
     file_names: frozenset[str] = frozenset()
-    evaluated: EvaluationResult | None = None
-
-    @property
-    def val_loss(self) -> float | None:
-        """Validation loss in nats per token, or None if not evaluated or not finite."""
-        row = self.evaluated_row
-        return self.state.val_loss if row is None else row["val/loss"]
-
-    @property
-    def evaluated_row(self) -> dict[str, Any] | None:
-        """The row of its async evaluation, or None."""
-        return self.evaluated.row if self.evaluated else None
-
-    @property
-    def waits_for_evaluation(self) -> bool:
-        """Whether an async evaluation is due, neither done nor skipped."""
-        return self.evaluated is None and self.state.is_evaluated_async
 
     def verify(self) -> None:
         """Check every file's size and hash; CheckpointError names the first missing or changed file."""
@@ -132,14 +110,13 @@ class Checkpoint:
             yield directory
 
     def rows(self) -> list[dict[str, Any]]:
-        """Rows of metrics.jsonl since the previous checkpoint, unless damaged, and its evaluation's."""
-        rows = [self.evaluated_row] if self.evaluated_row else []
+        """Rows of metrics.jsonl since the previous checkpoint, or none if they are damaged."""
         with contextlib.suppress(OSError, CheckpointError):
             content = (self.path / ROWS_FILE).read_bytes()
             entry = read_hashes(self.path).get(ROWS_FILE)
             if entry and entry.sha256 == hashlib.sha256(content).hexdigest():
-                rows = parse_rows(content)[0] + rows
-        return rows
+                return parse_rows(content)[0]
+        return []
 
     def unlisted(self) -> list[str]:
         """Return unlisted files, such as those of a different checkpoint copied over this one.
@@ -147,14 +124,14 @@ class Checkpoint:
         Empty in an object store, where a dead attempt may have left some at the same step.
         """
         names = set(self.path.names()) if self.path.is_local else set()
-        return sorted(names - self.file_names - {HASHES_FILE, EVALUATION_FILE})
+        return sorted(names - self.file_names - {HASHES_FILE, _EVALUATION_FILE})
 
 
 _STATE = TypeAdapter(CheckpointState)
 
 
 def read_checkpoint(path: Location) -> Checkpoint:
-    """Read a checkpoint directory's state and evaluation, but no other files.
+    """Read a checkpoint directory's state, but not its tensors.
 
     Raises:
         CheckpointError: it is incomplete, of a newer version, or named after a different step.
@@ -180,9 +157,19 @@ def read_checkpoint(path: Location) -> Checkpoint:
         size_bytes = sum(entry.size_bytes for entry in hashes.values())
         listed = "".join(f"{n} {e.size_bytes} {e.sha256}\n" for n, e in sorted(hashes.items()))
         digest = hashlib.sha256(listed.encode()).hexdigest()
-        # Not read unless due: in an object store each read costs a request.
-        evaluated = read_evaluation_result(path, digest) if state.is_evaluated_async else None
-        return Checkpoint(path, state, size_bytes, digest, frozenset(hashes), evaluated)
+        if state.val_loss is None and state.config.get("eval", {}).get("eval_mode") == "async":
+            state = dataclasses.replace(state, val_loss=_loss_added_later(path, digest))
+        return Checkpoint(path, state, size_bytes, digest, frozenset(hashes))
+
+
+def _loss_added_later(path: Location, checkpoint_hash: str) -> float | None:
+    """Read the validation loss of an earlier version's evaluation, or None if missing or damaged."""
+    loss: float | None = None
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        content = parse_json((path / _EVALUATION_FILE).read_bytes())
+        if content["checkpoint_hash"] == checkpoint_hash and is_row(content["row"]):
+            loss = content["row"]["val/loss"]
+    return loss
 
 
 class Draft:
@@ -341,15 +328,12 @@ class Catalog:
                 self._set_aside(path)
 
     def prune(self, keep: int) -> None:
-        """Remove all checkpoints but the newest `keep`, the best, and those awaiting evaluation."""
+        """Remove all checkpoints but the newest `keep` and the best."""
         complete = self.complete()
         best = best_by_loss(complete)
         for checkpoint in complete[:-keep]:
-            # A run resumed with eval_mode=inline never evaluates pending checkpoints.
-            pending = checkpoint.waits_for_evaluation and complete[-1].state.evaluates_async
-            if checkpoint is best or pending:
-                continue
-            self._retire(checkpoint.path, f"unfinished-removed-{checkpoint.path.name}").remove()
+            if checkpoint is not best:
+                self._retire(checkpoint.path, f"unfinished-removed-{checkpoint.path.name}").remove()
 
     def _set_aside(self, path: Location) -> None:
         """Rename an unused checkpoint; a copy made by the user is never removed."""
@@ -380,14 +364,14 @@ def resume_step(checkpoint: Checkpoint | None) -> int:
 
 def best_by_loss(checkpoints: list[Checkpoint]) -> Checkpoint | None:
     """Return the checkpoint with the lowest validation loss, or None if none was evaluated."""
-    return next((c for c in by_preference(checkpoints) if c.val_loss is not None), None)
+    return next((c for c in by_preference(checkpoints) if c.state.val_loss is not None), None)
 
 
 def by_preference(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
     """Sort by validation loss, then earlier step; checkpoints without a loss last, newest first."""
 
     def rank(checkpoint: Checkpoint) -> tuple[bool, float, int]:
-        loss, step = checkpoint.val_loss, checkpoint.state.step
+        loss, step = checkpoint.state.val_loss, checkpoint.state.step
         return loss is None, -step if loss is None else loss, step
 
     return sorted(checkpoints, key=rank)

@@ -52,21 +52,3 @@ class CheckpointState:
     code_sha256: Hash | None = None
     replaced_code: tuple[Hash, ...] = ()
     state_version: int = STATE_VERSION
-
-    @property
-    def evaluates_async(self) -> bool:
-        """Whether the run that wrote it evaluates asynchronously."""
-        return bool(self.config.get("eval", {}).get("eval_mode") == "async")
-
-    @property
-    def is_evaluated_async(self) -> bool:
-        """Whether that run evaluates this step asynchronously."""
-        if not self.evaluates_async:
-            return False
-        every, last = self.config["eval"]["eval_every_steps"], self.config["train"]["max_steps"]
-        return is_evaluated(self.step, every, last)
-
-
-def is_evaluated(step: int, eval_every_steps: int, max_steps: int) -> bool:
-    """Whether a run evaluates after a step: every `eval_every_steps`, and after the last one."""
-    return step % eval_every_steps == 0 or step == max_steps

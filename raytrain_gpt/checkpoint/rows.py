@@ -11,9 +11,9 @@ from typing import Any
 from raytrain_gpt.parsing import parse_json
 
 _TEXTS = {"event", "session", "device", "precision", "tokenizer", "trace", "data/order_hash"}
-_TEXTS |= {"source", "node"}
+_TEXTS |= {"source"}
 _COUNTS = {"step", "attempt", "num_workers", "lost_steps", "to_step", "first_batch", "stop_batch"}
-_COUNTS |= {"num_parameters", "train_tokens", "first_step", "num_steps", "rank"}
+_COUNTS |= {"num_parameters", "train_tokens", "first_step", "num_steps"}
 _COUNTS |= {"data/tokens_seen", "val/tokens", "hellaswag/examples", "hellaswag/cut"}
 _SECONDS = {"time", "lost_s", "perf/checkpoint_write_s"}
 _NUMBERS = {"loss", "loss_zscore", "grad_norm", "grad_norm_zscore"}
@@ -29,7 +29,6 @@ _NEEDED = {
     "checkpoint": ("time", "perf/checkpoint_write_s"),
     "import": ("source",),
     "rollback": ("time", "to_step", "first_batch", "stop_batch"),
-    "slow_rank": ("time", "rank", "node", "device", "slower", "where", "num_steps"),
     "profile": ("time", "trace", "first_step", "num_steps"),
 }
 """Event -> required keys besides `step`; other events need `time`."""
@@ -52,10 +51,6 @@ def _is_valid(key: str, value: Any) -> bool:
     is_number = type(value) in (int, float)
     if key in _SECONDS:
         return is_number and 0 <= value < _TIME_LIMIT_S
-    if key == "where":
-        return value in ("compute", "data")
-    if key == "slower":
-        return is_number and abs(value) < LIMIT
     if key in _SECONDS_OF_RANKS:
         return isinstance(value, list) and all(_is_valid("time", seconds) for seconds in value)
     if key in _NUMBERS or "/" in key:  # null stands for a number that is not finite

@@ -61,18 +61,12 @@ class Resources:
 
 
 def cpus_to_start(config: Config) -> int:
-    """Return the logical CPUs to start a cluster with: workers, async evaluation, and two for data."""
-    c, evaluations = config.cluster, num_async_evaluations(config)
+    """Return the logical CPUs to start a cluster with: workers, and two for data."""
+    c = config.cluster
     gpus = torch.cuda.device_count() if c.use_gpu is not False else 0
-    num_workers = gpus - evaluations if c.num_workers == "auto" else c.num_workers
-    shares = max(1, num_workers) + evaluations
-    cpus = _shared_cores(shares) if c.cpus_per_worker == "auto" else c.cpus_per_worker
-    return shares * cpus + 2
-
-
-def num_async_evaluations(config: Config) -> int:
-    """Return the number of concurrent async evaluations; each needs one worker's resources."""
-    return int(config.eval.eval_mode == "async")
+    num_workers = max(1, gpus if c.num_workers == "auto" else c.num_workers)
+    cpus = _shared_cores(num_workers) if c.cpus_per_worker == "auto" else c.cpus_per_worker
+    return num_workers * cpus + 2
 
 
 def _shared_cores(shares: int) -> int:
@@ -118,18 +112,17 @@ def fit_to_cluster(config: Config, resources: Resources) -> tuple[FittedConfig, 
     gpus = c.gpus_per_worker if use_gpu else 0
     if use_gpu and resources.gpus == 0:
         raise ClusterError("use_gpu=true, but the cluster has 0 GPUs; set use_gpu to auto or false")
-    evaluations = num_async_evaluations(config)
     num_workers = c.num_workers or 1  # doctor and probe treat local mode as one worker
     if num_workers == "auto":
-        most = resources.gpus - evaluations if gpus == 1 else 1
+        most = resources.gpus if gpus == 1 else 1
         num_workers = _first_sharing(config, range(most, 0, -1)) or 1
     cpus = c.cpus_per_worker
     if isinstance(cpus, str):
-        cpus = _shared_cores(num_workers + evaluations) if resources.ours else 1
+        cpus = _shared_cores(num_workers) if resources.ours else 1
     fitted = decided(
         FittedConfig, config, num_workers=num_workers, use_gpu=use_gpu, cpus_per_worker=cpus
     )
-    room = resources.room_for(cpus, gpus) - evaluations
+    room = resources.room_for(cpus, gpus)
     least = fitted.cluster.least_workers
     if room < least:
         raise _too_small(fitted, resources, room)
@@ -146,25 +139,22 @@ def fit_to_cluster(config: Config, resources: Resources) -> tuple[FittedConfig, 
 
 
 def _too_small(config: FittedConfig, resources: Resources, room: int) -> ClusterError:
-    c, evaluations = config.cluster, num_async_evaluations(config)
+    c = config.cluster
     have = f"{count(resources.cpus, 'CPU', form='g')} and {count(resources.gpus, 'GPU')} on "
     have += count(len(resources.nodes), "node")
     free = f"; {DATA_CPUS} CPU is reserved for data" if resources.data_cpus else ""
-    ways = [f"set num_workers to at most {room}"] if room > 0 else []
-    if evaluations:
-        free += ", and the resources of one worker for eval_mode=async"
-        ways += ["set eval_mode to inline"] if room + evaluations >= c.least_workers else []
+    way_out = f"set num_workers to at most {room}" if room > 0 else "use a larger cluster"
     gpus = f" and {c.num_gpus:g} GPU" if c.use_gpu else ""
     return ClusterError(
         f"{count(c.least_workers, 'worker')} × {count(c.cpus_per_worker, 'CPU')}{gpus} do not fit "
-        f"the cluster ({have}{free}); {' or '.join(ways) or 'use a larger cluster'}"
+        f"the cluster ({have}{free}); {way_out}"
     )
 
 
 def largest_world_size(config: FittedConfig, resources: Resources) -> int | None:
     """Return the largest world size that fits and divides the batch, or None below `min_workers`."""
     c = config.cluster
-    room = resources.room_for(c.cpus_per_worker, c.num_gpus) - num_async_evaluations(config)
+    room = resources.room_for(c.cpus_per_worker, c.num_gpus)
     return _first_sharing(config, range(min(c.num_workers, room), c.least_workers - 1, -1))
 
 
@@ -175,7 +165,7 @@ def _first_sharing(config: Config, numbers: Iterable[int]) -> int | None:
 
 def idle_gpus(config: Config, fitted: FittedConfig, resources: Resources) -> str | None:
     """Return a warning if `num_workers=auto` idles GPUs because the batch does not divide, else None."""
-    used, free = fitted.cluster.num_workers, resources.gpus - num_async_evaluations(config)
+    used, free = fitted.cluster.num_workers, resources.gpus
     if config.cluster.num_workers != "auto" or fitted.cluster.num_gpus != 1 or used >= free:
         return None
     tokens = config.train.global_batch_tokens

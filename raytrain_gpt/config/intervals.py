@@ -27,7 +27,7 @@ def interval_warnings(
     # A token takes a third of a training step's FLOPs in an evaluation, which has no backward pass.
     tokens = min(val_tokens, evaluation.eval_tokens)
     share = tokens / 3 / (evaluation.eval_every_steps * train.global_batch_tokens)
-    if share > LARGEST_SHARE and evaluation.eval_mode == "inline":
+    if share > LARGEST_SHARE:
         found.append(
             f"an evaluation of {amount(tokens)} tokens takes about {share:.0%} of the time of the "
             f"{count(evaluation.eval_every_steps, 'step')} before it; set eval_every_steps to "

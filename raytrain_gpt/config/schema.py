@@ -89,15 +89,6 @@ class Config(Strict):
         return self
 
     @model_validator(mode="after")
-    def _async_needs_workers(self) -> Config:
-        if self.eval.eval_mode == "async" and self.cluster.num_workers == 0:
-            raise ValueError(
-                "eval_mode=async needs Ray, but num_workers=0 runs without it; set eval_mode to inline, "
-                "or num_workers to 1 or more"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _one_start(self) -> Config:
         if self.model.init_from and self.run.branch_from:
             raise ValueError(

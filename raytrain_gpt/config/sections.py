@@ -209,8 +209,6 @@ class EvalSection(SafeSection, OpenSection):
     """Steps between evaluations; the last step is always evaluated."""
     eval_tokens: int = Field(10_485_760, ge=1)
     """Maximum number of validation tokens per evaluation; always the first of the val split."""
-    eval_mode: Literal["inline", "async"] = "inline"
-    """Evaluation mode; inline: training waits; async: a separate Ray task evaluates the checkpoints."""
     hellaswag_path: Annotated[str | None, Url()] = None
     """HellaSwag .jsonl file to score at each evaluation; download: fetch the public file; null: off."""
     evaluations: Names = ()

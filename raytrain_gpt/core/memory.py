@@ -125,7 +125,6 @@ class MemoryModel:
         compiled: A compiled model has the logits of all tokens at once, in 16 bits, and recomputes some
             activations. If it cannot be traced, its activations count as those of the eager model.
         num_shards: Ranks that share weights, gradients and moments; 1 without sharding.
-        evaluates: Whether the ranks evaluate, which gathers an unsharded copy of the weights.
         narrow_residual: Whether the sums between blocks are in 16 bits.
         traced: Shape to trace in place of this one, to save time: of this architecture, and compiling is
             taken to save the same fraction of its activations.
@@ -135,7 +134,6 @@ class MemoryModel:
     bf16: bool
     compiled: bool = False
     num_shards: int = 1
-    evaluates: bool = False
     optim: OptimSection = field(default_factory=OptimSection)
     exact: bool = False
     narrow_residual: bool = False
@@ -144,14 +142,12 @@ class MemoryModel:
     @classmethod
     def of(cls, config: Config, world_size: int, shape: GPTShape, bf16: bool) -> MemoryModel:
         """Model the memory of a configuration, with a shape that may differ from its own."""
-        evaluates = config.eval.eval_mode == "inline"
         train, num_shards = config.train, config.train.num_shards(world_size)
         return cls(
             shape,
             bf16,
             train.compile,
             num_shards,
-            evaluates,
             config.optim,
             train.exact,
             narrow_residual=train.residual_dtype == "bf16" and train.precision != "fp16",
@@ -238,8 +234,7 @@ class MemoryModel:
             gradients=unsharded.gradients // self.num_shards + embeddings + 2 * block,
             moments=unsharded.moments // self.num_shards,
         )
-        if not self.evaluates:
-            return step
+        # An evaluation gathers an unsharded copy of the weights.
         shards = unsharded.weights // self.num_shards + step.moments
         evaluation = shards + unsharded.weights + unsharded.logits
         return replace(step, evaluation=max(0, evaluation - step.total))

@@ -24,7 +24,6 @@ from raytrain_gpt.cluster.capacity import (
     Resources,
     cpus_to_start,
     fit_to_cluster,
-    num_async_evaluations,
 )
 from raytrain_gpt.cluster.connection import connect
 from raytrain_gpt.cluster.failures import root_cause
@@ -150,8 +149,7 @@ def _fit(exam: Examination, resources: Resources) -> str:
     exam.fitted = fitted, world_size = fit_to_cluster(exam.config, resources)
     c = fitted.cluster
     gpus = f" and {c.gpus_per_worker:g} GPU" if c.use_gpu else ""
-    one_more = ", and one more for async evaluation," if num_async_evaluations(fitted) else ""
-    return f"{world_size} × {count(c.cpus_per_worker, 'CPU')}{gpus}{one_more} fit the cluster"
+    return f"{world_size} × {count(c.cpus_per_worker, 'CPU')}{gpus} fit the cluster"
 
 
 @named_check("data")

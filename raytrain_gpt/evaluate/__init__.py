@@ -1,1 +1,1 @@
-"""Evaluation of models: validation loss, HellaSwag and samples, also asynchronous during training."""
+"""Evaluation of models: validation loss, HellaSwag and samples."""

@@ -1,6 +1,6 @@
 """Evaluation over all ranks: validation loss, HellaSwag, the user's evaluations, and samples.
 
-The same code runs in training workers, in async evaluation tasks and in `eval`.
+The same code runs in training workers and in `eval`.
 """
 
 from __future__ import annotations

@@ -282,12 +282,10 @@ def _before_decay(steps: int) -> int:
 def study_base(study: Study) -> Config:
     """Return the configuration of a study's runs, without the values of each."""
     loaded = study.base.load()
-    for name, value in (
-        ("init_from", loaded.model.init_from),
-        ("eval_mode", loaded.eval.eval_mode),
-    ):
-        if value not in (None, "inline"):
-            raise ConfigError(f"{name}={value} in the base: {SET_BY_STUDY[name]}; remove it")
+    if (init_from := loaded.model.init_from) is not None:
+        raise ConfigError(
+            f"init_from={init_from} in the base: {SET_BY_STUDY['init_from']}; remove it"
+        )
     decay = {"schedule": "wsd", "decay_fraction": DECAY_FRACTION, "min_lr": 0.0}
     fields = {"spike_detection": False, **study.overrides, **decay}
     return loaded.updated(

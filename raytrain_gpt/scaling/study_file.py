@@ -32,7 +32,7 @@ _DECAY = "runs decay linearly to 0 over their last fifth, so that short ones bra
 _ENDS = "runs are evaluated at their end, and saved where others branch from them"
 SET_BY_STUDY = {
     **dict.fromkeys(("min_lr", "schedule", "decay_fraction", "branch_from"), _DECAY),
-    **dict.fromkeys(("eval_every_steps", "checkpoint_every_steps", "keep_checkpoints", "eval_mode"), _ENDS),
+    **dict.fromkeys(("eval_every_steps", "checkpoint_every_steps", "keep_checkpoints"), _ENDS),
     "peak_lr": "set peak_lrs",
     "max_steps": "set tokens_per_parameter",
     "run_name": "set study_name",

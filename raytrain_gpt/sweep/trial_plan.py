@@ -67,11 +67,6 @@ def base_config(sweep: Sweep) -> Config:
         )
     if isinstance(together, int):
         fields["gpus_per_worker"] = gpu_share(together)
-    if fields["eval_mode"] == "async":
-        raise ConfigError(
-            "eval_mode=async is useless in a sweep, whose trials pause at every evaluation; set "
-            "eval_mode to inline in overrides"
-        )
     evaluation = sweep.objective.partition("/")[0]
     if sweep.objective not in OBJECTIVES and evaluation not in fields["evaluations"]:
         raise ConfigError(

@@ -32,7 +32,7 @@ BUFFER_S = 30.0
 
 
 def open_trackers(run: TrackedRun, files: RunFiles, log: Log) -> list[TrackerQueue]:
-    """Create the trackers of an attempt, with the rows and samples that they may lack."""
+    """Create the trackers of an attempt, with the rows that they may lack."""
     settings = run.config.tracking
     openers = [
         path for name, path in _OPENERS.items() if getattr(settings, name) not in (None, False)
@@ -45,9 +45,6 @@ def open_trackers(run: TrackedRun, files: RunFiles, log: Log) -> list[TrackerQue
         tracker = TrackerQueue(partial(NamedTracker, name), run, log, f"tracker {name}", "", ())
         tracker.rows(files.kept_rows)
         trackers.append(tracker)
-    for tracker in trackers:
-        for step, text in files.found_samples:
-            tracker.text(step, "samples", text)
     return trackers
 
 

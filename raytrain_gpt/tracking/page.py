@@ -35,14 +35,7 @@ def _environment() -> jinja2.Environment:
     environment.filters |= {"amount": amount, "size": size, "thousands": "{:,}".format}
     environment.filters |= {"duration": duration, "short_duration": short_duration}
     environment.filters |= {"event_text": event_text, "look_at": look_at_batch}
-    environment.filters |= {"excess": _excess}
     return environment
-
-
-def _excess(fraction: float) -> str:
-    """Format a fraction as percent with its sign, as in +31%; zero has none."""
-    percent = round(100 * fraction)
-    return f"{percent:+d}%" if percent else "0%"
 
 
 def _fixed(row: Row | None, key: str, form: str = ".4f") -> str:

@@ -13,17 +13,16 @@ import queue
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.errors import RaytrainGptError
-from raytrain_gpt.format import eval_line, event_line, step_line
+from raytrain_gpt.format import count, eval_line, event_line, step_line
 from raytrain_gpt.redact import redacted
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.configured import open_trackers
 from raytrain_gpt.tracking.run_files import PROFILE_DIR, Row, RunFiles
-from raytrain_gpt.tracking.step_time import StepTimeBreakdown
 from raytrain_gpt.tracking.sync import RunSync
 from raytrain_gpt.tracking.trackers import End, TrackedRun
 
@@ -36,16 +35,14 @@ class RecorderSpec:
     """Input of a recorder.
 
     Attributes:
-        attempt: Details of the `attempt` event, or None if the run only evaluates.
+        attempt: Details of the `attempt` event.
         saved_rows: Rows stored in the checkpoints.
-        saved_samples: (step, text) of the samples stored in them.
     """
 
     sync: RunSync
     run: TrackedRun
-    attempt: Row | None
+    attempt: Row
     saved_rows: list[Row]
-    saved_samples: list[tuple[int, str]]
 
 
 @dataclass
@@ -86,15 +83,13 @@ class Recorder:
         self._training = False
         self._unwritten: list[Row] = []
         self._pushing: asyncio.Task[None] | None = None
-        self._files = RunFiles(run.directory, run.step, spec.saved_rows, spec.saved_samples)
+        self._files = RunFiles(run.directory, run.step, spec.saved_rows)
         for line in self._files.left_out:
             self._news.put(line)
         self._trackers = open_trackers(run, self._files, self._news.put)
-        self._evaluated = {row["step"] for row in self._files.kept_rows if "val/loss" in row}
         self._files.kept_rows = []
-        if spec.attempt is not None:
-            lost = {"lost_steps": self._files.lost_steps, "lost_s": self._files.lost_s}
-            self._write([{"step": run.step, "event": "attempt", **spec.attempt, **lost}])
+        lost = {"lost_steps": self._files.lost_steps, "lost_s": self._files.lost_s}
+        self._write([{"step": run.step, "event": "attempt", **spec.attempt, **lost}])
 
     def _write(self, rows: list[Row]) -> None:
         """Write rows, or keep them for the next call if the disk fails, so that metrics never end a run."""
@@ -139,8 +134,6 @@ class Recorder:
                 self._news.put(line)
             if row.get("event") == "checkpoint":
                 self._push()
-                if self._config.eval.eval_mode == "async":
-                    self._news.put(row)
 
     async def add_samples(self, step: int, text: str) -> None:
         text = redacted(text)
@@ -149,26 +142,19 @@ class Recorder:
             for tracker in self._trackers:
                 tracker.text(step, "samples", text)
 
-    async def add_profile(self, attempt: int, use: StepTimeBreakdown, trace: bytes) -> None:
-        """Store a profile: trace and tables as files, the tables on the console, an event."""
-        name = f"{PROFILE_DIR}/{attempt:03d}-step={use.first_step:08d}"
-        trace_file = f"{name}.json.gz"
-        directory = Location.of(self._sync.work_dir)
+    async def add_profile(
+        self, attempt: int, first_step: int, num_steps: int, table: str, trace: bytes
+    ) -> None:
+        """Store a profile: table and trace as files, and an event."""
+        name = f"{PROFILE_DIR}/{attempt:03d}-step={first_step:08d}"
+        trace_file, directory = f"{name}.json.gz", Location.of(self._sync.work_dir)
         with contextlib.suppress(OSError):  # `_write` reports a full disk
-            (directory / f"{name}.txt").write_text(use.text() + "\n")
+            (directory / f"{name}.txt").write_text(table)
             (directory / trace_file).write_bytes(trace)
-        self._news.put(f"{use.text()}\ntrace       {self._sync.run_dir / trace_file}")
-        last_step = use.first_step + use.num_steps - 1
-        await self.add_event(last_step, "profile", trace=trace_file, **asdict(use))
-
-    async def add_evaluated(self, row: Row, samples: str) -> None:
-        """Write an async evaluation, unless a checkpoint already had its row."""
-        if row["step"] in self._evaluated:
-            return
-        self._evaluated.add(row["step"])
-        await self.add_rows([row])
-        if samples:
-            await self.add_samples(row["step"], samples)
+        last_step = first_step + num_steps - 1
+        steps = {"first_step": first_step, "num_steps": num_steps}
+        self._news.put(f"profile of {count(num_steps, 'step')}: {self._sync.run_dir / name}.txt")
+        await self.add_event(last_step, "profile", trace=trace_file, **steps)
 
     def _push(self) -> None:
         """Copy the files to the object store in the background; failed copies are retried next time."""
@@ -192,10 +178,7 @@ class Recorder:
         self._news.put(row)
 
     async def take_news(self, timeout_s: float) -> list[str | Row]:
-        """Return new console lines and rows; wait up to `timeout_s` for the first.
-
-        Rows are a trial's evaluations and, with async evaluation, the events of new checkpoints.
-        """
+        """Return new console lines and a trial's evaluations; wait up to `timeout_s` for the first."""
         news: list[str | Row] = []
         with contextlib.suppress(queue.Empty):
             news.append(await asyncio.to_thread(self._news.get, timeout=timeout_s))

@@ -23,7 +23,6 @@ from raytrain_gpt.format import (
     Log,
     is_loss_spike,
     own_scores,
-    slow_rank_text,
 )
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.charts import Chart, Curve, Floats, running_mean
@@ -36,13 +35,11 @@ from raytrain_gpt.tracking.goodput import (
 )
 from raytrain_gpt.tracking.page import page, yaml_text
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, Row, read_rows, read_samples
-from raytrain_gpt.tracking.slow_ranks import RankStrip, rank_strips
-from raytrain_gpt.tracking.step_time import StepTimeBreakdown
 from raytrain_gpt.tracking.sync import RunSync
 
 REPORT_FILE = "report.html"
 _TEMPLATE = "tracking/report_template.html"
-MAX_SAMPLE_SETS = 8
+MAX_SAMPLE_SETS = MAX_RANKS = 8
 _DASHES, _MARKERS, _NUM_COLORS, _FAINT = ("", "7 3", "2 2", "8 2 2 2"), "Do^svP", 5, 6
 
 _HELLASWAG_KEY = "hellaswag/acc_norm"
@@ -61,15 +58,11 @@ class RunHistory:
         self.name = self.dir.name
         rows = read_rows(sync.work_dir, tell)
         self.rows = [row for row in rows if "train/loss" in row]
-        # Async evaluations may finish out of order.
         self.evals = sorted((r for r in rows if "val/loss" in r), key=lambda r: r["step"])
         self.events = sorted((r for r in rows if "event" in r), key=lambda r: r["time"])
         self.goodput, self.speed = goodput(rows), run_speed(rows)
         self.attempts = read_attempts(rows)
-        profiles = [
-            (e, StepTimeBreakdown.of_row(e)) for e in self.events if e["event"] == "profile"
-        ]
-        self.profiles = [(event, use) for event, use in profiles if use]
+        self.profiles = [event for event in self.events if event["event"] == "profile"]
         self.config: dict[str, dict[str, Any]] = {}
         if (sync.work_dir / CONFIG_FILE).exists():
             try:
@@ -110,14 +103,6 @@ class RunHistory:
             for name, start, width in zip(parts, starts.tolist(), widths.tolist(), strict=True)
         ]
 
-    def rank_strips(self) -> list[RankStrip]:
-        return rank_strips(self.rows)
-
-    def slow_ranks(self) -> list[str]:
-        """Return a text for each rank that was found to be slow, with the step."""
-        found = (event for event in self.events if event["event"] == "slow_rank")
-        return [f"step {event['step']:,}: {slow_rank_text(event)}" for event in found]
-
     def samples(self) -> list[tuple[int, list[str]]]:
         """Return (step, texts) of at most MAX_SAMPLE_SETS sets, spread over the run."""
         sets = read_samples(self._work_dir)
@@ -148,6 +133,8 @@ class RunHistory:
             Chart("Gradient norm before clipping", "norm", norms, marks, from_zero=True),
             Chart("Throughput", "tokens per second", speeds, marks, from_zero=True),
             Chart("Waiting for data", "% of step time", waits, marks, from_zero=True),
+            *self._of_ranks("Forward passes by rank", "perf/rank_forward_s", marks),
+            *self._of_ranks("Waiting for data by rank", "perf/rank_data_wait_s", marks),
         ]
 
     def _noisy(self, values: Floats) -> list[Curve]:
@@ -197,6 +184,22 @@ class RunHistory:
             return []
         name = curves[0].label if len(curves) == 1 else "by dataset"
         return [Chart(f"Validation loss, {name}", "nats per token", curves, marks)]
+
+    def _of_ranks(self, title: str, key: str, marks: list[int]) -> list[Chart]:
+        """Chart the seconds of each rank, of the slowest MAX_RANKS, if any were timed."""
+        rows = [row for row in self.rows if row.get(key)]
+        seconds = np.full((len(rows), max((len(row[key]) for row in rows), default=0)), np.nan)
+        for i, row in enumerate(rows):  # the number of ranks may change at a restart
+            seconds[i, : len(row[key])] = row[key]
+        if not np.nansum(seconds):
+            return []
+        steps = np.array([row["step"] for row in rows], np.float64)
+        slowest = np.argsort(-np.nanmean(seconds, axis=0), kind="stable")[:MAX_RANKS]
+        curves = [
+            Curve(f"rank {rank}", steps, seconds[:, rank], *curve_style(i))
+            for i, rank in enumerate(sorted(slowest.tolist()))
+        ]
+        return [Chart(title, "seconds per step", curves, marks, from_zero=True)]
 
     def _wait_percent(self) -> Floats:
         """Return data wait per step time between two flushes, since step time is their mean."""

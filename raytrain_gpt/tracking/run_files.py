@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Sequence
 from math import fsum
 from pathlib import Path
 from typing import Any
@@ -140,24 +139,16 @@ class RunFiles:
     Args:
         step: Step to resume at; rows and samples above it are dropped.
         saved_rows: Rows stored in the checkpoints up to that step.
-        saved_samples: (step, text) of the samples stored in them.
 
     Attributes:
         kept_rows: Rows of metrics.jsonl at the start.
         found_rows: Evaluations that only the checkpoints had.
-        found_samples: Samples that only the checkpoints had.
         lost_steps: Steps above the resumed one, dropped to be repeated.
         lost_s: Duration of the lost steps.
         left_out: Warnings about damaged rows.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        step: int,
-        saved_rows: list[Row],
-        saved_samples: Sequence[tuple[int, str]] = (),
-    ) -> None:
+    def __init__(self, run_dir: Path, step: int, saved_rows: list[Row]) -> None:
         self._dir = run_dir
         self.left_out: list[str] = []
         on_disk = read_rows(run_dir, self.left_out.append)
@@ -167,9 +158,7 @@ class RunFiles:
         self.lost_s = fsum(row.get("perf/step_time_s") or 0 for row in lost)
         evaluated = {row["step"] for row in on_disk if "val/loss" in row}
         self.found_rows = [r for r in rows if "val/loss" in r and r["step"] not in evaluated]
-        known_samples = {at: text for at, text in read_samples(run_dir) if at <= step}
-        self.found_samples = [(at, s) for at, s in saved_samples if at not in known_samples]
-        samples = sorted([*known_samples.items(), *self.found_samples])
+        samples = sorted({at: text for at, text in read_samples(run_dir) if at <= step}.items())
         run_dir.mkdir(parents=True, exist_ok=True)
         Location.of(run_dir / METRICS_FILE).write_text("".join(map(_json_line, rows)))
         Location.of(run_dir / LOG_FILE).write_text("".join(map(log_text, rows)))

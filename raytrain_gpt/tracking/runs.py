@@ -74,8 +74,6 @@ def _show(runs: list[RunSync], say: Log) -> dict[str, Any]:
         say(f"{name:12} {loss_text(value) if isinstance(value, float) else value}")
     say(run.speed.summary())
     say(run.goodput.summary())
-    for line in run.slow_ranks():
-        say(line)
     say((runs[0].work_dir / CONFIG_FILE).read_text("utf-8", "replace").rstrip())
     say(f"next: {shell('raytrain-gpt', 'runs', 'checkpoints', run.dir)}")
     return {**facts, "speed": asdict(run.speed), "goodput": asdict(run.goodput)}
@@ -89,7 +87,7 @@ def _checkpoints(runs: list[RunSync], say: Log) -> dict[str, Any]:
         {
             "step": c.state.step,
             "tokens_seen": c.state.tokens_seen,
-            "val_loss": c.val_loss,
+            "val_loss": c.state.val_loss,
             "size_bytes": c.size_bytes,
             "age_s": round(time.time() - (c.path / HASHES_FILE).modified_s()),
             "best": c is best,

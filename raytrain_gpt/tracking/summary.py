@@ -48,7 +48,7 @@ def run_end(summary: RunSummary, say: Log) -> None:
     say(run.goodput.summary())
     say(f"run         {run_dir}")
     if (best := run.best_checkpoint) is not None:
-        say(f"best        {best.path} (val loss {best.val_loss:.4f})")
+        say(f"best        {best.path} (val loss {best.state.val_loss:.4f})")
     say(f"report      {run_dir / REPORT_FILE}")
     if run_dir.is_local and (run_dir / "tensorboard").exists():
         say(shell("tensorboard", "--logdir", run_dir / "tensorboard"))

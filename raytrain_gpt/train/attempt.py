@@ -26,7 +26,6 @@ from raytrain_gpt.cluster.orphans import kill_controllers, kill_process, remove_
 from raytrain_gpt.cluster.scaling import Pause, ScaleUp, wait_for_workers
 from raytrain_gpt.cluster.shared_storage import check_storage
 from raytrain_gpt.config.resolved import FittedConfig
-from raytrain_gpt.evaluate.async_evaluation import AsyncEvaluation
 from raytrain_gpt.format import Log, count
 from raytrain_gpt.ingest.ray_dataset import ingest_dataset
 from raytrain_gpt.storage.lease import Lease
@@ -57,7 +56,6 @@ class Attempt:
     Attributes:
         work_dir: Local directory of the run's small files.
         killed: Set if `stop` means an interrupted run; a sweep ends a trial without it.
-        evaluations: Evaluates checkpoints asynchronously, or None if the workers evaluate.
         evaluated: For a sweep's trial, called with every evaluation but the last, while the ranks wait.
     """
 
@@ -69,16 +67,13 @@ class Attempt:
     killed: threading.Event
     lease: Lease
     log: Log
-    evaluations: AsyncEvaluation | None = None
     evaluated: Callable[[Row], None] | None = None
 
     def take_news(self, within_s: float) -> None:
-        """Print console lines, and act on checkpoints and evaluations that arrive in this time."""
+        """Print the console lines, and act on the evaluations, that arrive in this time."""
         for news in self.recorder.ask("take_news", within_s):
             if isinstance(news, str):
                 self.log(news)
-            elif self.evaluations is not None:
-                self.evaluations.look()
             elif self.evaluated is not None:
                 self.evaluated(news)
                 if not self.stop.is_set():
@@ -182,8 +177,6 @@ class WatchedFit:
         try:
             while thread.is_alive():
                 attempt.take_news(POLL_S)
-                if attempt.evaluations is not None:
-                    attempt.evaluations.hand_over(self._recorder, self._log)
                 if attempt.stop.is_set() and not self._asked_to_stop:
                     if not self._recorder.ask("is_training"):
                         self._kill_ranks()

@@ -22,7 +22,7 @@ import ray
 import torch
 
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
-from raytrain_gpt.cluster.capacity import Resources, num_async_evaluations
+from raytrain_gpt.cluster.capacity import Resources
 from raytrain_gpt.cluster.compilers import check_compiler
 from raytrain_gpt.cluster.connection import cluster_resources
 from raytrain_gpt.cluster.failures import user_error_in
@@ -153,7 +153,7 @@ def cpu_limit_bytes(
     A trial's budget assumes that other trials fill the nodes' CPUs.
     """
     cpus = config.cluster.cpus_per_worker
-    processes = math.inf if is_trial else world_size + num_async_evaluations(config)
+    processes = math.inf if is_trial else world_size
     shares = [
         node.memory_bytes / min(processes, int(node.cpus // cpus))
         for node in resources.nodes

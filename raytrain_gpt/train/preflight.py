@@ -164,8 +164,6 @@ def check_disk(config: Config, run_dir: Location, vocab_size: int, existing: int
     each = checkpoint_bytes(GPTShape.of(config, vocab_size), config.optim)
     train = config.train
     in_all = -(-train.max_steps // train.checkpoint_every_steps)
-    if config.eval.eval_mode == "async":  # every evaluation adds a checkpoint
-        in_all += -(-train.max_steps // config.eval.eval_every_steps)
     # The best one stays besides the newest, and one more exists while it is written.
     num = max(1, min(in_all, train.keep_checkpoints + 2) - existing)
     needed = num * each + RUN_FILES_BYTES

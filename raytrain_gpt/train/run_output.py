@@ -57,24 +57,22 @@ class RunOutput:
         self.sync.push()
 
     def recorder_spec(
-        self, config: FittedConfig, step: int, checkpoints: list[Checkpoint], attempt: Row | None
+        self, config: FittedConfig, step: int, checkpoints: list[Checkpoint], attempt: Row
     ) -> RecorderSpec:
         """Specify a recorder.
 
         Args:
             step: Rows above it are dropped, since those steps are repeated.
             checkpoints: Their rows replace those that a dead recorder did not write.
-            attempt: Details of the event `attempt`, or None if the recorder serves evaluations only.
+            attempt: Details of the event `attempt`.
         """
         saved_rows = [row for checkpoint in checkpoints for row in checkpoint.rows()]
         check_rows(self.sync.work_dir, saved_rows, self.log)
-        samples = [(c.state.step, c.evaluated.samples) for c in checkpoints if c.evaluated]
         return RecorderSpec(
             sync=self.sync,
             run=TrackedRun(self.sync.work_dir, config, step, self._tracker_tags),
             attempt=attempt,
             saved_rows=saved_rows,
-            saved_samples=[(at, text) for at, text in samples if text],
         )
 
     def last_steps(self, step: int, saved_rows: list[Row], number: int) -> list[Row]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from raytrain_gpt.data.order import BatchRanges, batch_before, extend_order_hash
 from raytrain_gpt.ingest.feed import TrainFeed
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.tracking.run_files import Row, finite
-from raytrain_gpt.tracking.slow_ranks import SlowRanks
 
 
 @dataclass
@@ -65,7 +64,6 @@ class StepLog:
         flops_per_token: FLOPs of a token's forward and backward pass.
         peak_flops: FLOP/s of one worker's device, or None if unlisted.
         slowed: Steps slowed by a profile, whose speed is not reported.
-        slow_ranks: Compares the ranks' times, or None for a single rank.
 
     Attributes:
         bad_streak: Bad steps in a row that require a rollback, or None.
@@ -84,7 +82,6 @@ class StepLog:
         peak_flops: float | None,
         device: torch.device,
         slowed: range,
-        slow_ranks: SlowRanks | None = None,
     ) -> None:
         self._order, self._collectives, self._feed = ingest.order(), collectives, feed
         self._datasets, self._seq_len = ingest.data.names, ingest.seq_len
@@ -101,7 +98,6 @@ class StepLog:
         self._clock_from = self._began = Moment(device)
         self._seconds_excluded = 0.0
         self._steps_done = 0
-        self._slow_ranks = slow_ranks
         order_hash = resumed.state.order_hash if resumed else ingest.data.hash
         self.position = Position(ingest.first_batch, order_hash, ingest.skipped)
         self.bad_streak: BadStreak | None = None
@@ -222,18 +218,12 @@ class StepLog:
                 first = batch_before(batch, result.step - streak[0], self.position.skipped)
                 self.bad_streak = BadStreak(streak[0], result.step, first, batch)
                 break  # later steps are repeated after the rollback
-        if (
-            self._slow_ranks is None
-            or self.bad_streak is not None
-            or steps[-1].step in self._slowed
-        ):
-            return rows
-        last = next(row for row in reversed(rows) if "event" not in row)
-        last["perf/rank_forward_s"] = forward_s.mean(1).round(6).tolist()
-        last["perf/rank_data_wait_s"] = data_wait_s.mean(1).round(6).tolist()
-        slow = self._slow_ranks.add(steps[-1].step, forward_s, data_wait_s, step_time_s)
-        events = [{**asdict(found), "event": "slow_rank", "time": time.time()} for found in slow]
-        return [*rows, *events]
+        is_slowed = self.bad_streak is not None or steps[-1].step in self._slowed
+        if self._collectives.world_size > 1 and not is_slowed:
+            last = next(row for row in reversed(rows) if "event" not in row)
+            last["perf/rank_forward_s"] = forward_s.mean(1).round(6).tolist()
+            last["perf/rank_data_wait_s"] = data_wait_s.mean(1).round(6).tolist()
+        return rows
 
     def _row(
         self,

@@ -8,13 +8,10 @@ Each attempt uses the largest number of workers that fits; below `min_workers` t
 - preempted: retry on the remaining nodes, `max_preemptions` times in total.
 - resized: restart with more workers.
 - rolled back: restart from the last checkpoint before the bad steps, skipping their global batches.
-
-With async evaluation a run finishes once its last checkpoint is evaluated.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 import uuid
@@ -37,7 +34,6 @@ from raytrain_gpt.data.mixed_order import MixedOrder
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.tokenizer import read_tokenizer
 from raytrain_gpt.errors import Interrupted, StorageError, TrainingFailed
-from raytrain_gpt.evaluate.async_evaluation import AsyncEvaluation
 from raytrain_gpt.evaluate.hellaswag import read_choices
 from raytrain_gpt.format import Log, amount, count
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
@@ -48,7 +44,6 @@ from raytrain_gpt.tracking.run_files import CONFIG_FILE, TRACKERS_DIR, Row
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import policy, preflight
 from raytrain_gpt.train.attempt import Attempt, Place
-from raytrain_gpt.train.last_evaluations import await_evaluations
 from raytrain_gpt.train.memory_fit import fit_memory
 from raytrain_gpt.train.resume import ResumePoints, read_skipped
 from raytrain_gpt.train.run_output import RunOutput
@@ -98,7 +93,6 @@ class Run:
         self.resume = ResumePoints(config, trial.origin if trial else None, log)
         self.catalog = Catalog(self.run_dir)
         self._choices: object = None
-        self._evaluations: AsyncEvaluation | None = None
         self._session = uuid.uuid4().hex[:8]
         self._attempts = 0
 
@@ -112,26 +106,18 @@ class Run:
         if not self.config.cluster.use_gpu:  # GPU workers check on their nodes
             check_compiler(self.config, on_gpu=False, where="a CPU")
         self.place.check_storage(self.run_dir, [d.directory for d in self.data.datasets])
-        with contextlib.ExitStack() as stack:
-            name = f"run {self.run_dir.name}"
-            lease = stack.enter_context(hold_lease(self.run_dir / LEASE_FILE, name, self.log))
+        with hold_lease(self.run_dir / LEASE_FILE, f"run {self.run_dir.name}", self.log) as lease:
             saved = self.catalog.complete()
             preflight.check_disk(self.config, self.run_dir, self.data.vocab_size, len(saved))
             existing = self.resume.find(self.config)
-            self.output.sync.pull(
-                TRACKERS_DIR
-            )  # under the lease, no other process writes these files
+            # Under the lease, no other process writes these files.
+            self.output.sync.pull(TRACKERS_DIR)
             if existing is None:
                 self.output.check_is_ours()
                 self.config = preflight.check_init_from(self.config, self.data)
             self.config, resumed = self.resume.start(self.config, self.data, existing)
-            if self.config.eval.eval_mode == "async":
-                self._evaluations = AsyncEvaluation(
-                    self.config, self.catalog, self._choices, self.signals.stop
-                )
-                stack.callback(self._evaluations.close)
             if existing is not None and existing.state.step >= self.config.train.max_steps:
-                return self._finished(existing, lease, trained=False)
+                return self._summary(existing, was_finished=True)
             self._announce()
             self.output.write_config(self.config)
             self.resume.skipped = read_skipped(self.run_dir, resumed, self.log)
@@ -172,7 +158,7 @@ class Run:
             match policy.next_action(end, started_at, step, counters, config, stopping):
                 case policy.Finish():
                     assert resumed is not None, "a run has steps, and the last one is saved"
-                    return self._finished(resumed, lease)
+                    return self._summary(resumed)
                 case policy.Interrupt():
                     raise Interrupted(self._interrupted_message(started_at))
                 case policy.GiveUp(message):
@@ -189,12 +175,7 @@ class Run:
         if self.signals.stop.wait(seconds):
             raise Interrupted(self._interrupted_message(started_at=0))
 
-    def _finished(self, newest: Checkpoint, lease: Lease, trained: bool = True) -> RunSummary:
-        """Summarize a trained run after its pending async evaluations."""
-        waited = self._evaluations is not None and await_evaluations(
-            self._evaluations, self.config, newest, lease, self.output, self.signals
-        )
-        was_finished = not (trained or waited)
+    def _summary(self, newest: Checkpoint, was_finished: bool = False) -> RunSummary:
         return RunSummary(self.run_dir, self.output.sync, newest.state.step, newest, was_finished)
 
     def _attempt(self, resumed: Checkpoint | None, lease: Lease) -> policy.AttemptEnd:
@@ -255,10 +236,6 @@ class Run:
     def _new_attempt(self, plan: RunPlan, resumed: Checkpoint | None, lease: Lease) -> Attempt:
         self._attempts = self.output.next_attempt(self._attempts)
         step = resume_step(resumed)
-        if self._evaluations is not None:
-            # No recorder yet: the new one reads finished evaluations from the checkpoints.
-            self._evaluations.hand_over(None, self.log)
-            self._evaluations.look()
         shape = GPTShape.of(self.config, self.data.vocab_size)
         details = {
             "time": time.time(),
@@ -285,7 +262,7 @@ class Run:
                 rows_before=self.output.last_steps(step, recorder.saved_rows, num_rows),
                 attempt=self._attempts,
                 lease_token=lease.token,
-                hellaswag=None if self._evaluations else self._choices,
+                hellaswag=self._choices,
                 is_trial=self.trial is not None,
             ),
             recorder=self.place.recorder(recorder),
@@ -295,7 +272,6 @@ class Run:
             killed=self.trial.killed if self.trial else self.signals.stop,
             lease=lease,
             log=self.log,
-            evaluations=self._evaluations,
             evaluated=self.trial.evaluated if self.trial else None,
         )
 

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Literal
 
 import numpy as np
@@ -16,7 +16,6 @@ import ray.train.torch
 import torch
 
 from raytrain_gpt.checkpoint.catalog import resume_step
-from raytrain_gpt.checkpoint.checkpoint_state import is_evaluated
 from raytrain_gpt.checkpoint.code_check import check_same_code
 from raytrain_gpt.checkpoint.collectives import Collectives, DelayedFlags
 from raytrain_gpt.cluster.compilers import check_compiler
@@ -41,7 +40,6 @@ from raytrain_gpt.format import count
 from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed, to_device
 from raytrain_gpt.ingest.ray_dataset import chunks_in_process, rank_chunks, ray_chunks
 from raytrain_gpt.tracking.run_files import Row
-from raytrain_gpt.tracking.slow_ranks import SlowRanks
 from raytrain_gpt.train.checkpointing import WRITE_TIMEOUT_S, Checkpointing
 from raytrain_gpt.train.heartbeat import RecorderClient
 from raytrain_gpt.train.model_setup import Sharded, set_up_training
@@ -60,7 +58,7 @@ class StepActions:
     Attributes:
         flush: Reduce and report results: `all`, the only wait for the device, or `late` those until the
             flush before.
-        evaluate: Compute the metrics here; an async evaluation needs a checkpoint instead.
+        evaluate: Compute the metrics of an evaluation, which the last step always has.
         save: Write a checkpoint, normally after the evaluation, to include its validation loss.
             A preempted or stopped rank saves first, as its node may be gone in seconds.
         await_scheduler: Wait for the sweep's decision on this trial.
@@ -86,15 +84,8 @@ def step_actions(
     """
     train = config.train
     is_last = step == train.max_steps
-    evaluation_due = is_evaluated(step, config.eval.eval_every_steps, train.max_steps)
-    is_async = config.eval.eval_mode == "async"
-    evaluate = evaluation_due and not is_async
-    save = (
-        is_last
-        or leaving
-        or step % train.checkpoint_every_steps == 0
-        or (evaluation_due and is_async)
-    )
+    evaluate = is_last or step % config.eval.eval_every_steps == 0
+    save = is_last or leaving or step % train.checkpoint_every_steps == 0
     first = leaving and not is_last
     log = step % train.log_every_steps == 0
     return StepActions(
@@ -174,7 +165,6 @@ class Worker:
         taken = self._take_profile if rank == 0 else None
         self.profile = StepProfile(train.profile_steps, self.step, train.max_steps, device, taken)
         self._forward = TimedContext(self.setup.autocast, device)
-        self._compares_ranks = self.collectives.world_size > 1
         self._device_name = device_name(device)
         self.log = StepLog(
             spec.ingest,
@@ -187,10 +177,7 @@ class Worker:
             peak_flops=peak_flops(self._device_name, self.setup.precision),
             device=device,
             slowed=self.profile.slowed,
-            slow_ranks=SlowRanks() if self._compares_ranks else None,
         )
-        here = {"node": socket.gethostname(), "device": self._device_name}
-        self._places = self.collectives.all_gather_json(here, dict[str, str])
         self.checkpoints = Checkpointing(
             spec, self.setup, self.log, self.collectives, self.recorder
         )
@@ -255,12 +242,12 @@ class Worker:
         if self.collectives.rank == 0 and not (self.spec.resumed or self.spec.is_trial):
             self._warn_of_intervals()
         # Sharded ranks wait for each other in the forward pass too.
-        times_forward = self._compares_ranks and not isinstance(setup.strategy, Sharded)
+        times_forward = self.collectives.world_size > 1 and not isinstance(setup.strategy, Sharded)
         self.log.start_clock()
         results = train_steps(
             setup.model,
             setup.optimizer,
-            watched(self.profile.mark_data_wait(self.feed.micro_batches()), self.recorder.progress),
+            watched(self.feed.micro_batches(), self.recorder.progress),
             setup.strategy.accumulation(setup.model, self.spec.plan.micro_batches_per_step),
             first_step=self.step,
             max_steps=train.max_steps,
@@ -298,7 +285,7 @@ class Worker:
 
     def _take_profile(self, profile: Profile | Exception, took_s: float) -> None:
         if isinstance(profile, Profile):
-            self.recorder.call("add_profile", self.spec.attempt, profile.use, profile.trace)
+            self.recorder.call("add_profile", self.spec.attempt, *astuple(profile))
         else:
             self.recorder.log(f"no profile: {type(profile).__name__}: {profile}")
         self.log.exclude_time(took_s)
@@ -317,8 +304,6 @@ class Worker:
         for row in rows:
             if row.get("event") == "nonfinite":
                 self.recorder.log(f"step {row['step']}: not finite, update skipped")
-            if row.get("event") == "slow_rank":
-                row |= self._places[row["rank"]]
         self.checkpoints.add_rows(rows)
         self.recorder.rows(rows, force=self.step == self.config.train.max_steps)
 

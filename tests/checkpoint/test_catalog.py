@@ -131,6 +131,32 @@ def test_a_damaged_checkpoint_is_skipped_with_one_line(run_dir: Location, damage
     assert "step=00000020" in lines[0]
 
 
+@pytest.mark.parametrize(
+    ("text", "loss"),
+    [
+        ('{"checkpoint_hash": "HASH", "row": {"step": 20, "val/loss": 1.5}}', 1.5),
+        ('{"checkpoint_hash": "HASH", "row": {"step": 20, "val/loss": null}}', None),
+        ('{"checkpoint_hash": "HASH", "row": null, "left_out": "no memory"}', None),
+        ('{"checkpoint_hash": "HASH", "row": {"step": 20, "val/loss": "low"}}', None),
+        ('{"checkpoint_hash": "another", "row": {"step": 20, "val/loss": 1.5}}', None),
+        ("[]", None),
+        ("{", None),
+    ],
+)
+def test_an_evaluation_that_an_earlier_version_added_later_counts(
+    run_dir: Location, text: str, loss: float | None
+) -> None:
+    catalog = Catalog(run_dir)
+    config = {"eval": {"eval_mode": "async"}}
+    path = catalog.draft(20, "001").commit(
+        dataclasses.replace(state(20), config=config), {}, rows(20)
+    )
+    (path / "evaluation.json").write_text(text.replace("HASH", read_checkpoint(path).hash))
+    read = read_checkpoint(path)
+    read.verify()
+    assert (read.state.val_loss, read.unlisted()) == (loss, [])
+
+
 @pytest.mark.fault("unlisted files in a checkpoint")
 def test_files_that_are_not_listed_are_told(tmp_path: Path) -> None:
     catalog = Catalog(Location.of(tmp_path))

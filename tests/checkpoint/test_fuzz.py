@@ -13,11 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytrain_gpt.checkpoint.catalog import ROWS_FILE, STATE_FILE, Catalog
-from raytrain_gpt.checkpoint.evaluation_result import (
-    EVALUATION_FILE,
-    EvaluationResult,
-    write_evaluation_result,
-)
 from raytrain_gpt.checkpoint.hashes import HASHES_FILE
 from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.data.tokenizer import TOKENIZER_FILE
@@ -30,15 +25,7 @@ from tests.fuzz import Damage, bounded_work, damages, works_or_says_why
 
 pytestmark = pytest.mark.slow
 
-FILES = (
-    STATE_FILE,
-    STATE_FILE,
-    HASHES_FILE,
-    TOKENIZER_FILE,
-    MODEL_FILE,
-    ROWS_FILE,
-    EVALUATION_FILE,
-)
+FILES = (STATE_FILE, STATE_FILE, HASHES_FILE, TOKENIZER_FILE, MODEL_FILE, ROWS_FILE)
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +35,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_checkpoint(Location.of(run))
     (run / "config.yaml").write_text("run: {run_name: run}\n")
     whole = run / "checkpoints" / "step=00000020"
-    state = json.loads((whole / STATE_FILE).read_text())
-    state["config"]["eval"] |= {"eval_mode": "async", "eval_every_steps": 10}
-    (whole / STATE_FILE).write_text(json.dumps(state))
-    rehash(whole)
-    (checkpoint,) = Catalog(Location.of(run)).complete()
-    evaluated = EvaluationResult({"step": 20, "val/loss": 2.5}, "0: 'a'")
-    write_evaluation_result(Location.of(whole), checkpoint.hash, evaluated)
     shutil.copytree(whole, run.parent / "whole")
     return run
 
@@ -87,7 +67,7 @@ def test_a_damaged_checkpoint_is_used_or_refused(
     for file in FILES:
         shutil.copyfile(whole / file, directory / file)
     (directory / name).write_bytes(damaged(name, (whole / name).read_bytes(), damage))
-    if hostile and name not in (HASHES_FILE, EVALUATION_FILE):
+    if hostile and name != HASHES_FILE:
         rehash(directory)
     works_or_says_why(
         lambda: sample_checkpoint(directory, "Hello, é", print, num_samples=1, max_new_tokens=1)

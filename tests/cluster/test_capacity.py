@@ -68,47 +68,9 @@ def test_a_share_of_a_gpu_is_for_one_worker() -> None:
         config(num_workers=2, gpus_per_worker=0.5)
 
 
-def with_async(**values: object) -> Config:
-    return config(eval_mode="async", **values)
-
-
-def test_an_async_evaluation_has_the_resources_of_one_worker() -> None:
-    fitted, workers = fit_to_cluster(with_async(), given(Node(8, 2), Node(8, 1)))
-    assert (workers, fitted.cluster.num_workers) == (2, 2)
-    assert fit_to_cluster(with_async(num_workers=2), given(Node(4, 0)))[1] == 2
-    half = with_async(use_gpu=True, gpus_per_worker=0.5)
-    assert fit_to_cluster(half, given(Node(8, 1)))[1] == 1
-    elastic = with_async(num_workers=6, min_workers=1, cpus_per_worker=1, use_gpu=False)
-    assert largest(elastic, Node(6, 0)) == 4
-    assert largest(elastic, Node(2, 0)) is None
-
-
-@pytest.mark.parametrize(
-    ("values", "nodes", "ways"),
-    [
-        (
-            {"num_workers": 3},
-            [Node(4, 0)],
-            "set num_workers to at most 2 or set eval_mode to inline",
-        ),
-        ({"num_workers": 1}, [Node(2, 0)], "set eval_mode to inline"),
-        ({}, [Node(8, 1)], "set eval_mode to inline"),
-        ({"num_workers": 2}, [Node(1, 0)], "use a larger cluster"),
-        ({"num_workers": 9}, [Node(4, 0)], "set num_workers to at most 2"),
-    ],
-)
-def test_too_little_for_an_async_evaluation_is_one_line_with_the_ways_out(
-    values: dict[str, object], nodes: list[Node], ways: str
-) -> None:
-    with pytest.raises(ClusterError) as raised:
-        fit_to_cluster(with_async(**values), given(*nodes))
-    assert str(raised.value).endswith(f"for eval_mode=async); {ways}")
-
-
-def test_a_cluster_of_ones_own_has_room_for_an_async_evaluation() -> None:
+def test_a_cluster_of_ones_own_has_room_for_workers_and_data() -> None:
     sizes = {"num_workers": 2, "cpus_per_worker": 3, "use_gpu": False}
     assert cpus_to_start(config(**sizes)) == 2 * 3 + 2
-    assert cpus_to_start(with_async(**sizes)) == 3 * 3 + 2
 
 
 def test_fewer_workers_start_where_that_is_allowed() -> None:

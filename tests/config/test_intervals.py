@@ -18,7 +18,6 @@ def test_an_evaluation_may_take_a_fifth_of_the_steps_before_it(val_tokens: int, 
     found = interval_warnings(CONFIG, val_tokens, 10**12, None)
     assert len(found) == bool(share)
     assert all(f"about {share} of" in line and "set eval_every_steps to" in line for line in found)
-    assert interval_warnings(CONFIG.updated({"eval_mode": "async"}), val_tokens, 0, None) == []
 
 
 def test_the_advised_intervals_give_no_warning() -> None:

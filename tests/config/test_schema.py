@@ -137,7 +137,6 @@ def test_values_may_be_written_as_text(name: str, text: str, value: object, tmp_
         ({"seed": 2**32}, ["seed=4294967296"]),
         ({"run_name": "../up"}, ["run_name='../up'"]),
         ({"num_workers": 0, "min_workers": 1}, ["min_workers=1", "to null, or num_workers to 1"]),
-        ({"num_workers": 0, "eval_mode": "async"}, ["eval_mode=async", "num_workers=0", "inline"]),
         ({"num_workers": 2, "gpus_per_worker": 0.5}, ["gpus_per_worker=0.5", "num_workers to 1"]),
         ({"num_workers": 2, "min_workers": 3}, ["min_workers=3", "num_workers=2"]),
         ({"cpus_per_worker": 0}, ["cpus_per_worker=0", "1 or more"]),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import pickle
 import shlex
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +21,6 @@ from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.core.registry import configured_model
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.evaluate.async_evaluation import _evaluate
 from raytrain_gpt.evaluate.evaluation import Evaluation
 from raytrain_gpt.evaluate.inference import evaluate_checkpoint, open_checkpoint
 from raytrain_gpt.export.model_card import _scores
@@ -259,18 +256,6 @@ def test_all_ranks_fail_together(body: str, words: str) -> None:
     first, second = measured(START + body, 2)
     assert first == second
     assert words in first
-
-
-def test_an_async_evaluation_runs_it_in_a_process_that_only_has_the_configuration(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "nice", lambda _: 0)
-    run = start(DRAWS)
-    checkpoint, config, *_ = open_checkpoint(run.run_dir.path)
-    sent = pickle.dumps(config)
-    kinds.use(None)
-    evaluated = _evaluate._function(checkpoint, pickle.loads(sent), None)
-    assert evaluated.row["mine/loss"] == evaluations(run.run_dir)[-1]["mine/loss"]
 
 
 @pytest.mark.parametrize("name", ROW_PREFIXES)

@@ -18,17 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import ray.train
 import torch
 from ray.train.v2._internal.execution.context import get_train_context
 
-from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.core.state import HostSnapshot
 from raytrain_gpt.data.order import batches_to_read
 from raytrain_gpt.errors import RaytrainGptError
-from raytrain_gpt.evaluate import async_evaluation
 from raytrain_gpt.train import worker as worker_module
 from raytrain_gpt.train.model_setup import TrainingSetup
 from raytrain_gpt.train.worker import Worker, train_worker
@@ -107,7 +104,6 @@ class Faults:
         spiked_batches: Global batches whose loss, and therefore gradient, is a thousand times too large.
         notice_step: Step after which every rank of several waits for Ray's preemption notice.
         stop_step: Step after which every rank waits for the request to stop.
-        evaluations: Gates where async evaluation tasks wait; their step is the checkpoint's.
     """
 
     gates: tuple[Gate, ...] = ()
@@ -117,7 +113,6 @@ class Faults:
     spiked_batches: tuple[int, ...] = ()
     notice_step: int | None = None
     stop_step: int | None = None
-    evaluations: tuple[Gate, ...] = ()
 
 
 def gated(faults: Faults) -> Callable[[WorkerSpec], None]:
@@ -186,28 +181,6 @@ def _install(faults: Faults, spec: WorkerSpec, patch: pytest.MonkeyPatch) -> Non
     patch.setattr(worker_module, "set_up_training", setting_up)
 
 
-def evaluates(before: Callable[[Checkpoint], None]) -> Any:
-    """Return the async evaluation task with a function to call first."""
-    task = async_evaluation._evaluate
-
-    def _evaluate(checkpoint: Checkpoint, *more: Any) -> Any:
-        before(checkpoint)
-        return task._function(checkpoint, *more)
-
-    return ray.remote(max_retries=0, max_calls=1)(_evaluate)
-
-
-def held(gates: tuple[Gate, ...]) -> Any:
-    """Return the async evaluation task with gates to wait at first."""
-
-    def wait(checkpoint: Checkpoint) -> None:
-        for gate in gates:
-            if gate.step == checkpoint.state.step:
-                gate.pass_through()
-
-    return evaluates(wait)
-
-
 def command(config: Config, faults: Faults, file: Path) -> list[str]:
     """Write the JSON file of a gated run and return the command line that reads it."""
     file.write_text(json.dumps({"config": config.model_dump(), "faults": asdict(faults)}))
@@ -220,10 +193,7 @@ def main(file: str) -> None:
 
     content = json.loads(Path(file).read_text())
     faults = content["faults"]
-    gates, evaluations = (
-        tuple(Gate(**gate) for gate in faults.pop(name)) for name in ("gates", "evaluations")
-    )
-    async_evaluation._evaluate = held(evaluations)
+    gates = tuple(Gate(**gate) for gate in faults.pop("gates"))
     config = parse_config(content["config"], file)
     try:
         train(config, lambda line: print(line, flush=True), gated(Faults(gates, **faults)))

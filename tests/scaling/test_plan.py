@@ -102,15 +102,7 @@ def test_a_far_target_is_doubted(make_study: MakeStudy) -> None:
     assert list(plan_of(make_study()).check(10**9)) == []
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        ({"eval_mode": "async"}, "eval_mode is set by the study"),
-        ({"init_from": "runs/x"}, "init_from is set by the study: runs start from random weights"),
-    ],
-)
-def test_starts_and_evaluations_are_the_studys(
-    make_study: MakeStudy, overrides: dict[str, Any], words: str
-) -> None:
+def test_the_start_is_the_studys(make_study: MakeStudy) -> None:
+    words = "init_from is set by the study: runs start from random weights"
     with raises_line(ConfigError, words):
-        make_study(overrides=overrides)
+        make_study(overrides={"init_from": "runs/x"})

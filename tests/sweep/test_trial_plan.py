@@ -119,13 +119,6 @@ def test_trials_share_the_base_the_overrides_and_what_the_sweep_decides() -> Non
     assert base_config(rescued).spikes.spike_detection
 
 
-def test_trials_are_not_evaluated_beside_their_training() -> None:
-    sweep = sweep_of({"peak_lr": LR, **TIED}, num_trials=2)
-    sweep = sweep.model_copy(update={"overrides": {**sweep.overrides, "eval_mode": "async"}})
-    with pytest.raises(ConfigError, match="set eval_mode to inline in overrides"):
-        base_config(sweep)
-
-
 def test_a_base_whose_own_values_do_not_fit_is_fine_where_every_trial_does() -> None:
     fixed = {"seq_len": 96, "peak_lr": 1e-5, "warmup_steps": 5, "micro_batch_sequences": 10}
     sweep = sweep_of(

@@ -195,7 +195,7 @@ def test_rows_that_a_tracker_has_are_not_new_but_those_after_a_rollback_are() ->
     again = [{"step": 5, "event": "attempt", "time": 6.0}, rollback, *losses(4, 7), *first[8:]]
     new, has = has.take(again, resumed_at=5)
     assert new == [again[0], *losses(6, 7), first[9]]
-    late = {"step": 6, "val/loss": 1.0}  # an async evaluation
+    late = {"step": 6, "val/loss": 1.0}  # from a checkpoint
     assert has.take([late, *losses(7, 7)], resumed_at=5)[0] == [late]
     assert Delivered().take([*losses(1, 8), rollback], resumed_at=8)[1].step == 8, "made up for"
 

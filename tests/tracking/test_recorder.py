@@ -18,7 +18,6 @@ from raytrain_gpt.tracking import recorder as module
 from raytrain_gpt.tracking.recorder import CleanExit, Recorder, RecorderSpec
 from raytrain_gpt.tracking.recorder_handle import ActorRecorder
 from raytrain_gpt.tracking.run_files import Row, RunFiles, read_rows, read_samples
-from raytrain_gpt.tracking.step_time import KINDS, StepTimeBreakdown
 from raytrain_gpt.tracking.sync import RunSync
 from raytrain_gpt.tracking.trackers import TrackedRun
 
@@ -26,16 +25,21 @@ ATTEMPT = {"time": 1.0, "attempt": 1, "num_workers": 2, "session": "a"}
 CHECKPOINT = {"perf/checkpoint_blocked_s": 0.01, "perf/checkpoint_write_s": 2.0}
 
 
-def spec(run_dir: Path, step: int = 0, attempt: Row | None = None, **changed: Any) -> RecorderSpec:
+def spec(run_dir: Path, step: int = 0, **changed: Any) -> RecorderSpec:
     """Make the specification of a recorder that writes only files."""
-    saved = {name: changed.pop(name, []) for name in ("saved_rows", "saved_samples")}
     values = {"max_steps": 40, "log_every_steps": 10, "tensorboard": False, **changed}
     run = TrackedRun(run_dir, Config().updated({"mlflow_uri": None, **values}), step, tags={})
-    return RecorderSpec(RunSync(Location.of(run_dir)), run, attempt, **saved)
+    return RecorderSpec(RunSync(Location.of(run_dir)), run, ATTEMPT, [])
 
 
-def recorder(run_dir: Path, step: int = 0, attempt: Row | None = None, **changed: Any) -> Recorder:
-    return Recorder(spec(run_dir, step, attempt, **changed))
+def recorder(run_dir: Path, step: int = 0, **changed: Any) -> Recorder:
+    return Recorder(spec(run_dir, step, **changed))
+
+
+def added(run_dir: Path) -> list[Row]:
+    """Return the rows after the event of the attempt."""
+    rows = read_rows(run_dir)
+    return rows[1 + max(i for i, row in enumerate(rows) if row.get("event") == "attempt") :]
 
 
 def step_row(step: int) -> Row:
@@ -58,8 +62,8 @@ def test_every_row_is_written_and_some_are_said(tmp_path: Path) -> None:
     run(writer.add_rows([*rows, eval_row(40)]))
     run(writer.add_event(40, "checkpoint", **CHECKPOINT))
     run(writer.add_event(40, "resume"))
-    assert read_rows(tmp_path)[:-2] == [*rows, eval_row(40)]
-    assert [row["event"] for row in read_rows(tmp_path)[-2:]] == ["checkpoint", "resume"]
+    assert added(tmp_path)[:-2] == [*rows, eval_row(40)]
+    assert [row["event"] for row in added(tmp_path)[-2:]] == ["checkpoint", "resume"]
     starts = [str(line).split(" | ")[:2] for line in news(writer)]
     assert starts == [
         ["step 10/40", "epoch 0"],
@@ -84,7 +88,7 @@ def test_a_ranks_calls_run_in_the_order_in_which_it_made_them(tmp_path: Path) ->
 
     results = run(arrive_reversed())
     assert [type(result) for result in results[:3]] == [type(None), TypeError, type(None)]
-    assert [row["step"] for row in read_rows(tmp_path)] == steps
+    assert [row["step"] for row in added(tmp_path)] == steps
     assert run(writer.outcome()) == CleanExit(None, None)
 
 
@@ -95,7 +99,7 @@ def test_files_have_no_value_of_a_secret_variable(
     writer = recorder(tmp_path)
     run(writer.add_event(1, "failed", error="no access with 12345678", lost_s=12345678.5))
     run(writer.add_samples(1, "0: '12345678'"))
-    (row,) = read_rows(tmp_path)
+    (row,) = added(tmp_path)
     assert (row["error"], row["lost_s"]) == ("no access with ***", 12345678.5)
     assert read_samples(tmp_path) == [(1, "0: '***'")]
     assert "12345678" not in (tmp_path / "log.txt").read_text()
@@ -103,12 +107,10 @@ def test_files_have_no_value_of_a_secret_variable(
 
 def test_an_attempt_begins_with_what_it_throws_away(tmp_path: Path) -> None:
     RunFiles(tmp_path, 0, []).add_rows([step_row(step) for step in range(1, 8)])
-    recorder(tmp_path, step=5, attempt=ATTEMPT, saved_samples=[(3, "0: 'a'")])
+    recorder(tmp_path, step=5)
     *kept, attempt = read_rows(tmp_path)
     assert [row["step"] for row in kept] == [1, 2, 3, 4, 5]
     assert attempt == {"step": 5, "event": "attempt", **ATTEMPT, "lost_steps": 2, "lost_s": 1.0}
-    recorder(tmp_path, step=5)  # a recorder that only evaluates is not an attempt
-    assert read_rows(tmp_path)[-1] == attempt
 
 
 def test_rows_wait_for_a_disk_that_takes_them(
@@ -123,28 +125,11 @@ def test_rows_wait_for_a_disk_that_takes_them(
         patch.setattr(RunFiles, "add_rows", full)
         run(writer.add_rows([step_row(1)]))
         run(writer.add_rows([step_row(2)]))
-    assert read_rows(tmp_path) == []
+    assert added(tmp_path) == []
     expected = f"keeping metrics in memory: cannot write {tmp_path}: No space left on device"
     assert news(writer) == [expected]  # once, not for every row
     run(writer.add_rows([step_row(3)]))
-    assert [row["step"] for row in read_rows(tmp_path)] == [1, 2, 3]
-
-
-def test_an_async_evaluation_is_written_once(tmp_path: Path) -> None:
-    writer = recorder(tmp_path, step=20, saved_rows=[eval_row(10)], saved_samples=[(10, "0: 'a'")])
-    run(writer.add_evaluated(eval_row(10), "0: 'again'"))
-    run(writer.add_evaluated(eval_row(20), "0: 'b'"))
-    run(writer.add_evaluated(eval_row(20), "0: 'twice'"))
-    assert read_rows(tmp_path) == [eval_row(10), eval_row(20)]
-    assert read_samples(tmp_path) == [(10, "0: 'a'"), (20, "0: 'b'")]
-
-
-@pytest.mark.parametrize("mode", ["inline", "async"])
-def test_a_checkpoint_is_news_where_it_is_evaluated_async(tmp_path: Path, mode: str) -> None:
-    writer = recorder(tmp_path, eval_mode=mode)
-    run(writer.add_event(10, "checkpoint", **CHECKPOINT))
-    rows = [row for row in news(writer) if isinstance(row, dict)]
-    assert [row["step"] for row in rows] == ([10] if mode == "async" else [])
+    assert [row["step"] for row in added(tmp_path)] == [1, 2, 3]
 
 
 def test_a_checkpoint_copies_the_files_and_a_failure_is_said(
@@ -172,16 +157,16 @@ def test_a_checkpoint_copies_the_files_and_a_failure_is_said(
     ]
 
 
-def test_a_profile_becomes_files_a_table_and_an_event(tmp_path: Path) -> None:
-    use = StepTimeBreakdown(6, 2, "cpu", 0.2, dict.fromkeys(KINDS, 0.0) | {"rest": 0.2}, [])
+def test_a_profile_becomes_files_and_an_event(tmp_path: Path) -> None:
     writer = recorder(tmp_path)
-    run(writer.add_profile(3, use, gzip.compress(b"{}")))
-    (event,) = read_rows(tmp_path)
+    run(writer.add_profile(3, 6, 2, "aten::mm 1 ms\n", gzip.compress(b"{}")))
+    (event,) = added(tmp_path)
     assert (event["step"], event["trace"]) == (7, "profile/003-step=00000006.json.gz")
-    assert StepTimeBreakdown.of_row(event) == use
+    assert (event["first_step"], event["num_steps"]) == (6, 2)
     assert gzip.decompress((tmp_path / event["trace"]).read_bytes()) == b"{}"
-    assert (tmp_path / "profile/003-step=00000006.txt").read_text() == use.text() + "\n"
-    assert news(writer) == [f"{use.text()}\ntrace       {tmp_path / event['trace']}"]
+    table = tmp_path / "profile/003-step=00000006.txt"
+    assert table.read_text() == "aten::mm 1 ms\n"
+    assert news(writer) == [f"profile of 2 steps: {table}"]
 
 
 def test_a_heartbeat_brings_the_orders_not_seen_yet(

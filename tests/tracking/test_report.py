@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,10 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.charts import MAX_POINTS, downsample, running_mean
 from raytrain_gpt.tracking.report import MAX_SAMPLE_SETS, RunHistory, write_comparison, write_report
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE, SAMPLES_FILE, Row
-from raytrain_gpt.tracking.step_time import KINDS, StepTimeBreakdown
 from raytrain_gpt.tracking.sync import RunSync
 from tests.training import STATE
 
 PROMPT = "<b>def</b> "
-ODD_RANKS = ({"slower": None}, {"where": "x"}, {"slower": 1e300}, {"rank": -1}, {"node": 5})
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 
 
@@ -365,52 +363,26 @@ def test_datasets_of_a_mixture_have_curves_of_their_own(tmp_path: Path) -> None:
     assert web.steps.tolist() == [2, 4]
 
 
-def test_ranks_are_compared_over_the_run(tmp_path: Path) -> None:
-    rows = []
-    for step in range(1, 41):
-        ranks = {"perf/rank_forward_s": [0.1, 0.1, 0.15], "perf/rank_data_wait_s": [0.0, 0.05, 0.0]}
-        rows.append(step_row(step, **ranks if step % 10 == 0 else {}))
-    slow = {"rank": 2, "node": "node-b", "device": "H100", "slower": 0.5, "where": "compute"}
-    rows.append(start("slow_rank", 40, 9.0, **slow, num_steps=20))
-    text = page(write_report(make_run(tmp_path / "run", rows)))
-    assert "step 40: rank 2 on node-b (H100): 50% slower than the others for 20 steps" in text
-    assert text.count('class="strip"') == 3
-    assert "steps 30–40: +50%" in text
-    row = re.search(r"<tr><th>1</th>.*?</tr>", text, re.DOTALL)
-    assert row is not None
-    assert row[0].endswith("<td>-20%</td><td>+20%</td></tr>")
-    damaged = [step_row(50, **{"perf/rank_forward_s": [0.1, "x", 0.1]})]
-    damaged += [start("slow_rank", 40, 9.0, **{**slow, **odd}, num_steps=20) for odd in ODD_RANKS]
-    path = tmp_path / "run" / METRICS_FILE
-    path.write_text(path.read_text() + "".join(json.dumps(row) + "\n" for row in damaged))
-    assert page(write_report(RunSync(Location.of(tmp_path / "run")))).count('class="strip"') == 3
-
-
-def test_profiles_are_shown(tmp_path: Path) -> None:
-    operators = [{"name": "<aten::mm>", "kind": "matmul", "time_s": 0.08, "calls": 48}]
-    kinds = dict.fromkeys(KINDS, 0.0) | {"matmul": 0.15, "rest": 0.05}
-    uses = [StepTimeBreakdown(first, 2, "cpu", 0.2, kinds, operators) for first in (6, 26)]
-    profiles = [
-        {
-            **start("profile", use.first_step + 1, 1e9 + i, trace=f"profile/{i}.json.gz"),
-            **asdict(use),
-        }
-        for i, use in enumerate(uses)
+def test_the_ranks_have_curves_of_their_own(tmp_path: Path) -> None:
+    two, three = [0.1, 0.2], [0.1, 0.15, 0.3]
+    rows = [step_row(step) for step in range(1, 5)]
+    for row, seconds in zip(rows[1:], (two, three, [0.1, "x"]), strict=True):
+        row |= {"perf/rank_forward_s": seconds, "perf/rank_data_wait_s": [0.0] * len(seconds)}
+    charts = {chart.title: chart for chart in RunHistory(make_run(tmp_path / "run", rows)).charts()}
+    assert "Waiting for data by rank" not in charts  # nobody waited
+    curves = charts["Forward passes by rank"].curves
+    assert [(curve.label, curve.steps.tolist()) for curve in curves] == [
+        (f"rank {rank}", [2, 3]) for rank in range(3)
     ]
-    rows = [step_row(s, perf__tokens_per_s=None if s in (5, 6, 7) else 1e4) for s in range(1, 41)]
-    path = write_report(make_run(tmp_path / "run", [*rows, *profiles]))
-    ids = checked(path).ids
-    assert len(ids) == len(set(ids))
-    html = page(path)
-    for words in (
-        "steps 6 to 7, 100.0 ms per step",
-        "steps 26 to 27",
-        "profile/1.json.gz",
-        "75.0%",
-    ):
-        assert words in html
-    assert "&lt;aten::mm&gt;" in html
-    assert ">nan" not in html
+    np.testing.assert_array_equal(curves[1].values, [0.2, 0.15])
+    np.testing.assert_array_equal(curves[2].values, [np.nan, 0.3])
+
+
+def test_profiles_are_listed(tmp_path: Path) -> None:
+    where = {"trace": "profile/<1>.json.gz", "first_step": 6, "num_steps": 2}
+    rows = [*steps(8), start("profile", 7, 9.0, **where)]
+    text = page(write_report(make_run(tmp_path / "run", rows)))
+    assert "profile of 2 steps from 6 on: profile/&lt;1&gt;.json.gz" in text
 
 
 def test_a_long_run_stays_small(tmp_path: Path) -> None:

@@ -63,10 +63,9 @@ def test_a_recorder_begins_with_the_rows_that_the_checkpoints_kept(
     for step in (10, 20):
         write(Catalog(output.run_dir), step)
     checkpoints = Catalog(output.run_dir).complete()
-    spec = output.recorder_spec(config, 20, checkpoints, attempt=None)
-    assert (spec.run.step, spec.attempt, spec.run.tags) == (20, None, {"sweep": "a"})
+    spec = output.recorder_spec(config, 20, checkpoints, attempt={})
+    assert (spec.run.step, spec.attempt, spec.run.tags) == (20, {}, {"sweep": "a"})
     assert spec.saved_rows == [{"step": 10}, {"step": 20}]
-    assert spec.saved_samples == []
 
 
 def test_a_recorder_begins_without_the_rows_of_a_different_run(
@@ -79,12 +78,12 @@ def test_a_recorder_begins_without_the_rows_of_a_different_run(
         place = Catalog(output.run_dir).draft(step, "001").commit(state(step), {}, row)
     (output.sync.work_dir / METRICS_FILE).write_text('{"step": 20, "train/loss": 2.0}\n')
     checkpoints = Catalog(output.run_dir).complete()
-    spec = output.recorder_spec(config, 20, checkpoints, attempt=None)
+    spec = output.recorder_spec(config, 20, checkpoints, attempt={})
     assert [row["train/loss"] for row in output.last_steps(20, spec.saved_rows, 9)] == [1.0, 1.0]
     assert [line.partition(" ")[0] for line in lines] == ["moved"]
 
     (place.path / ROWS_FILE).write_text('{"step": 20, "train/loss": 3.0}\n')
-    damaged = output.recorder_spec(config, 20, checkpoints, attempt=None)
+    damaged = output.recorder_spec(config, 20, checkpoints, attempt={})
     assert damaged.saved_rows == spec.saved_rows[:1]
 
 

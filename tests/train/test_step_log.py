@@ -20,7 +20,6 @@ from raytrain_gpt.data.order import extend_order_hash, sequence_hashes, skip_pas
 from raytrain_gpt.ingest.feed import TrainFeed
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, ReadRange, rank_chunks, read_chunk
 from raytrain_gpt.tracking.run_files import Row
-from raytrain_gpt.tracking.slow_ranks import SlowRanks
 from raytrain_gpt.train.step_log import StepLog
 from tests.runs import MakeConfig, ingest_of
 from tests.training import thread_ranks
@@ -191,7 +190,7 @@ def test_all_ranks_report_the_same_means(config: Config) -> None:
     assert rows[0][2]["skipped_on_ranks"] == 2
 
 
-def test_a_slow_rank_is_told_by_every_rank(config: Config) -> None:
+def test_every_rank_reports_the_times_of_all(config: Config) -> None:
     spec = ingest(config, world_size=2)
 
     def span(seconds: float) -> Span:
@@ -200,10 +199,9 @@ def test_a_slow_rank_is_told_by_every_rank(config: Config) -> None:
         return start, end
 
     def run(ranks: Any) -> list[Row]:
-        of_ranks = feed(spec, ranks.rank, batches=50)
-        log = make_log(config, of_ranks, ranks, slow_ranks=SlowRanks())
+        log = make_log(config, feed(spec, ranks.rank, batches=20), ranks)
         rows = []
-        for step in range(1, 51):
+        for step in range(1, 21):
             log.add(result(step), [span(0.01), span(0.01 + 0.01 * ranks.rank)])
             rows += log.flush() if step % 10 == 0 else []
         return rows
@@ -212,9 +210,6 @@ def test_a_slow_rank_is_told_by_every_rank(config: Config) -> None:
         found = list(pool.map(run, thread_ranks(2)))
     for rows in found:
         timed = [row for row in rows if "perf/rank_forward_s" in row]
-        assert [row["step"] for row in timed] == [10, 20, 30, 40, 50]
+        assert [row["step"] for row in timed] == [10, 20]
         assert timed[0]["perf/rank_forward_s"] == pytest.approx([0.02, 0.03])
         assert timed[0]["perf/rank_data_wait_s"] == [0.25, 0.25]
-        (event,) = (row for row in rows if row.get("event") == "slow_rank")
-        known = ("step", "rank", "slower", "where", "num_steps")
-        assert [event[key] for key in known] == [40, 1, 0.5, "compute", 20]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from raytrain_gpt.checkpoint.checkpoint_state import is_evaluated
 from raytrain_gpt.checkpoint.collectives import Collectives, DelayedFlags
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.train import worker as worker_module
@@ -211,10 +210,8 @@ def by_the_loop(
     """Return the calls that the first version of the worker's loop makes after a step."""
     train, evaluation, done = config.train, config.eval, list[str]()
     last = step == train.max_steps
-    due = is_evaluated(step, evaluation.eval_every_steps, train.max_steps)
-    evaluates_async = evaluation.eval_mode == "async"
-    evaluate = due and not evaluates_async
-    save = last or leave or step % train.checkpoint_every_steps == 0 or (due and evaluates_async)
+    evaluate = last or step % evaluation.eval_every_steps == 0
+    save = last or leave or step % train.checkpoint_every_steps == 0
     log = step % train.log_every_steps == 0 or profile_edge
     if evaluate or save or log:
         done.append("flush")
@@ -244,16 +241,14 @@ def by_the_value(actions: StepActions) -> list[str]:
     return [name for name, is_due in flags if is_due]
 
 
-@pytest.mark.parametrize("eval_mode", ["inline", "async"])
 @pytest.mark.parametrize(("log", "save", "evaluate"), product((1, 3, 100), (4, 24, 100), (6, 100)))
-def test_every_step_of_every_rhythm(eval_mode: str, log: int, save: int, evaluate: int) -> None:
+def test_every_step_of_every_rhythm(log: int, save: int, evaluate: int) -> None:
     config = Config().updated(
         {
             "max_steps": MAX_STEPS,
             "log_every_steps": log,
             "checkpoint_every_steps": save,
             "eval_every_steps": evaluate,
-            "eval_mode": eval_mode,
         }
     )
     for step, *flags in product(range(1, MAX_STEPS + 1), *[(False, True)] * 3):
