@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -33,7 +32,7 @@ from raytrain_gpt.sweep.history import (
 )
 from raytrain_gpt.sweep.results import counts_text, field_names
 from raytrain_gpt.sweep.space import is_number
-from raytrain_gpt.sweep.spec import SWEEP_FILE, Asha, NoScheduler, Pbt, Sweep
+from raytrain_gpt.sweep.spec import SWEEP_FILE, Asha, NoScheduler, Sweep
 from raytrain_gpt.tracking.charts import Chart, Curve
 from raytrain_gpt.tracking.page import page
 from raytrain_gpt.tracking.report import REPORT_FILE, curve_style
@@ -41,8 +40,6 @@ from raytrain_gpt.tracking.report import REPORT_FILE, curve_style
 _TEMPLATE = "sweep/sweep_template.html"
 _FAINT = 6  # color of values that are not compared
 _LOG_FROM = 8  # largest value by smallest, above which an axis is logarithmic
-_COPY = re.compile(r"-from-(\w+)-0*(\d+)-\w+$")
-"""Name of a run that continues from another trial's checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class SweepFacts:
     budget_tokens: Annotated[int, Field(ge=1)]
     maximize: bool
     searched: list[str]
-    scheduler: NoScheduler | Asha | Pbt
+    scheduler: NoScheduler | Asha
 
     @classmethod
     def of(cls, sweep: Sweep) -> SweepFacts:
@@ -239,18 +236,13 @@ def _decisions(history: History, facts: SweepFacts) -> Iterator[tuple[float, str
         halving.replay(history.events)
     latest: dict[str, Event] = {}
     begun: set[str] = set()
-    pauses = isinstance(facts.scheduler, Pbt)
     for event in history.events:
         name, kind, text = event["trial"], event["event"], ""
         if kind == "started":
-            text = "starts again in another process" if name in begun and not pauses else ""
+            text = "starts again in another process" if name in begun else ""
             begun.add(name)
         elif kind == "report":
-            before, latest[name] = latest.get(name), event
-            copy = _COPY.search(event["run_dir"])
-            if copy and (before is None or before["run_dir"] != event["run_dir"]):
-                values = ", ".join(f"{k} {value_text(v)}" for k, v in event["values"].items())
-                text = f"continues from step {int(copy[2]):,} of trial {copy[1]}, with {values}"
+            latest[name] = event
         else:
             text = _end_text(event, latest.get(name), facts.objective, halving)
         if text:
