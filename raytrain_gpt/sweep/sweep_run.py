@@ -29,6 +29,7 @@ from raytrain_gpt.sweep.results import (
     results_csv,
 )
 from raytrain_gpt.sweep.spec import Asha, Sweep
+from raytrain_gpt.sweep.sweep_page import SweepFacts, sweep_page
 from raytrain_gpt.sweep.trial_plan import SweepTrials, num_trials, planned_trials, trial_config
 from raytrain_gpt.sweep.tune_session import (
     TuneSession,
@@ -38,6 +39,7 @@ from raytrain_gpt.sweep.tune_session import (
 )
 from raytrain_gpt.tracking.configured import tracker_warnings
 from raytrain_gpt.tracking.mlflow_run import ParentRun
+from raytrain_gpt.tracking.report import REPORT_FILE
 from raytrain_gpt.train.supervisor import TrainLoop
 
 TRIALS_DIR = "trials"
@@ -163,15 +165,9 @@ class SweepRun:
                 self._history.add("ended", name, state=state)
 
     def _finish(self, parent: ParentRun) -> SweepSummary:
-        # Here, because matplotlib is slow to import.
-        from raytrain_gpt.sweep.plots import sweep_plots
-        from raytrain_gpt.sweep.sweep_page import SweepFacts, sweep_page
-        from raytrain_gpt.tracking.report import REPORT_FILE
-
         sweep, trials = self._sweep, self._history.trials()
         objective, budget_tokens = sweep.objective, sweep.budget_tokens
         files = {RESULTS_FILE: results_csv(trials, objective, budget_tokens).encode()}
-        files |= sweep_plots(trials, sweep.searched, objective, budget_tokens)
         best, metrics = best_trial(trials, budget_tokens), {}
         if best is not None:
             values = {name: best.values[name] for name in sweep.searched}

@@ -2,7 +2,7 @@
 
 `<storage_path>/<sweep_name>/` has `sweep.yaml` and `base.yaml` (the resolved sweep),
 `sweep.jsonl` (its history), `trials/` with a run for each trial, and at the end `results.csv`,
-`best.yaml` and the plots.
+`best.yaml` and `report.html`.
 """
 
 from __future__ import annotations
