@@ -286,10 +286,13 @@ def spread(values: list[float]) -> dict[str, Any]:
 def draw(by_arm: dict[str, list[Curve]], batch_tokens: int, picture: str) -> None:
     """Draw validation loss over tokens: the mean over seeds, and the range from lowest to highest."""
     from matplotlib import colormaps
+    from matplotlib.figure import Figure
 
-    from raytrain_gpt.sweep.drawing import new_figure
-
-    figure, axes = new_figure(7.2, 4.2)
+    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+    axes = figure.subplots()
+    axes.grid(color="#e3e7eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
     for number, (arm, curves) in enumerate(by_arm.items()):
         tokens = [row[0] * batch_tokens / 1e6 for row in curves[0]]
         losses = [[row[1] for row in rows] for rows in zip(*curves, strict=True)]

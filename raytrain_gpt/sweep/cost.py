@@ -25,11 +25,10 @@ from raytrain_gpt.core.memory import MemoryModel
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.registry import build_optimizer, configured_model
 from raytrain_gpt.data.locations import data_is_there, data_of
-from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.format import amount, count, duration
 from raytrain_gpt.sweep.halving import Halving
 from raytrain_gpt.sweep.results import plan_table
-from raytrain_gpt.sweep.spec import Asha, Pbt, Sweep
+from raytrain_gpt.sweep.spec import Asha, Sweep
 from raytrain_gpt.sweep.trial_plan import (
     base_config,
     check_sweep,
@@ -86,14 +85,12 @@ def cpus_to_start(
     max_concurrent: int | None,
     *,
     shares_gpus: bool = False,
-    needs_all: bool = False,
 ) -> int:
     """Return the logical CPUs to start a cluster with, for as many trials as this machine can run.
 
     Args:
         number: Number of trials.
         shares_gpus: Whether trials share GPUs, but it is not known yet how many.
-        needs_all: Whether all trials must run at the same time.
     """
     c = config.cluster
     gpus = torch.cuda.device_count() if c.use_gpu is not False else 0
@@ -101,7 +98,6 @@ def cpus_to_start(
         fit = int(gpus / (c.num_workers * c.gpus_per_worker) + 1e-9)
     else:
         fit = (os.cpu_count() or 1) // (c.num_workers * c.cpus_per_worker)
-    fit = number if needs_all else fit
     return max(1, min(max_concurrent or fit, number)) * trial_cpus(config)
 
 
@@ -112,31 +108,16 @@ def sweep_cpus(sweep: Sweep, config: SizedConfig) -> int:
         num_trials(sweep),
         sweep.max_concurrent_trials,
         shares_gpus=sweep.trials_per_gpu == "auto",
-        needs_all=isinstance(sweep.scheduler, Pbt),
     )
 
 
 def trials_at_once(
-    config: FittedConfig,
-    resources: Resources,
-    number: int,
-    max_concurrent: int | None,
-    *,
-    needs_all: bool = False,
+    config: FittedConfig, resources: Resources, number: int, max_concurrent: int | None
 ) -> int:
-    """Return the number of concurrent trials; raises a ClusterError if `needs_all` do not fit at once."""
     c = config.cluster
     places = resources.places(c.cpus_per_worker, c.num_gpus)
     fit = min(places // c.num_workers, int(resources.cpus // trial_cpus(config)))
-    at_once = max(1, min(fit, max_concurrent or fit, number))
-    if needs_all and at_once < number:
-        raise ClusterError(
-            f"scheduler pbt compares {number} trials at the same time, but the cluster has room for "
-            f"{fit} (each {count(trial_cpus(config), 'CPU')}"
-            f"{f', {c.gpus_per_worker:g} GPU' if c.use_gpu else ''}); set num_trials to at most "
-            f"{max(fit, 1)}, remove max_concurrent_trials, or use a larger cluster"
-        )
-    return at_once
+    return max(1, min(fit, max_concurrent or fit, number))
 
 
 def largest_trial(sweep: Sweep, base: SizedConfig) -> SizedConfig:

@@ -45,7 +45,7 @@ class Trial:
     tokens_per_s: float | None = None
     elapsed_s: float | None = None
     run_dir: str = ""
-    """Directory or URL of the run, or of its newest copy (population-based training)."""
+    """Directory or URL of the run."""
     error: str | None = None
     curve: tuple[tuple[int, float | None], ...] = ()
     """(tokens_seen, objective) of every evaluation, None or NaN if not finite."""

@@ -64,17 +64,14 @@ def final_table(trials: Sequence[Trial], objective: str, budget_tokens: int) -> 
     return "\n".join(lines)
 
 
-def failure_text(trials: Sequence[Trial], title: str, resumable: bool) -> str | None:
-    """Return the error message of a sweep with failed trials (which `--resume` retries if `resumable`)."""
+def failure_text(trials: Sequence[Trial], title: str) -> str | None:
+    """Return the error message of a sweep with failed trials, which `--resume` retries."""
     if not (failed := [trial for trial in trials if trial.state == "failed"]):
         return None
     names = ", ".join(trial.name for trial in failed)
-    again = (
-        "run the same command with --resume" if resumable else "start it with a new --sweep_name"
-    )
     return (
         f"{len(failed)} of {len(trials)} trials of {title} failed ({cut(names, 80)}); "
-        f"{failed[0].name}: {_error_text(failed[0])}; fix the cause, then {again}"
+        f"{failed[0].name}: {_error_text(failed[0])}; fix the cause, then run the same command with --resume"
     )
 
 

@@ -37,8 +37,6 @@ OBJECTIVES = {
 
 MAX_TRIALS = 1000
 """Most trials of a sweep, whose names have three digits."""
-MUTABLE = ("peak_lr", "min_lr", "weight_decay", "beta1", "beta2", "grad_clip", "dropout")
-"""Fields that may change during a trial: not shapes, batches or the schedule's form."""
 
 
 def check_objective(objective: str, mode: str | None) -> None:
@@ -127,38 +125,15 @@ def check_num_trials(space: Mapping[str, Domain], searcher: str, num_trials: int
         )
 
 
-def check_period(name: str, tokens: int, report_every_tokens: int, budget_tokens: int) -> None:
+def check_first_rung(tokens: int, report_every_tokens: int, budget_tokens: int) -> None:
     """Refuse comparisons at tokens where trials do not report, or report only at their end."""
     if tokens % report_every_tokens:
         raise ConfigError(
-            f"{name}={tokens} is not a multiple of report_every_tokens={report_every_tokens}; nearest: "
+            f"grace_tokens={tokens} is not a multiple of report_every_tokens={report_every_tokens}; nearest: "
             f"{nearest_multiples(tokens, report_every_tokens)}"
         )
     if tokens >= budget_tokens:
         raise ConfigError(
-            f"{name}={tokens} is not below budget_tokens={budget_tokens}, so trials would only be "
+            f"grace_tokens={tokens} is not below budget_tokens={budget_tokens}, so trials would only be "
             "compared at their end; set it lower, or scheduler: {kind: none}"
         )
-
-
-def check_mutations(mutate: tuple[str, ...], space: Mapping[str, Domain]) -> None:
-    """Refuse to mutate fields that cannot change mid-trial, directly or through an expression."""
-    for name in mutate:
-        if name not in MUTABLE:
-            raise ConfigError(
-                f"{name} cannot change during a trial; mutate only {', '.join(MUTABLE)}"
-            )
-        if not isinstance(space.get(name), SampledDomain):
-            raise ConfigError(
-                f"mutate names {name}, which needs a choice, uniform or loguniform in the space"
-            )
-    moving = set(mutate)
-    for name in expression_order(space):
-        domain = space[name]
-        causes = sorted(domain.names & moving) if isinstance(domain, Expression) else []
-        if causes and name not in MUTABLE:
-            raise ConfigError(
-                f"{name} follows from {', '.join(causes)}, which pbt mutates, but cannot change in the "
-                "middle of a trial; tie it to something else"
-            )
-        moving |= {name} if causes else set()

@@ -92,20 +92,6 @@ class Asha(Strict):
     """Fraction of trials that continues at each rung, as 1/N."""
 
 
-class Pbt(Strict):
-    """Population-based training (Jaderberg et al., 2017): bad trials become changed copies of good ones."""
-
-    kind: Literal["pbt"]
-    perturb_every_tokens: int = Field(ge=1)
-    """Tokens between comparisons of all trials."""
-    mutate: tuple[str, ...] = Field(min_length=1)
-    """Fields of the space that a copy changes."""
-    quantile_fraction: float = Field(0.25, gt=0, le=0.5)
-    """Fraction of trials that count as good, and as bad."""
-    resample_probability: float = Field(0.25, ge=0, le=1)
-    """Probability that a changed field is drawn again instead of moved a little."""
-
-
 class Sweep(Strict):
     sweep_name: Name = Field(max_length=190)
     """Name of the sweep and its directory; default: the file's name."""
@@ -131,8 +117,8 @@ class Sweep(Strict):
     """Trials that share a GPU; auto: as many as fit, by measured memory; null: see gpus_per_worker."""
     sweep_seed: int = Field(0, ge=0)
     """Seed of the values drawn; the seed of training is the field seed."""
-    scheduler: Annotated[NoScheduler | Asha | Pbt, Field(discriminator="kind")] = NoScheduler()
-    """Rule to stop or copy trials: {kind: none}, {kind: asha, …} or {kind: pbt, …}."""
+    scheduler: Annotated[NoScheduler | Asha, Field(discriminator="kind")] = NoScheduler()
+    """Rule to stop trials: {kind: none} or {kind: asha, …}; values: by grid, at random, or by Optuna."""
     searcher: Literal["random", "optuna"] = "random"
     """Source of values; random: grids and draws, fixed in advance; optuna: chosen from earlier losses."""
 
@@ -160,15 +146,7 @@ class Sweep(Strict):
                 f"report_every_tokens={report} is above budget_tokens={budget}; set it to {budget} or less"
             )
         if isinstance(self.scheduler, Asha):
-            rules.check_period("grace_tokens", self.scheduler.grace_tokens, report, budget)
-        if isinstance(self.scheduler, Pbt):
-            every = self.scheduler.perturb_every_tokens
-            rules.check_period("perturb_every_tokens", every, report, budget)
-            rules.check_mutations(self.scheduler.mutate, self.space)
-            if self.searcher != "random":
-                raise ConfigError("scheduler pbt chooses values itself; set searcher to random")
-            if (self.num_trials or 1) < 2:
-                raise ConfigError("scheduler pbt copies trials; set num_trials to 2 or more")
+            rules.check_first_rung(self.scheduler.grace_tokens, report, budget)
         return self
 
     @property
@@ -193,7 +171,7 @@ def load_sweep(path: Path, flags: Mapping[str, Any]) -> Sweep:
 
     `flags` maps SWEEP_FLAGS, and fields that become overrides, to texts; `null` is None.
     """
-    return load_file(Sweep, "sweep", path, flags, SWEEP_FLAGS, (Asha, Pbt, Base))
+    return load_file(Sweep, "sweep", path, flags, SWEEP_FLAGS, (Asha, Base))
 
 
 FileT = TypeVar("FileT", bound=Strict)

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
 
 from raytrain_gpt.errors import CheckpointError, ConfigError, reason
 from raytrain_gpt.format import Log, amount, cut
 from raytrain_gpt.parsing import parse_yaml
 from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location, is_url
-from raytrain_gpt.sweep import drawing, plots
 from raytrain_gpt.sweep.halving import Halving
 from raytrain_gpt.sweep.history import (
     HISTORY_FILE,
@@ -32,17 +29,12 @@ from raytrain_gpt.sweep.history import (
     value_text,
 )
 from raytrain_gpt.sweep.results import counts_text, field_names
-from raytrain_gpt.sweep.space import is_number
-from raytrain_gpt.sweep.spec import SWEEP_FILE, Asha, NoScheduler, Pbt, Sweep
-from raytrain_gpt.tracking.charts import Chart, Curve
+from raytrain_gpt.sweep.spec import SWEEP_FILE, Asha, NoScheduler, Sweep
+from raytrain_gpt.sweep.sweep_charts import sweep_charts
 from raytrain_gpt.tracking.page import page
-from raytrain_gpt.tracking.report import REPORT_FILE, curve_style
+from raytrain_gpt.tracking.report import REPORT_FILE
 
 _TEMPLATE = "sweep/sweep_template.html"
-_FAINT = 6  # color of values that are not compared
-_LOG_FROM = 8  # largest value by smallest, above which an axis is logarithmic
-_COPY = re.compile(r"-from-(\w+)-0*(\d+)-\w+$")
-"""Name of a run that continues from another trial's checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +50,7 @@ class SweepFacts:
     budget_tokens: Annotated[int, Field(ge=1)]
     maximize: bool
     searched: list[str]
-    scheduler: NoScheduler | Asha | Pbt
+    scheduler: NoScheduler | Asha
 
     @classmethod
     def of(cls, sweep: Sweep) -> SweepFacts:
@@ -109,7 +101,7 @@ def sweep_page(history: History, facts: SweepFacts) -> str:
         trials=ranked,
         best=best_trial(trials, budget_tokens),
         states=counts_text(trials),
-        charts=_charts(ranked, facts),
+        charts=sweep_charts(ranked, facts.searched, facts.objective, budget_tokens),
         trained_tokens=sum(t.tokens_seen for t in trials),
         saved_tokens=sum(tokens for _, tokens in stopped),
         saved_s=math.fsum(tokens / t.tokens_per_s for t, tokens in stopped if t.tokens_per_s),
@@ -143,72 +135,6 @@ def _rows(ranked: list[Trial], facts: SweepFacts) -> list[list[tuple[str, Any]]]
     return rows
 
 
-def _charts(ranked: list[Trial], facts: SweepFacts) -> list[Chart]:
-    drawn = [t for t in ranked if t.curve and t.values.keys() >= {*facts.searched}]
-    if all(trial.score is None for trial in drawn):
-        return []
-    unit = drawing.objective_label(facts.objective)
-    best, limit = (
-        best_trial(ranked, facts.budget_tokens),
-        plots.curves_limit(drawn, facts.budget_tokens),
-    )
-    curves = []
-    for rank, trial in enumerate(drawn):
-        tokens, values = plots.curve_points(trial)
-        values = np.where(values <= limit, values, np.nan)
-        color, dash, _ = curve_style(rank)
-        look = (trial.name, color, dash) if rank < plots.MAX_NAMED_CURVES else ("", _FAINT, "")
-        name, color, dash = look
-        curves.append(Curve(name, tokens, values, color, dash, width=3 if trial is best else 1.4))
-    charts = [Chart("Learning curves", unit, curves, x="tokens")]
-    by_field = _by_field(drawn, facts, unit)
-    return [*charts, by_field] if by_field else charts
-
-
-def _by_field(drawn: list[Trial], facts: SweepFacts, unit: str) -> Chart | None:
-    """Draw the objective over the learning rate for each batch size, or other fields as in the pictures."""
-    x_field, line_field = plots.x_and_line(drawn, facts.searched)
-    xs = sorted({trial.values[x_field] for trial in drawn if is_number(trial.values[x_field])})
-    if len(xs) < 2:
-        return None
-    full = [s for t in drawn if (s := plots.full_score(t, facts.budget_tokens)) is not None]
-    limit = plots.loss_limit(drawn, facts.budget_tokens)
-    if len(full) > 1 and not facts.maximize:  # the scale is for trials that can be compared
-        limit = min(limit, 2 * max(full) - min(full))
-    better = max if facts.maximize else min
-    lines: dict[Any, dict[float, float]] = {}
-    fewer: list[tuple[float, float]] = []
-    for trial in drawn:
-        x, score = trial.values[x_field], trial.score
-        if score is None or score > limit or not is_number(x):
-            continue
-        if plots.full_score(trial, facts.budget_tokens) is None:
-            fewer.append((x, score))
-        else:
-            line = lines.setdefault(trial.values.get(line_field), {})
-            line[x] = better(score, line.get(x, score))
-    # If a further field varies freely, neighbors on the axis are not neighbors in the space.
-    is_line = {*facts.searched} <= {x_field, line_field} or bool(
-        plots.discrete_fields(drawn, [x_field])
-    )
-    curves = []
-    for i, value in enumerate(drawing.in_order(lines)):
-        color, dash, marker = curve_style(i)
-        places, scores = np.array(sorted(lines[value].items()), np.float64).T
-        label = f"{line_field} {value_text(value)}" if line_field else facts.objective
-        curves.append(
-            Curve(label, places, scores, color, dash, marker, width=1.6 if is_line else 0)
-        )
-    if fewer:
-        places, scores = np.array(sorted(fewer), np.float64).T
-        curves.append(Curve("at fewer tokens", places, scores, _FAINT, marker="o", width=0))
-    is_log = xs[0] > 0 and (x_field == "peak_lr" or xs[-1] >= _LOG_FROM * xs[0])
-    shown = xs if len(xs) <= plots.MAX_DISCRETE_VALUES else [xs[0], xs[len(xs) // 2], xs[-1]]
-    ticks = {float(x): value_text(x) for x in shown}
-    title = f"Final {drawing.objective_words(facts.objective)[0]} by {x_field}"
-    return Chart(title, unit, curves, x=x_field, ticks=ticks, log=is_log) if curves else None
-
-
 def _lanes(history: History) -> list[tuple[Trial, list[tuple[float, float]], list[float]]]:
     """Return per trial the start and width of its times in a process, and its reports, in percent."""
     first, last = history.events[0]["time"], history.events[-1]["time"]
@@ -239,18 +165,13 @@ def _decisions(history: History, facts: SweepFacts) -> Iterator[tuple[float, str
         halving.replay(history.events)
     latest: dict[str, Event] = {}
     begun: set[str] = set()
-    pauses = isinstance(facts.scheduler, Pbt)
     for event in history.events:
         name, kind, text = event["trial"], event["event"], ""
         if kind == "started":
-            text = "starts again in another process" if name in begun and not pauses else ""
+            text = "starts again in another process" if name in begun else ""
             begun.add(name)
         elif kind == "report":
-            before, latest[name] = latest.get(name), event
-            copy = _COPY.search(event["run_dir"])
-            if copy and (before is None or before["run_dir"] != event["run_dir"]):
-                values = ", ".join(f"{k} {value_text(v)}" for k, v in event["values"].items())
-                text = f"continues from step {int(copy[2]):,} of trial {copy[1]}, with {values}"
+            latest[name] = event
         else:
             text = _end_text(event, latest.get(name), facts.objective, halving)
         if text:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ray import tune
-from ray.tune.schedulers import FIFOScheduler
 
 from raytrain_gpt.cluster.shared_storage import check_storage
 from raytrain_gpt.cluster.signals import StopSignals
@@ -20,7 +19,6 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.cost import data_cpus, trial_cpus
 from raytrain_gpt.sweep.halving import Halving
 from raytrain_gpt.sweep.history import ENDED, History, State, Trial, best_trial
-from raytrain_gpt.sweep.population import Population
 from raytrain_gpt.sweep.results import (
     BEST_FILE,
     RESULTS_FILE,
@@ -30,8 +28,8 @@ from raytrain_gpt.sweep.results import (
     final_table,
     results_csv,
 )
-from raytrain_gpt.sweep.spec import Asha, Pbt, Sweep
-from raytrain_gpt.sweep.trial_actor import checkpoint_of
+from raytrain_gpt.sweep.spec import Asha, Sweep
+from raytrain_gpt.sweep.sweep_page import SweepFacts, sweep_page
 from raytrain_gpt.sweep.trial_plan import SweepTrials, num_trials, planned_trials, trial_config
 from raytrain_gpt.sweep.tune_session import (
     TuneSession,
@@ -41,6 +39,7 @@ from raytrain_gpt.sweep.tune_session import (
 )
 from raytrain_gpt.tracking.configured import tracker_warnings
 from raytrain_gpt.tracking.mlflow_run import ParentRun
+from raytrain_gpt.tracking.report import REPORT_FILE
 from raytrain_gpt.train.supervisor import TrainLoop
 
 TRIALS_DIR = "trials"
@@ -60,12 +59,11 @@ class SweepSummary:
 
 @dataclass
 class _Remaining:
-    """Trials still to run, with their restored scheduler."""
+    """Trials still to run, with their restored rule."""
 
-    scheduler: Any
     halving: Halving | None
     names: list[str]
-    begun: dict[str, tuple[int, str | None]]
+    begun: dict[str, int]
     """See `TrialContext`."""
     values: dict[str, Any]
     """Arguments of `tune.run`: the planned values, or a restored searcher."""
@@ -84,14 +82,8 @@ class SweepRun:
         self._history = History(directory, sweep.mode == "max")
         for line in tracker_warnings(base):
             log(line)
-        fitted_trials = for_trials(fitted, directory / TRIALS_DIR)
-        if isinstance(sweep.scheduler, Pbt):
-            # A copy may start after its original has reached the next comparison.
-            needed = sweep.scheduler.perturb_every_tokens // sweep.report_every_tokens + 1
-            keep = max(fitted.train.keep_checkpoints, needed)
-            fitted_trials = fitted_trials.updated({"keep_checkpoints": keep})
         self._cpus, self._data_cpus = trial_cpus(fitted), data_cpus(fitted)
-        self._fitted = fitted_trials
+        self._fitted = for_trials(fitted, directory / TRIALS_DIR)
 
     def run(
         self, at_once: int, signals: StopSignals, lease: Lease, train_loop: TrainLoop
@@ -135,14 +127,11 @@ class SweepRun:
                 at_once,
                 remaining.begun,
                 remaining.values,
-                remaining.scheduler,
             )
         return self._finish(parent)
 
     def _remaining(self) -> _Remaining:
         sweep, history = self._sweep, self._history
-        pbt = sweep.scheduler if isinstance(sweep.scheduler, Pbt) else None
-        scheduler: Any = FIFOScheduler()
         halving = None
         all_names = [f"{number:03d}" for number in range(num_trials(sweep))]
         complete = [t.name for t in history.trials() if t.tokens_seen >= sweep.budget_tokens]
@@ -155,28 +144,18 @@ class SweepRun:
             judged = [one for one in reached if not halving.missing(*one)]
             stopped = [name for name, tokens in judged if not halving.passes(name, tokens)]
             self._end_if_open(stopped, "stopped")
-        # With PBT, the other trials are past the comparisons that a failed trial would need.
-        over = (*ENDED, "failed") if pbt else ENDED
         trials = {trial.name: trial for trial in history.trials()}
-        names = [n for n in all_names if n not in trials or trials[n].state not in over]
+        names = [n for n in all_names if n not in trials or trials[n].state not in ENDED]
         reports = {n: report for n in names if (report := history.last_report(n)) is not None}
-        begun: dict[str, tuple[int, str | None]] = {
-            name: (report["tokens_seen"], None) for name, report in reports.items()
-        }
+        begun = {name: report["tokens_seen"] for name, report in reports.items()}
         if sweep.searcher == "optuna":
             from raytrain_gpt.sweep.optuna_search import OptunaSearch  # here: few sweeps use it
 
             search = {"search_alg": OptunaSearch(sweep, history, names), "num_samples": len(names)}
-            return _Remaining(scheduler, halving, names, begun, search)
+            return _Remaining(halving, names, begun, search)
         values = dict(zip(all_names, planned_trials(sweep), strict=True))
-        if pbt and names:
-            scheduler = Population(sweep, pbt)
-            synced = scheduler.replay(begun[n][0] if n in begun else 0 for n in names)
-            for name, report in reports.items():
-                values[name] = {one: report["values"][one] for one in sweep.searched}
-                begun[name] = (synced, checkpoint_of(report))
         planned = {"values": tune.grid_search([values[name] for name in names])}
-        return _Remaining(scheduler, halving, names, begun, {"config": planned})
+        return _Remaining(halving, names, begun, {"config": planned})
 
     def _end_if_open(self, names: list[str], state: State) -> None:
         """Record the end of trials that a crash omitted after their last report."""
@@ -186,15 +165,9 @@ class SweepRun:
                 self._history.add("ended", name, state=state)
 
     def _finish(self, parent: ParentRun) -> SweepSummary:
-        # Here, because matplotlib is slow to import.
-        from raytrain_gpt.sweep.plots import sweep_plots
-        from raytrain_gpt.sweep.sweep_page import SweepFacts, sweep_page
-        from raytrain_gpt.tracking.report import REPORT_FILE
-
         sweep, trials = self._sweep, self._history.trials()
         objective, budget_tokens = sweep.objective, sweep.budget_tokens
         files = {RESULTS_FILE: results_csv(trials, objective, budget_tokens).encode()}
-        files |= sweep_plots(trials, sweep.searched, objective, budget_tokens)
         best, metrics = best_trial(trials, budget_tokens), {}
         if best is not None:
             values = {name: best.values[name] for name in sweep.searched}
@@ -208,7 +181,7 @@ class SweepRun:
         files[REPORT_FILE] = sweep_page(self._history, SweepFacts.of(sweep)).encode()
         for name, content in files.items():
             (self._directory / name).write_bytes(content)
-        failure = failure_text(trials, sweep.title, resumable=not isinstance(sweep.scheduler, Pbt))
+        failure = failure_text(trials, sweep.title)
         parent.close("failed" if failure or best is None else "finished", metrics, files)
         remove_tune_files(self._directory)
         self._log(final_table(trials, objective, budget_tokens))

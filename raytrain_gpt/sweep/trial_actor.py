@@ -4,22 +4,16 @@
 2. A process that has ended a trial gets the next one, by `reset_config`: its imports, its GPU context and,
    for equal shapes, its compiled graphs stay.
 3. A thread sends heartbeats to the `coordinator`, whose replies end a decided, interrupted or hanging run.
-
-A trial that Ray Tune moves to a different trial's state (population-based training) continues as a new run
-from that checkpoint: Tune's checkpoint is a pointer to ours.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
-import json
 import os
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -32,19 +26,13 @@ from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import forget_peak_memory
-from raytrain_gpt.data.locations import location
 from raytrain_gpt.errors import Diverged, Interrupted, UserError
 from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN
 from raytrain_gpt.sweep.trial_plan import shapes_of
 from raytrain_gpt.sweep.trial_run import Report, TrialContext, TrialRun
 
-POINTER_FILE = "pointer.json"
 END_KEY = "ended"
 """Key of a report without an evaluation: state and error of a trial that cannot continue."""
-
-
-def checkpoint_of(report: Report) -> str:
-    return f"{report['run_dir']}/checkpoints/step={report['step']:08d}"
 
 
 class _Entry:
@@ -108,18 +96,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
     def _begin(self, config: dict[str, Any]) -> None:
         self._entry: _Entry | None = None
         self._values = config["values"]
-        begun = self._context.begun
-        self._reported_tokens, self._origin = begun.get(self.trial_name, (0, None))
-
-    def load_checkpoint(self, checkpoint_dir: str) -> None:
-        """Continue from the checkpoint of a pointer, which may be a different trial's."""
-        pointer = json.loads(Path(checkpoint_dir, POINTER_FILE).read_text("utf-8"))
-        self._origin, self._reported_tokens = pointer["checkpoint"], pointer[TOKENS_SEEN]
-
-    def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Write a pointer to the checkpoint of the newest report."""
-        pointer = {"checkpoint": checkpoint_of(self._report), TOKENS_SEEN: self._reported_tokens}
-        Path(checkpoint_dir, POINTER_FILE).write_text(json.dumps(pointer), "utf-8")
+        self._reported_tokens = self._context.begun.get(self.trial_name, 0)
 
     def step(self) -> Report:
         """Return the next evaluation's report, or one with `END_KEY` if the trial cannot continue."""
@@ -132,15 +109,15 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
                 case "interrupt":
                     raise Interrupted("stopped, or an earlier trial needs its resources")
             run = entry.continued(lambda: self._new_run(entry.name))
-            self._report = {**run.next_report(), "values": self._shown_values}
+            report = {**run.next_report(), "values": self._shown_values}
         except (Diverged, UserError) as error:
             diverged = isinstance(error, Diverged)
             ended = {"state": "diverged", "error": str(error)}
             if not diverged:
                 ended = {"state": "failed", "error": root_cause(error)}
             return {TOKENS_SEEN: self._reported_tokens, OBJECTIVE: None, END_KEY: ended, DONE: True}
-        self._reported_tokens = self._report[TOKENS_SEEN]
-        return self._report
+        self._reported_tokens = report[TOKENS_SEEN]
+        return report
 
     def cleanup(self) -> None:
         if self._entry is not None:
@@ -161,9 +138,8 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
         return entry
 
     def _new_run(self, name: str) -> TrialRun:
-        run_name, origin = self._name_and_origin(name, self._config)
-        fitted = decided(FittedConfig, self._config, run_name=run_name)
-        return TrialRun(fitted, self._context, origin, self._reported_tokens)
+        fitted = decided(FittedConfig, self._config, run_name=name)
+        return TrialRun(fitted, self._context, self._reported_tokens)
 
     def _forget_other_graphs(self, config: Config) -> None:
         """Drop compiled graphs of other shapes: beyond a limit, torch silently stops to compile."""
@@ -171,19 +147,6 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
         if self._compiled not in (None, compiled) and "torch._dynamo" in sys.modules:
             torch._dynamo.reset()
         self._compiled = compiled
-
-    def _name_and_origin(self, name: str, config: Config) -> tuple[str, str | None]:
-        """Return the run's name, and the other run's checkpoint that it continues from."""
-        if self._origin is None:
-            return name, None
-        origin_run = location(config, self._origin).parent.parent.name
-        if origin_run == name or origin_run.startswith(f"{name}-from-"):
-            return origin_run, None
-        # Equal decisions get equal names, so that a restart finds the run.
-        decision = json.dumps([self._origin, self._values])
-        digest = hashlib.sha256(decision.encode()).hexdigest()[:6]
-        step = location(config, self._origin).name.removeprefix("step=")
-        return f"{name}-from-{origin_run.partition('-')[0]}-{step}-{digest}", self._origin
 
     def _beat(self, entry: _Entry) -> None:
         """Send heartbeats, and follow the orders that answer them."""

@@ -25,7 +25,7 @@ from raytrain_gpt.sweep.history import Trial, value_text
 from raytrain_gpt.sweep.results import progress_table
 from raytrain_gpt.sweep.rules import OBJECTIVES
 from raytrain_gpt.sweep.space import Grid, SampledDomain, Searched, with_expressions
-from raytrain_gpt.sweep.spec import Pbt, Sweep
+from raytrain_gpt.sweep.spec import Sweep
 
 MAX_CORNERS = 2000
 """Limit of the corners of the space that are checked before an adaptive search, over all trials."""
@@ -136,7 +136,7 @@ def check_sweep(sweep: Sweep, num_workers: int) -> list[Config]:
 
 
 def checked_configs(sweep: Sweep, num_workers: int) -> list[Config]:
-    """Check the planned trials, then values that Optuna or PBT may choose; return their configurations.
+    """Check the planned trials, then values that Optuna may choose; return their configurations.
 
     Such values are the ends of all domains, and some draws. Raises a ConfigError that names the first
     impossible trial.
@@ -144,7 +144,7 @@ def checked_configs(sweep: Sweep, num_workers: int) -> list[Config]:
     base = base_config(sweep)
     trials = planned_trials(sweep)
     configs = []
-    for values in (*trials, *_reachable(sweep, trials)):
+    for values in (*trials, *_reachable(sweep)):
         config = trial_config(sweep, base, values)
         with _naming(values):
             check_shares(config, num_workers)
@@ -197,24 +197,21 @@ def _draw(sweep: Sweep, index: int) -> dict[str, Any]:
     }
 
 
-def _reachable(sweep: Sweep, trials: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield further values that trials may get: the corners of the space, and some draws."""
-    adaptive = sweep.searcher == "optuna"
-    pbt = sweep.scheduler if isinstance(sweep.scheduler, Pbt) else None
-    names = sweep.searched if adaptive else pbt.mutate if pbt else ()
-    domains = {n: d for n, d in sweep.space.items() if n in names and isinstance(d, SampledDomain)}
-    if not domains:
+def _reachable(sweep: Sweep) -> Iterator[dict[str, Any]]:
+    """Yield values that Optuna may choose: the corners of the space, and some draws."""
+    if sweep.searcher != "optuna":
         return
-    # The trials vary fastest, then the first domain.
-    sides = [*(domain.extremes for domain in reversed(domains.values())), trials or [{}]]
+    domains = {name: d for name, d in sweep.space.items() if isinstance(d, SampledDomain)}
+    sides = [
+        domain.extremes for domain in reversed(domains.values())
+    ]  # the first one varies fastest
     corners: Iterable[Sequence[Any]] = product(*sides)
     if math.prod(map(len, sides)) > MAX_CORNERS:
         draws = random.Random(0)
         corners = ([draws.choice(side) for side in sides] for _ in range(MAX_CORNERS))
-    for *ends, start in corners:
-        yield start | dict(zip(domains, reversed(ends), strict=True))
-    if adaptive:
-        yield from (_draw(sweep, index) for index in range(NUM_DRAWS_CHECKED))
+    for ends in corners:
+        yield dict(zip(domains, reversed(ends), strict=True))
+    yield from (_draw(sweep, index) for index in range(NUM_DRAWS_CHECKED))
 
 
 def shapes_of(config: Config) -> str:

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from math import fsum
 from typing import Any, Protocol
 
-from raytrain_gpt.checkpoint.catalog import Catalog, read_checkpoint
+from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.cluster.capacity import Resources
 from raytrain_gpt.cluster.connection import cluster_resources
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.data.locations import data_of, location, run_location
+from raytrain_gpt.data.locations import data_of, run_location
 from raytrain_gpt.errors import Diverged, Interrupted, TrainingFailed
 from raytrain_gpt.format import own_scores
 from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN, Trial
@@ -62,10 +62,8 @@ class TrialContext:
     tracker_tags: dict[str, str]
     coordinator: Any
     """Handle of the actor."""
-    begun: dict[str, tuple[int, str | None]]
-    """Name of a trial that ran before -> tokens of its newest report, and, if a different run made it, the
-    checkpoint to continue from.
-    """
+    begun: dict[str, int]
+    """Name of a trial that ran before -> tokens of its newest report."""
     train_loop: TrainLoop
 
 
@@ -80,14 +78,11 @@ class TrialRun:
     """A run in a thread, paused at every evaluation.
 
     Args:
-        origin: Checkpoint of another run to continue from, or None.
         reported_tokens: Tokens up to which evaluations were reported.
     """
 
-    def __init__(
-        self, config: FittedConfig, context: TrialContext, origin: str | None, reported_tokens: int
-    ) -> None:
-        self._config, self._context, self._origin = config, context, origin
+    def __init__(self, config: FittedConfig, context: TrialContext, reported_tokens: int) -> None:
+        self._config, self._context = config, context
         self._objective = context.trials.objective
         self._reported_tokens = reported_tokens
         self._batch_tokens = config.train.global_batch_tokens
@@ -153,8 +148,7 @@ class TrialRun:
 
     def _go(self) -> None:
         config, context = self._config, self._context
-        origin = None if self._origin is None else read_checkpoint(location(config, self._origin))
-        trial = TrialHooks(lambda _: self._report_new(), self._killed, origin, context.tracker_tags)
+        trial = TrialHooks(lambda _: self._report_new(), self._killed, context.tracker_tags)
         data, shared = data_of(config), (self._signals, print, context.train_loop, trial)
         if config.cluster.is_local:
             in_local_mode(Run(config, 1, data, self._place, *shared).train)

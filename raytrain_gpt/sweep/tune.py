@@ -2,7 +2,7 @@
 
 `<storage_path>/<sweep_name>/` has `sweep.yaml` and `base.yaml` (the resolved sweep),
 `sweep.jsonl` (its history), `trials/` with a run for each trial, and at the end `results.csv`,
-`best.yaml` and the plots.
+`best.yaml` and `report.html`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from raytrain_gpt.sweep.cost import (
     sweep_cpus,
     trials_at_once,
 )
-from raytrain_gpt.sweep.spec import SWEEP_FILE, Pbt, Sweep
+from raytrain_gpt.sweep.spec import SWEEP_FILE, Sweep
 from raytrain_gpt.sweep.sweep_run import SweepRun, SweepSummary
 from raytrain_gpt.sweep.trial_plan import base_config, check_sweep, gpu_share, num_trials
 from raytrain_gpt.tracking.run_files import CONFIG_FILE
@@ -82,11 +82,7 @@ def run_sweep(
                 log(f"trials_per_gpu auto: {together}, by the measured memory of the largest trial")
                 fitted = fitted.updated({"gpus_per_worker": gpu_share(together)})
             at_once = trials_at_once(
-                fitted,
-                resources,
-                num_trials(sweep),
-                sweep.max_concurrent_trials,
-                needs_all=isinstance(sweep.scheduler, Pbt),
+                fitted, resources, num_trials(sweep), sweep.max_concurrent_trials
             )
             with hold_lease(directory / LEASE_FILE, sweep.title, log) as lease:
                 write_started(directory, SWEEP_FILE, sweep, base)

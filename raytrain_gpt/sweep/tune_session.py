@@ -12,7 +12,6 @@ import re
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,6 @@ from typing import Any
 import ray
 from ray import tune
 from ray.tune.experiment import Trial as TuneTrial
-from ray.tune.schedulers import FIFOScheduler
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_gpt.cluster.failures import root_cause, user_error_in
@@ -103,9 +101,8 @@ class TuneSession:
         coordinator: Any,
         names: Sequence[str],
         at_once: int,
-        begun: dict[str, tuple[int, str | None]],
+        begun: dict[str, int],
         values: dict[str, Any],
-        scheduler: Any = None,
     ) -> None:
         """Run trials, `at_once` at the same time.
 
@@ -123,7 +120,7 @@ class TuneSession:
         self.signals.defer(partial(mark_interrupted, self.directory, self.fitted))
         callback = SweepCallback(context, self.history, self.signals.stop, self.lease, self.log)
         try:
-            self._tune(context, callback, names, values, scheduler or FIFOScheduler(), at_once)
+            self._tune(context, callback, names, values, at_once)
             self.lease.verify()
             if any(trial.state == "running" for trial in self.history.trials()):
                 raise SweepStopped  # Ray Tune returns at once on SIGUSR1, which batch systems may send
@@ -142,13 +139,10 @@ class TuneSession:
         callback: SweepCallback,
         names: Sequence[str],
         values: dict[str, Any],
-        scheduler: Any,
         at_once: int,
     ) -> None:
         os.environ.update(_TUNE_ENVIRONMENT)
         logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
-        # It recommends reusing the processes of trials, but those of several workers hold little.
-        warnings.filterwarnings("ignore", "Consider boosting PBT performance")
         cluster = self.fitted.cluster
         resources: dict[str, float] = {"memory": ACTOR_BYTES}
         if cluster.is_local:
@@ -162,7 +156,6 @@ class TuneSession:
             **values,
             storage_path=path,
             storage_filesystem=filesystem,
-            scheduler=scheduler,
             max_concurrent_trials=at_once,
             trial_name_creator=lambda _trial: next(remaining),
             callbacks=[callback],
@@ -192,7 +185,6 @@ class SweepCallback(tune.Callback):  # type: ignore[misc]
         self._history, self._stop, self._lease, self._log = history, stop, lease, log
         self._changed, self._shown_at, self._watched_at = False, 0.0, 0.0
         self._ended: dict[str, dict[str, str]] = {}
-        self._paused: set[str] = set()
 
     def on_trial_start(self, trial: TuneTrial, **_info: Any) -> None:
         values = trial.config["values"]
@@ -239,7 +231,6 @@ class SweepCallback(tune.Callback):  # type: ignore[misc]
             ray.get(self._coordinator.stop_all.remote())
             self._wait_for_runs()
             raise SweepStopped
-        self._end_paused(trials)
         if time.monotonic() - self._watched_at >= WATCH_EVERY_S:
             self._watched_at = time.monotonic()
             self._watch()
@@ -248,13 +239,6 @@ class SweepCallback(tune.Callback):  # type: ignore[misc]
         if all(trial.is_finished() for trial in trials):
             # Ray Tune kills running trials five seconds after the last decision.
             self._wait_for_runs()
-
-    def _end_paused(self, trials: list[TuneTrial]) -> None:
-        """End the runs of paused trials: they continue in any process, as new runs or from checkpoints."""
-        paused = {str(trial) for trial in trials if trial.status == TuneTrial.PAUSED}
-        for name in paused - self._paused:
-            self._coordinator.order.remote(name, "end")
-        self._paused = paused
 
     def _watch(self) -> None:
         """Kill hanging processes, even those that hold Python's lock, interrupt runs on draining nodes."""

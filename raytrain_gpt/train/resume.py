@@ -143,16 +143,13 @@ def read_skipped(run_dir: Location, resumed: Checkpoint | None, log: Log) -> Bat
 class ResumePoints:
     """Chooses the checkpoint that a run loads next, and the batches to skip after a rollback.
 
-    Args:
-        origin: Checkpoint of a different run to start from, or None.
-
     Attributes:
         skipped: Ranges of skipped global batches, (first, stop).
     """
 
-    def __init__(self, config: FittedConfig, origin: Checkpoint | None, log: Log) -> None:
+    def __init__(self, config: FittedConfig, log: Log) -> None:
         self._run_dir, self._skip_before = run_location(config), config.spikes.skip_before
-        self._catalog, self._origin, self._log = Catalog(self._run_dir), origin, log
+        self._catalog, self._log = Catalog(self._run_dir), log
         self._last_step: int | None = None
         self.skipped: BatchRanges = ()
 
@@ -179,7 +176,7 @@ class ResumePoints:
             UserError: the configuration does not fit the `existing` checkpoint, or cannot branch.
         """
         if existing is None:
-            return config, self._origin or create_branch(config, data, self._log)
+            return config, create_branch(config, data, self._log)
         config = keep_start(config, existing)
         check_changes(config, data, existing, self._log)
         return config, existing
@@ -191,15 +188,14 @@ class ResumePoints:
     def after(self, end: AttemptEnd) -> Checkpoint | None:
         """Return the newest checkpoint after an attempt; verified, here or by `go_back`, if it is loaded."""
         is_listed = end.kind in ("finished", "stopped", "rolled_back")
-        newest = self.newest() if is_listed else self._catalog.newest_good(self._log)
-        return newest or self._origin
+        return self.newest() if is_listed else self._catalog.newest_good(self._log)
 
     def go_back(self, bad: BadStreak, started_at: int, recorder: RecorderHandle) -> None:
         """Return to the last checkpoint before the bad steps, and skip their batches from now on.
 
         On return the rollback is durable: later checkpoints are retired, the ranges written.
         """
-        resumed = self._catalog.newest_good(self._log, before_step=bad.first_step) or self._origin
+        resumed = self._catalog.newest_good(self._log, before_step=bad.first_step)
         if 0 < started_at == resume_step(resumed) == self._last_step:
             # A second rollback to this checkpoint: its weights may be bad already, although the loss
             # did not show it, so use an earlier one.

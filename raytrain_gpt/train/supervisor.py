@@ -62,12 +62,10 @@ class TrialHooks:
         evaluated: Called with every evaluation but the last while the ranks wait; to end the run it
             sets the stop signal and returns.
         killed: Set before the stop signal, unless the sweep ends the trial as complete.
-        origin: Checkpoint of a different run to start from, until the trial has its own.
     """
 
     evaluated: Callable[[Row], None]
     killed: threading.Event
-    origin: Checkpoint | None = None
     tracker_tags: dict[str, str] = field(default_factory=dict)
 
 
@@ -90,7 +88,7 @@ class Run:
         self.train_loop, self.trial = train_loop, trial
         self.run_dir = run_location(config)
         self.output = RunOutput(self.run_dir, trial.tracker_tags if trial else {}, log)
-        self.resume = ResumePoints(config, trial.origin if trial else None, log)
+        self.resume = ResumePoints(config, log)
         self.catalog = Catalog(self.run_dir)
         self._choices: object = None
         self._session = uuid.uuid4().hex[:8]

@@ -26,8 +26,8 @@ from raytrain_gpt.evaluate.inference import evaluate_checkpoint, open_checkpoint
 from raytrain_gpt.export.model_card import _scores
 from raytrain_gpt.format import ROW_PREFIXES
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.sweep.history import History, best_trial
-from raytrain_gpt.sweep.plots import sweep_plots
+from raytrain_gpt.sweep.history import History, best_trial, ranking
+from raytrain_gpt.sweep.sweep_charts import sweep_charts
 from raytrain_gpt.sweep.trial_plan import base_config
 from raytrain_gpt.tracking.run_files import read_rows
 from raytrain_gpt.train.launch import train
@@ -289,7 +289,7 @@ def test_settings_of_the_evaluation_that_is_the_objective_cannot_vary() -> None:
         sweep_of(space, objective="accuracy/top1", objective_mode="max")
 
 
-def test_a_sweep_ranks_and_plots_the_highest_first_if_it_is_told_so(tmp_path: Path) -> None:
+def test_a_sweep_ranks_and_draws_the_highest_first_if_it_is_told_so(tmp_path: Path) -> None:
     kinds.use(Code("my.py", START + "    pass"))
     space = {"peak_lr": {"grid": [1e-3, 2e-3]}, "seed": {"grid": [1, 2]}}
     own = {"objective": "mine/a", "objective_mode": "max"}
@@ -311,7 +311,10 @@ def test_a_sweep_ranks_and_plots_the_highest_first_if_it_is_told_so(tmp_path: Pa
     best = best_trial(history.trials(), budget)
     assert best is not None
     assert best.name == "001"
-    assert set(sweep_plots(history.trials(), sweep.searched, "mine/a", budget)) > {"curves.png"}
+    ranked = ranking(history.trials(), budget)
+    curves, by_rate = sweep_charts(ranked, sweep.searched, "mine/a", budget)
+    assert curves.curves[0].label == "001"
+    assert [[*curve.values] for curve in by_rate.curves] == [[0.2, 0.3], [0.9, 0.1]]
 
 
 def test_a_checkpoints_evaluation_says_null_for_what_is_not_finite(start: Start) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from raytrain_gpt.config.schema import FIELDS
 from raytrain_gpt.sweep.cost import one_worker_for_auto, trained_share
 from raytrain_gpt.sweep.results import plan_table
-from raytrain_gpt.sweep.spec import Asha, Base, Pbt, Sweep, load_sweep
+from raytrain_gpt.sweep.spec import Asha, Base, Sweep, load_sweep
 from raytrain_gpt.sweep.trial_plan import base_config, check_sweep, num_trials, planned_trials
 from tests.damage import damaged, edited, refusing_with_one_line
 
@@ -23,7 +23,7 @@ TEXTS = [path.read_text("utf-8") for path in sorted(ROOT.glob("tune_configs/*.ya
 TEXTS.append((ROOT / "docs" / "sweeps.md").read_text("utf-8").split("```")[1].removeprefix("yaml"))
 KEYS = dict.fromkeys(Sweep.model_fields, ()) | {
     "base": Base.model_fields,
-    "scheduler": {**Asha.model_fields, **Pbt.model_fields},
+    "scheduler": Asha.model_fields,
     "overrides": FIELDS,
     "space": FIELDS,
 }

@@ -16,7 +16,7 @@ from raytrain_gpt.sweep.cost import (
     sweep_cpus,
     trials_at_once,
 )
-from raytrain_gpt.sweep.spec import Pbt, Sweep
+from raytrain_gpt.sweep.spec import Sweep
 from raytrain_gpt.sweep.trial_plan import base_config, num_trials
 
 from .conftest import sweep_of
@@ -33,9 +33,7 @@ def at_once(one: Sweep, *nodes: Node) -> int:
     sized = one_worker_for_auto(base_config(one))
     given = Resources(nodes, ours=False, data_cpus=data_cpus(sized))
     config, _ = fit_to_cluster(sized, given)
-    needs_all = isinstance(one.scheduler, Pbt)
-    limit = one.max_concurrent_trials
-    return trials_at_once(config, given, num_trials(one), limit, needs_all=needs_all)
+    return trials_at_once(config, given, num_trials(one), one.max_concurrent_trials)
 
 
 @pytest.mark.parametrize(
@@ -102,16 +100,6 @@ def test_a_trial_that_never_fits_is_refused() -> None:
         at_once(sweep({"cpus_per_worker": 4}), Node(3, 0))
     with pytest.raises(ClusterError, match=r"2 workers × 1 CPU and 1 GPU do not fit"):
         at_once(sweep({"use_gpu": True, "num_workers": 2, "min_workers": None}), Node(64, 1))
-
-
-def test_a_population_has_to_fit_as_a_whole() -> None:
-    pbt = {"kind": "pbt", "perturb_every_tokens": 40_960, "mutate": ["peak_lr"]}
-    space = {"peak_lr": {"loguniform": [1e-3, 1e-2]}, "min_lr": {"expression": "peak_lr / 10"}}
-    four = sweep(space=space, num_trials=4, scheduler=pbt)
-    assert at_once(four, Node(4, 0)) == 4
-    with pytest.raises(ClusterError, match=r"compares 4 trials at the same time.* room for 3 "):
-        at_once(four, Node(3, 0))
-    assert sweep_cpus(four, base_config(four)) == 4
 
 
 def test_a_cluster_of_its_own_has_a_trial_for_each_core(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ from raytrain_gpt.storage.lease import LEASE_FILE, _holder, live_holder
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.history import History
 from raytrain_gpt.sweep.spec import Sweep
-from raytrain_gpt.sweep.trial_plan import planned_trials
 from raytrain_gpt.sweep.tune import run_sweep
 from raytrain_gpt.tracking.run_files import Row, read_rows
 from raytrain_gpt.train.worker import train_worker
@@ -36,7 +35,7 @@ from .conftest import BATCH_TOKENS, WriteSweep
 pytestmark = [pytest.mark.ray, pytest.mark.sweeps, pytest.mark.usefixtures("cluster")]
 
 MakeSweep = Callable[..., Sweep]
-BROKEN_LR, GOOD_LR, IDLE_LR = 3e-3, 2e-3, 1e-12
+BROKEN_LR, GOOD_LR = 3e-3, 2e-3
 
 
 def breaks_at_one_rate(spec: WorkerSpec) -> None:
@@ -103,8 +102,7 @@ def test_a_sweep_stops_bad_trials_survives_failing_ones_and_finds_the_best(
     assert best.run.storage_path == str(tmp_path / "runs")
     code, out, _ = run_cli("train", "--config", directory / "best.yaml", "--dry_run")
     assert (code, "peak_lr: 0.002" in out) == (0, True)
-    pictures = {"loss_by_lr.png", "curves.png"}
-    assert pictures <= {path.name for path in directory.glob("*.png")}
+    assert (directory / "report.html").is_file()
     assert any("running" in line for line in lines)
     assert any(line.startswith("rank") for line in lines[-1].splitlines())
 
@@ -121,7 +119,7 @@ def test_a_sweep_stops_bad_trials_survives_failing_ones_and_finds_the_best(
     }
     assert {r.data.tags["mlflow.parentRunId"] for r in runs.values()} == {parent.info.run_id}
     artifacts = {file.path for file in client.list_artifacts(parent.info.run_id)}
-    assert pictures | {"results.csv", "best.yaml"} <= artifacts
+    assert {"results.csv", "best.yaml", "report.html"} <= artifacts
 
 
 def hangs_once(spec: WorkerSpec) -> None:
@@ -264,50 +262,6 @@ def test_a_sweep_that_was_stopped_and_killed_ends_with_the_same_results(
     assert (tmp_path / "runs" / "killed" / "results.csv").read_text() == before
 
 
-def test_a_copied_trial_has_the_better_ones_weights_and_its_own_rate(make_sweep: MakeSweep) -> None:
-    """The other rates are so small that nothing is learned with them."""
-
-    def planned(seed: int) -> Sweep:
-        return make_sweep(
-            "population",
-            {
-                "peak_lr": {"choice": [IDLE_LR, GOOD_LR, 2 * IDLE_LR]},
-                "min_lr": {"expression": "peak_lr / 10"},
-            },
-            steps=20,
-            report=10,
-            num_trials=2,
-            sweep_seed=seed,
-            scheduler={
-                "kind": "pbt",
-                "perturb_every_tokens": 10 * BATCH_TOKENS,
-                "mutate": ["peak_lr"],
-                "quantile_fraction": 0.5,
-                "resample_probability": 0.0,
-            },
-            overrides={"schedule": "constant"},
-        )
-
-    wanted = [{"peak_lr": GOOD_LR}, {"peak_lr": IDLE_LR}]
-    seed = next(s for s in range(1000) if planned_trials(planned(s)) == wanted)
-    summary = run_sweep(planned(seed), resume=False, log=print)
-
-    good, copied = summary.trials
-    assert good.values["peak_lr"] == GOOD_LR
-    assert good.run_dir.endswith("/trials/000")
-    rate = copied.values["peak_lr"]
-    assert rate in (IDLE_LR, 2 * IDLE_LR)
-    assert "/trials/001-from-000-00000010-" in copied.run_dir
-    rows = [row for row in read_rows(Path(copied.run_dir)) if "train/loss" in row]
-    assert [row["step"] for row in rows] == list(range(11, 21))
-    assert {row["optim/lr"] for row in rows} == {rate}
-    # It started from the good trial's loss at that step, far below its previous one, and stayed there.
-    (_, at_copy), (_, good_end) = good.curve
-    (_, own), (_, end) = copied.curve
-    assert end == pytest.approx(at_copy, abs=1e-4)
-    assert good_end < at_copy < own - 0.1
-
-
 def test_optuna_chooses_rates_and_knows_them_when_it_goes_on(make_sweep: MakeSweep) -> None:
     space = {"peak_lr": {"loguniform": [1e-4, 1e-2]}, "min_lr": {"expression": "peak_lr / 10"}}
     sweep = make_sweep(
@@ -337,15 +291,6 @@ def test_what_cannot_run_is_said_before_the_first_trial(
     many = make_sweep("many", space, **sizes, overrides={"num_workers": 6})
     with pytest.raises(ClusterError, match=r"do not fit the cluster"):
         run_sweep(many, resume=False, log=print)
-    population = make_sweep(
-        "crowd",
-        {"peak_lr": {"uniform": [1e-3, 2e-3]}, "min_lr": {"expression": "peak_lr / 10"}},
-        **sizes,
-        num_trials=7,
-        scheduler={"kind": "pbt", "perturb_every_tokens": 5 * BATCH_TOKENS, "mutate": ["peak_lr"]},
-    )
-    with pytest.raises(ClusterError, match=r"compares 7 trials at the same time.*room for 6"):
-        run_sweep(population, resume=False, log=print)
     indivisible = make_sweep(
         "odd",
         {**space, "global_batch_tokens": {"grid": [BATCH_TOKENS, BATCH_TOKENS // 6]}},

@@ -50,7 +50,7 @@ def run(tmp_path: Any) -> Callable[..., TrialRun]:
         kind = type("Known", (Replayed,), {"before": before, "after": after})
         changes = {"max_steps": STEPS, "storage_path": str(tmp_path)}
         context = SimpleNamespace(trials=SimpleNamespace(objective=objective))
-        made: TrialRun = kind(Config().updated(changes), context, None, reported_tokens)
+        made: TrialRun = kind(Config().updated(changes), context, reported_tokens)
         return made
 
     return make

@@ -256,12 +256,10 @@ def run(tmp_path: Path) -> Location:
 ROLLED_BACK = AttemptEnd("rolled_back", bad_streak=BAD)
 
 
-def points(
-    run_dir: Location, skip_before: int = 0, log: Log = print, origin: Checkpoint | None = None
-) -> ResumePoints:
+def points(run_dir: Location, skip_before: int = 0, log: Log = print) -> ResumePoints:
     where = {"storage_path": str(run_dir.parent), "run_name": run_dir.name}
     sizes = {"num_workers": 1, "cpus_per_worker": 1, "use_gpu": False, "skip_before": skip_before}
-    return ResumePoints(decided(FittedConfig, Config().updated({**where, **sizes})), origin, log)
+    return ResumePoints(decided(FittedConfig, Config().updated({**where, **sizes})), log)
 
 
 def go_back(points: ResumePoints, started_at: int, recorder: Any) -> Checkpoint | None:
@@ -322,13 +320,10 @@ def test_an_attempt_that_a_rollback_did_not_lead_to_goes_back_to_where_it_began(
     assert found.state.step == 20
 
 
-def test_without_a_checkpoint_it_goes_back_to_the_start_or_the_origin(
-    tmp_path: Path, run: Location, recorder: Any
-) -> None:
-    for origin in (None, Catalog(run).complete()[0]):
-        resume = points(Location.of(tmp_path / "new"), skip_before=5, origin=origin)
-        assert go_back(resume, 0, recorder) == origin
-        assert resume.skipped == ((19, 34),)
+def test_without_a_checkpoint_it_goes_back_to_the_start(tmp_path: Path, recorder: Any) -> None:
+    resume = points(Location.of(tmp_path / "new"), skip_before=5)
+    assert go_back(resume, 0, recorder) is None
+    assert resume.skipped == ((19, 34),)
 
 
 def test_ranges_of_the_file_and_of_a_checkpoint_are_joined(run: Location) -> None:

@@ -1,0 +1,180 @@
+"""Charts of a sweep's page: learning curves, and the objective by learning rate.
+
+Values at fewer tokens than the budget are pale, because they are not comparable. With _MIN_TO_CUT or more
+finished trials outliers are left out, so that one trial does not flatten the others.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from raytrain_gpt.sweep.history import Trial, best_trial, compared_tokens, value_text
+from raytrain_gpt.sweep.rules import OBJECTIVES
+from raytrain_gpt.sweep.space import is_number
+from raytrain_gpt.tracking.charts import Chart, Curve, Floats
+from raytrain_gpt.tracking.report import curve_style
+
+_MAX_DISCRETE_VALUES = 12
+"""Maximum number of values of a field that get a curve or a tick each."""
+_MAX_NAMED_CURVES = 10
+_MIN_TO_CUT = 6
+_MIN_SPAN = 0.02  # relative to the lowest value; less would magnify the noise between seeds
+_FAINT = 6  # color of values that are not compared
+_LOG_FROM = 8  # largest value by smallest, above which an axis is logarithmic
+
+
+def sweep_charts(
+    ranked: Sequence[Trial], searched: Sequence[str], objective: str, budget_tokens: int
+) -> list[Chart]:
+    """Return the charts of trials in the order of `ranking`; none before the first evaluation.
+
+    `searched` has at least one field, and none that is tied to others; `budget_tokens` are those of a trial
+    that is not stopped.
+    """
+    drawn = [t for t in ranked if t.curve and t.values.keys() >= {*searched}]
+    if all(trial.score is None for trial in drawn):
+        return []
+    name, unit = OBJECTIVES.get(objective, (objective, "mean"))
+    label = f"{name} ({unit})"
+    named = _curves(drawn, best_trial(ranked, budget_tokens), budget_tokens)
+    charts = [Chart("Learning curves", label, named, x="tokens")]
+    x_field, line_field = _x_and_line(drawn, searched)
+    xs = sorted({trial.values[x_field] for trial in drawn if is_number(trial.values[x_field])})
+    if len(xs) < 2:
+        return charts
+    # If a further field varies freely, neighbors on the axis are not neighbors in the space.
+    is_line = {*searched} <= {x_field, line_field} or bool(_discrete_fields(drawn, [x_field]))
+    curves = _by_field(drawn, x_field, line_field, objective, budget_tokens, is_line)
+    is_log = xs[0] > 0 and (x_field == "peak_lr" or xs[-1] >= _LOG_FROM * xs[0])
+    shown = xs if len(xs) <= _MAX_DISCRETE_VALUES else [xs[0], xs[len(xs) // 2], xs[-1]]
+    ticks = {float(x): value_text(x) for x in shown}
+    title = f"Final {name} by {x_field}"
+    by_field = Chart(title, label, curves, x=x_field, ticks=ticks, log=is_log)
+    return [*charts, by_field] if curves else charts
+
+
+def _curves(drawn: Sequence[Trial], best: Trial | None, budget_tokens: int) -> list[Curve]:
+    curves, limit = [], _curves_limit(drawn, budget_tokens)
+    for rank, trial in enumerate(drawn):
+        tokens, values = _points(trial)
+        values = np.where(values <= limit, values, np.nan)
+        color, dash, _ = curve_style(rank)
+        look = (trial.name, color, dash) if rank < _MAX_NAMED_CURVES else ("", _FAINT, "")
+        name, color, dash = look
+        curves.append(Curve(name, tokens, values, color, dash, width=3 if trial is best else 1.4))
+    return curves
+
+
+def _by_field(
+    drawn: Sequence[Trial],
+    x_field: str,
+    line_field: str,
+    objective: str,
+    budget_tokens: int,
+    is_line: bool,
+) -> list[Curve]:
+    """Return the best objectives over a field, with a curve for each value of another one."""
+    maximize = drawn[0].maximize
+    full = [score for t in drawn if (score := _full_score(t, budget_tokens)) is not None]
+    limit = _loss_limit(drawn, budget_tokens)
+    if len(full) > 1 and not maximize:  # the scale is for trials that can be compared
+        limit = min(limit, 2 * max(full) - min(full))
+    better = max if maximize else min
+    lines: dict[Any, dict[float, float]] = {}
+    fewer: list[tuple[float, float]] = []
+    for trial in drawn:
+        x, score = trial.values[x_field], trial.score
+        if score is None or score > limit or not is_number(x):
+            continue
+        if _full_score(trial, budget_tokens) is None:
+            fewer.append((x, score))
+        else:
+            line = lines.setdefault(trial.values.get(line_field), {})
+            line[x] = better(score, line.get(x, score))
+    curves = []
+    for i, value in enumerate(_in_order(lines)):
+        color, dash, marker = curve_style(i)
+        places, scores = np.array(sorted(lines[value].items()), np.float64).T
+        label = f"{line_field} {value_text(value)}" if line_field else objective
+        width = 1.6 if is_line else 0
+        curves.append(Curve(label, places, scores, color, dash, marker, width))
+    if fewer:
+        places, scores = np.array(sorted(fewer), np.float64).T
+        curves.append(Curve("at fewer tokens", places, scores, _FAINT, marker="o", width=0))
+    return curves
+
+
+def _in_order(values: Iterable[Any]) -> list[Any]:
+    """Return the distinct values: sorted if they are numbers, else in order of appearance."""
+    distinct = list(dict.fromkeys(values))
+    return sorted(distinct) if all(map(is_number, distinct)) else distinct
+
+
+def _discrete_fields(trials: Sequence[Trial], names: Sequence[str]) -> list[str]:
+    """Return the fields among `names` with few values: non-numbers, or repeated numbers."""
+    fields = []
+    for name in names:
+        values = {*(trial.values[name] for trial in trials)}
+        repeated = len(values) < len(trials) or not all(map(is_number, values))
+        if repeated and len(values) <= _MAX_DISCRETE_VALUES:
+            fields.append(name)
+    return fields
+
+
+def _x_and_line(trials: Sequence[Trial], names: Sequence[str]) -> tuple[str, str]:
+    """Return the field of the x axis, and the one with a curve per value, or "".
+
+    The learning rate and the batch size if they were searched, else the first number and the first field with
+    few values.
+    """
+    numbers = [n for n in names if all(is_number(trial.values[n]) for trial in trials)]
+    x_field = "peak_lr" if "peak_lr" in numbers else [*numbers, *names][0]
+    others = _discrete_fields(trials, [name for name in names if name != x_field])
+    batch = "global_batch_tokens"
+    return x_field, batch if batch in others else next(iter(others), "")
+
+
+def _full_score(trial: Trial, budget_tokens: int) -> float | None:
+    """Return the objective of a trial that used its full budget, else None."""
+    return trial.score if compared_tokens(trial, budget_tokens) == budget_tokens else None
+
+
+def _upper_limit(values: Sequence[float]) -> float:
+    """Return the threshold of outliers, or infinity for fewer than _MIN_TO_CUT values."""
+    if len(values) < _MIN_TO_CUT:
+        return math.inf
+    low, middle = np.quantile(values, (0, 0.5), method="lower")
+    return float(middle + max(10 * (middle - low), 0.25 * abs(low)))
+
+
+def _loss_limit(trials: Sequence[Trial], budget_tokens: int) -> float:
+    """Return the upper end of the y axis, for the finished trials if there are enough, else for all.
+
+    Infinity if higher values are better: none of them is an outlier.
+    """
+    if trials[0].maximize:
+        return math.inf
+    full = [s for trial in trials if (s := _full_score(trial, budget_tokens)) is not None]
+    if len(full) < _MIN_TO_CUT:
+        return max(trial.score for trial in trials if trial.score is not None)
+    inside = [score for score in full if score <= _upper_limit(full)]
+    low, high = min(inside), max(inside)
+    return high + max(0.5 * (high - low), _MIN_SPAN * abs(low))
+
+
+def _curves_limit(trials: Sequence[Trial], budget_tokens: int) -> float:
+    """Return the upper end of the y axis, about the trials' first losses."""
+    curves = [_points(trial)[1] for trial in trials]
+    begins = [float(v[np.isfinite(v)][0]) for v in curves if np.isfinite(v).any()]
+    return max(1.05 * statistics.median_low(begins), _loss_limit(trials, budget_tokens))
+
+
+def _points(trial: Trial) -> tuple[Floats, Floats]:
+    """Return a trial's tokens and objectives, NaN where one is not finite."""
+    tokens, values = np.array(trial.curve, np.float64).T
+    return tokens, np.where(np.isfinite(values), values, np.nan)

@@ -1,0 +1,148 @@
+"""Charts of a sweep's page: what is drawn, joined, named and left out."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raytrain_gpt.sweep.history import State, Trial, ranking
+from raytrain_gpt.sweep.sweep_charts import _MAX_NAMED_CURVES, _upper_limit, sweep_charts
+from raytrain_gpt.tracking.charts import Chart, Curve
+
+BUDGET = 1_000_000
+LRS, BATCHES = (3e-4, 1e-3, 3e-3), (4096, 16384)
+SPACE = ["peak_lr", "global_batch_tokens"]
+
+
+def trial(
+    number: int,
+    values: dict[str, Any],
+    end: float | None = 3.0,
+    tokens: int = BUDGET,
+    state: State | None = None,
+) -> Trial:
+    """Make a trial with an evaluation every tenth of the budget and an initial loss of 6."""
+    places = range(BUDGET // 10, tokens + 1, BUDGET // 10)
+    curve = [(at, 3 + 3 * math.exp(-5 * at / BUDGET)) for at in places]
+    if end is not None and curve:
+        curve[-1] = (tokens, end)
+    state = state or ("finished" if tokens == BUDGET else "stopped")
+    objective = curve[-1][1] if curve else None
+    return Trial(
+        f"{number:03}", state, values, objective, tokens, 1.0, 1.0, "runs/x", None, tuple(curve)
+    )
+
+
+def grid(**changes: tuple[float | None, int, State | None]) -> list[Trial]:
+    """Make 3 rates x 2 batches, each trial 0.1 nats worse; `t004=(end, tokens, state)` changes one."""
+    found = []
+    for i, (lr, batch) in enumerate(itertools.product(LRS, BATCHES)):
+        end, tokens, state = changes.get(f"t{i:03}", (3 + 0.1 * i, BUDGET, None))
+        found.append(trial(i, {"peak_lr": lr, "global_batch_tokens": batch}, end, tokens, state))
+    return found
+
+
+def charts(trials: list[Trial], space: list[str] = SPACE) -> list[Chart]:
+    return sweep_charts(ranking(trials, BUDGET), space, "val/loss", BUDGET)
+
+
+def shown(curves: list[Curve] | Any) -> list[float]:
+    return sorted(float(v) for curve in curves for v in curve.values if math.isfinite(v))
+
+
+def test_there_is_nothing_to_draw_before_an_evaluation() -> None:
+    waiting = [Trial("000"), trial(1, {"peak_lr": 1e-3}, tokens=0, state="running")]
+    assert charts(waiting, ["peak_lr"]) == []
+    one = trial(2, {"peak_lr": 1e-3}, tokens=BUDGET // 10, state="running")
+    assert [chart.title for chart in charts([*waiting, one], ["peak_lr"])] == ["Learning curves"]
+
+
+def test_each_batch_has_a_line_and_stopped_trials_are_pale_and_on_no_line() -> None:
+    curves, by_rate = charts(grid(t002=(3.1, BUDGET // 2, None)))
+    assert (curves.unit, by_rate.title) == (
+        "validation loss (nats per token)",
+        "Final validation loss by peak_lr",
+    )
+    assert (by_rate.log, by_rate.ticks) == (True, {3e-4: "3e-4", 1e-3: "1e-3", 3e-3: "3e-3"})
+    first, second, fewer = by_rate.curves
+    assert (first.label, second.label, fewer.label) == (
+        "global_batch_tokens 4,096",
+        "global_batch_tokens 16,384",
+        "at fewer tokens",
+    )
+    assert (first.dash, first.marker) != (second.dash, second.marker)  # for black and white
+    assert [*first.steps] == [3e-4, 3e-3]
+    assert [*first.values] == pytest.approx([3.0, 3.4])
+    assert (first.width > 0, [*fewer.steps], [*fewer.values], fewer.width) == (
+        True,
+        [1e-3],
+        [3.1],
+        0,
+    )
+
+
+def test_the_best_is_thick_and_of_many_curves_only_the_first_are_named() -> None:
+    number = _MAX_NAMED_CURVES + 1
+    trials = [trial(i, {"peak_lr": 1e-3 * 1.1**i}, 3 + 0.01 * i) for i in range(number)]
+    drawn = charts(trials, ["peak_lr"])[0].curves
+    assert [curve.label for curve in drawn] == [f"{i:03}" for i in range(number - 1)] + [""]
+    assert [curve.width > 2 for curve in drawn] == [True] + [False] * (number - 1)
+
+
+def test_what_is_far_off_flattens_nothing() -> None:
+    trials = [
+        *grid(
+            t001=(80.0, BUDGET, None),
+            t002=(math.nan, BUDGET // 2, None),
+            t003=(4.0, BUDGET // 2, "failed"),
+            t005=(5.5, BUDGET // 5, None),
+        ),
+        *(trial(6 + i, {"peak_lr": 1e-4, "global_batch_tokens": 4096}, 3.5) for i in range(3)),
+    ]
+    curves, by_rate = charts(trials)
+    assert max(shown(curves.curves)) < 9
+    assert max(shown(by_rate.curves)) < 4.5
+
+
+def test_nothing_is_cut_off_with_few_finished_trials() -> None:
+    ends = (3.3579, 3.3555, 4.5003)
+    trials = [trial(i, {"peak_lr": LRS[i]}, end) for i, end in enumerate(ends)]
+    trials += [trial(3, {"peak_lr": 1e-4}, 5.5, BUDGET // 5), trial(4, {"peak_lr": 2e-4}, 80.0)]
+    curves, by_rate = charts(trials, ["peak_lr"])
+    assert max(shown(curves.curves)) == 80
+    assert shown(by_rate.curves) == sorted([*ends, 5.5, 80.0])
+
+
+def test_without_a_rate_the_first_number_is_the_axis() -> None:
+    values = [{"schedule": s, "weight_decay": w} for s in ("wsd", "cosine") for w in (0.0, 0.1)]
+    trials = [trial(i, v) for i, v in enumerate(values)]
+    _, by_decay = charts(trials, ["schedule", "weight_decay"])
+    assert (by_decay.x, by_decay.log) == ("weight_decay", False)
+    assert [curve.label for curve in by_decay.curves] == ["schedule wsd", "schedule cosine"]
+    assert len(charts(trials[::2], ["schedule"])) == 1  # names have no axis
+
+
+def test_points_are_not_joined_where_another_field_varies_freely() -> None:
+    rates = [1e-3, 1.3e-3, 2.1e-3, 4.7e-3]
+    trials = [trial(i, {"peak_lr": r, "dropout": 0.013 * i}) for i, r in enumerate(rates)]
+    for space, is_line in ((["peak_lr", "dropout"], False), (["peak_lr"], True)):
+        (curve,) = charts(trials, space)[1].curves
+        assert (curve.width > 0) == is_line
+
+
+def test_evaluations_that_were_written_as_null_are_gaps() -> None:
+    points = ((100_000, 5.0), (200_000, None), (300_000, None))
+    lost = Trial("001", "stopped", {"peak_lr": 3e-3}, None, 300_000, 1.0, 1.0, "x", None, points)
+    _, curve = charts([trial(0, {"peak_lr": 1e-3}), lost], ["peak_lr"])[0].curves
+    assert [*np.isnan(curve.values)] == [False, True, True]
+
+
+def test_the_scale_keeps_a_bad_trial_and_not_a_diverged_one() -> None:
+    assert _upper_limit([1.95, 1.96, 1.97, 2.0, 2.1, 2.4]) > 2.4
+    assert _upper_limit([3.0, 3.01, 3.02, 3.05, 3.1, 3.7]) > 3.7
+    assert _upper_limit([1.95, 1.96, 2.0, 2.05, 2.1, 7.81]) < 7.81
+    assert _upper_limit([1.95, 2.0, 2.05, 2.1, 7.81]) == math.inf
