@@ -87,7 +87,7 @@ def random_model(
 @pytest.fixture(params=[256, 10, 1])
 def queries_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute attention for all queries at once, in several blocks, or one query at a time."""
-    monkeypatch.setattr(attention, "QUERIES_AT_ONCE", request.param)
+    monkeypatch.setattr(attention, "_QUERIES_AT_ONCE", request.param)
 
 
 def gradients(model: GPT, losses: Iterator[Tensor]) -> list[Tensor]:
@@ -206,7 +206,7 @@ def test_one_graph_is_compiled_for_all_layouts(
 
     One layer is enough because all layers are alike.
     """
-    monkeypatch.setattr(attention, "QUERIES_AT_ONCE", 30)
+    monkeypatch.setattr(attention, "_QUERIES_AT_ONCE", 30)
     torch.compiler.reset()
     model, expected = (
         random_model(architecture, recompute=recompute, num_layers=1) for _ in range(2)
