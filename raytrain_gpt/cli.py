@@ -200,7 +200,6 @@ def _use_code(argv: Sequence[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     from raytrain_gpt.commands import cluster, data, inference, train  # here: takes half a second
-    from raytrain_gpt.commands.completion import completion
 
     parser = _Parser(
         prog="raytrain-gpt",
@@ -213,7 +212,6 @@ def _parser() -> argparse.ArgumentParser:
         data.prepare, data.data, train.estimate, train.train, train.tune, train.scale, train.runs,
         inference.evaluate, inference.sample, inference.export, inference.import_,
         cluster.doctor, cluster.node,
-        completion(parser),
     ):  # fmt: skip
         command.add_parser(commands)
     return parser

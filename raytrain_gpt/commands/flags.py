@@ -189,7 +189,8 @@ class Command(Generic[OptionsT]):
         values = {name: value for name, value in vars(args).items() if name != "command"}
         options = {field.alias or name: field for name, field in self.options.model_fields.items()}
         for name, value in values.items():
-            if value == "null" and not (name in options and options[name].annotation == str | None):
+            is_text = name in options and options[name].annotation in (str, str | None)
+            if value == "null" and not is_text:
                 values[name] = None
         fields = {name: values.pop(name) for name in [*values] if name not in options}
         fields = ignore_removed(fields, "the command line")

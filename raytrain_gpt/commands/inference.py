@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from raytrain_gpt.storage.location import Location
 
 
-class EvalOptions(JsonOptions, CheckpointOptions):
+class _EvalOptions(JsonOptions, CheckpointOptions):
     data: Annotated[str | None, Metavar("DIR")] = None
     """Dataset (default: the training run's)."""
     eval_tokens: int | None = Field(None, ge=1)
@@ -42,8 +42,8 @@ def _settings() -> Groups:
     return {"eval": dict(ChainMap(*own))} if own else {}
 
 
-@command("eval", EvalOptions, _settings)
-def evaluate(options: EvalOptions) -> None:
+@command("eval", _EvalOptions, _settings)
+def evaluate(options: _EvalOptions) -> None:
     """Evaluate a checkpoint: validation loss, HellaSwag, and your evaluations in --code."""
     from raytrain_gpt.evaluate.inference import evaluate_checkpoint
 
@@ -94,7 +94,7 @@ def sample(options: SampleOptions) -> None:
     say(f"next: {shell('raytrain-gpt', 'eval', options.checkpoint, *options.code_flags)}")
 
 
-class ExportOptions(CheckpointOptions):
+class _ExportOptions(CheckpointOptions):
     out: Annotated[str, Metavar("DIR|FILE")]
     """New local directory; for gguf a new local file ending in .gguf, or a directory for RUN_NAME.gguf."""
     format: Literal["hf", "gguf"] = "hf"
@@ -116,8 +116,8 @@ class ImportOptions(Options):
     """Context length to cut the positions to (tokens; default: all)."""
 
 
-@command("export", ExportOptions)
-def export(options: ExportOptions) -> None:
+@command("export", _ExportOptions)
+def export(options: _ExportOptions) -> None:
     """Write a checkpoint as a directory that transformers loads, or as a file for llama.cpp."""
     if options.format == "gguf":
         from raytrain_gpt.export.gguf import export_gguf

@@ -16,8 +16,8 @@ from raytrain_gpt.parsing import parse_yaml
 
 DEFAULT_PRESET = "quickstart"
 
-REMOVED_SETTINGS = {"eval_mode": ("inline", "evaluate with raytrain-gpt eval")}
-"""Setting of earlier versions -> the value that means nothing now, and the way out for others."""
+REMOVED_SETTINGS = {"data_cache_gb": "", "eval_mode": "evaluate with raytrain-gpt eval"}
+"""Setting of earlier versions -> the way out where its value meant something; empty: it changed no result."""
 
 
 def preset_names() -> list[str]:
@@ -69,8 +69,8 @@ def ignore_removed(values: Any, where: str) -> Any:
     if not isinstance(values, Mapping):
         return values
     for name in REMOVED_SETTINGS.keys() & values.keys():
-        ignored, way = REMOVED_SETTINGS[name]
-        if values[name] != ignored:
+        way = REMOVED_SETTINGS[name]
+        if way and values[name] != "inline":
             raise ConfigError(
                 f"{name}={values[name]} in {where} is no longer supported; remove it, and {way}"
             )

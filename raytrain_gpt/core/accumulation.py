@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-FRACTION_BITS = 44
-LARGEST_SUM = 2.0**62
+_FRACTION_BITS = 44
+_LARGEST_SUM = 2.0**62
 """Limit of a step's sum, so that all micro-batches together fit signed 64-bit integers."""
 
 
@@ -118,13 +118,13 @@ class ExactSum:
             "every parameter has a gradient in every step"
         )
         largest = torch.stack(torch._foreach_norm(gradients, math.inf)).max()
-        limit = LARGEST_SUM / self._num / 2**FRACTION_BITS
+        limit = _LARGEST_SUM / self._num / 2**_FRACTION_BITS
         is_good = loss.abs() < limit  # false for NaN
         self._bad_losses += ~is_good
         self._bad += ~(is_good & (largest < limit))
-        scaled = torch.where(is_good, loss, 0).double() * 2.0**FRACTION_BITS
+        scaled = torch.where(is_good, loss, 0).double() * 2.0**_FRACTION_BITS
         self._loss += scaled.round().long()
-        torch._foreach_mul_(gradients, 2.0**FRACTION_BITS)  # lossless: a power of two
+        torch._foreach_mul_(gradients, 2.0**_FRACTION_BITS)  # lossless: a power of two
         torch._foreach_round_(gradients)
         for total, gradient in zip(self._gradients, gradients, strict=True):
             total += gradient.flatten().long()
@@ -140,7 +140,7 @@ class ExactSum:
         """
         if self._group is not None:
             dist.all_reduce(self._sums, group=self._group)
-        one = 1.0 / 2**FRACTION_BITS / self._num
+        one = 1.0 / 2**_FRACTION_BITS / self._num
         unit = torch.where(self._bad > 0, math.nan, one).float()
         for parameter, total in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = (total.float() * unit).view_as(parameter)

@@ -21,11 +21,11 @@ AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 Keys and values may have fewer heads; each then serves several consecutive query heads."""
 
-QUERIES_AT_ONCE = 256
+_QUERIES_AT_ONCE = 256
 """Query rows per block of masked attention. Fewer waste less on hidden keys, but copy more."""
-PRODUCT_QUERIES = 128
+_PRODUCT_QUERIES = 128
 """Query rows per block of `causal_attention` on CPUs; the fastest size tried."""
-MAX_PRODUCT_TOKENS = 1024
+_MAX_PRODUCT_TOKENS = 1024
 """Longest context for attention by products, whose weights take as much memory as the rest of a block."""
 SPARSE_BLOCK_TOKENS = 128
 """Block size of `block_sparse_attention`, in queries and keys; torch's default."""
@@ -67,8 +67,8 @@ def _attend_masked(mask: Tensor, dropout: float, q: Tensor, k: Tensor, v: Tensor
     tokens = q.shape[2]
     k, v = _for_heads_of(q, k), _for_heads_of(q, v)  # once, not per block
     blocks = []
-    for start in range(0, tokens, QUERIES_AT_ONCE):
-        stop = min(start + QUERIES_AT_ONCE, tokens)
+    for start in range(0, tokens, _QUERIES_AT_ONCE):
+        stop = min(start + _QUERIES_AT_ONCE, tokens)
         query, key, value = q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop]
         seen = mask[:, :, start:stop, :stop]
         block = attention(query, key, value, attn_mask=seen, dropout_p=dropout)
@@ -108,8 +108,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     q, k, v = (x.reshape(b * h, t, -1) for x in (q, _for_heads_of(q, k), _for_heads_of(q, v)))
     later = torch.full((t, t), -torch.inf, dtype=q.dtype).triu(1)
     blocks = []
-    for start in range(0, t, PRODUCT_QUERIES):
-        stop = min(start + PRODUCT_QUERIES, t)
+    for start in range(0, t, _PRODUCT_QUERIES):
+        stop = min(start + _PRODUCT_QUERIES, t)
         query, keys, hidden = q[:, start:stop], k[:, :stop].mT, later[start:stop, :stop]
         weights = torch.baddbmm(hidden, query, keys, alpha=q.shape[2] ** -0.5).softmax(2)
         blocks.append(weights @ v[:, :stop])  # (B·H, stop − start, D/H)
@@ -124,7 +124,7 @@ def _products_are_faster(q: Tensor) -> bool:
     """
     if type(q) is not Tensor or torch.compiler.is_compiling():
         return False
-    return q.is_cpu and q.dtype == torch.bfloat16 and q.shape[2] <= MAX_PRODUCT_TOKENS
+    return q.is_cpu and q.dtype == torch.bfloat16 and q.shape[2] <= _MAX_PRODUCT_TOKENS
 
 
 def block_sparse_attention(starts: Tensor) -> AttentionFn:

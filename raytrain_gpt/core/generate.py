@@ -5,7 +5,7 @@ Every step samples one token for every sequence:
 1. sequences in the cache: one forward pass of their newest tokens;
 2. sequences that outgrew the context: one forward pass of their last seq_len tokens. A cache cannot help,
    since keys depend on learned positions and on the token that left the window;
-3. new sequences, as many as `PREFILL_TOKENS` allow: one forward pass of their padded prompts.
+3. new sequences, as many as `_PREFILL_TOKENS` allow: one forward pass of their padded prompts.
 
 Every sequence has a separate random generator and draws one number per token. Its tokens therefore depend
 only on its prompt, the options and its index, except for the last bits of sums, which depend on the batch
@@ -31,12 +31,12 @@ from raytrain_gpt.core.attention import last_document, without_cudnn_sdpa
 from raytrain_gpt.core.kv_cache import KVCache
 from raytrain_gpt.core.model import GPT, GPTShape
 
-PREFILL_TOKENS = 4096
+_PREFILL_TOKENS = 4096
 """Padded tokens per forward pass of new sequences, unless a single one is longer. Bounds the memory of the
 pass."""
-MAX_SEQUENCES = 64
-"""Sequences that are continued at a time, if their cache fits `CACHE_BYTES`."""
-CACHE_BYTES = 2**31
+_MAX_SEQUENCES = 64
+"""Sequences that are continued at a time, if their cache fits `_CACHE_BYTES`."""
+_CACHE_BYTES = 2**31
 """Keys and values in float32; a single sequence may need more."""
 _TINY_TEMPERATURE = 1e-30
 """Replaces a temperature that is 0 or too small for float32."""
@@ -85,10 +85,10 @@ def sample_tokens(
 
 
 def _max_sequences(shape: GPTShape, longest: int) -> int:
-    """Number of sequences of `longest` tokens that fit `CACHE_BYTES`, 1 to `MAX_SEQUENCES`."""
+    """Number of sequences of `longest` tokens that fit `_CACHE_BYTES`, 1 to `_MAX_SEQUENCES`."""
     token_bytes = 2 * 4 * shape.num_layers * shape.num_kv_heads * shape.head_size
-    fit = CACHE_BYTES // (token_bytes * min(longest, shape.seq_len))
-    return max(1, min(MAX_SEQUENCES, fit))
+    fit = _CACHE_BYTES // (token_bytes * min(longest, shape.seq_len))
+    return max(1, min(_MAX_SEQUENCES, fit))
 
 
 @dataclass(eq=False)
@@ -154,7 +154,7 @@ class _Batch:
         count, longest = 0, 0
         for sequence in self.waiting:
             longest = max(longest, len(sequence.tokens))
-            if count and (count + 1) * longest > PREFILL_TOKENS:
+            if count and (count + 1) * longest > _PREFILL_TOKENS:
                 break
             count += 1
         admitted, self.waiting = self.waiting[:count], self.waiting[count:]
@@ -173,7 +173,7 @@ class _Batch:
     def _recompute(self) -> list[Tensor]:
         """Hidden states (N, D) of the newest tokens of the sequences that outgrew the context."""
         seq_len = self._model.shape.seq_len
-        at_once = max(1, PREFILL_TOKENS // seq_len)
+        at_once = max(1, _PREFILL_TOKENS // seq_len)
         hidden = []
         for start in range(0, len(self._sliding), at_once):
             windows = [s.tokens[-seq_len:] for s in self._sliding[start : start + at_once]]

@@ -53,7 +53,7 @@ class MLP(nn.Module):
         return F.dropout(self.c_proj(x), self.dropout, self.training)
 
 
-class GPT2Block(Block):
+class _GPT2Block(Block):
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(shape.embd_size)
@@ -75,7 +75,7 @@ class GPT2(GPT):
     def make_layers(self, shape: GPTShape) -> None:
         self.wte = nn.Embedding(shape.padded_vocab_size, shape.embd_size)
         self.wpe = nn.Embedding(shape.seq_len, shape.embd_size)
-        self.h = nn.ModuleList(GPT2Block(shape) for _ in range(shape.num_layers))
+        self.h = nn.ModuleList(_GPT2Block(shape) for _ in range(shape.num_layers))
         self.ln_f = nn.LayerNorm(shape.embd_size)
 
     def init_weights(self, seed: int) -> None:

@@ -1,7 +1,7 @@
 """A cache of keys and values, so that one more token costs one token's work.
 
 Sequences occupy rows 0, 1, … without gaps, from column 0. Columns after a row's last token (zeros, or the
-rest of an earlier sequence) are masked. On GPUs, lengths are rounded up to a multiple of `KEY_MULTIPLES`, so
+rest of an earlier sequence) are masked. On GPUs, lengths are rounded up to a multiple of `_KEY_MULTIPLES`, so
 that attention has few shapes, with masks aligned for its kernels.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from raytrain_gpt.core.attention import AttentionFn, attention
 from raytrain_gpt.core.model import GPTShape
 
-KEY_MULTIPLES = {"cuda": 64}
+_KEY_MULTIPLES = {"cuda": 64}
 """Device type -> multiple of tokens; 1 elsewhere: more keys cost a CPU time and change the last bits."""
 
 
@@ -74,7 +74,7 @@ class KVCache:
             stored[target, :, :tokens] = stored[source, :, :tokens]
 
     def _padded(self, tokens: int) -> int:
-        multiple = KEY_MULTIPLES.get(self._device.type, 1)
+        multiple = _KEY_MULTIPLES.get(self._device.type, 1)
         return min(-(-tokens // multiple) * multiple, self._shape.seq_len)
 
     def _storage(self, key: tuple[int, int, int], like: Tensor) -> Tensor:

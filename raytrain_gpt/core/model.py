@@ -49,7 +49,7 @@ _ATTENTION_OPERATORS = frozenset(
 )
 
 
-NO_SETTINGS = Settings()
+_NO_SETTINGS = Settings()
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class GPTShape:
     vocab_size: int
     dropout: float = 0.0
     architecture: str = "gpt2"
-    settings: Settings = NO_SETTINGS
+    settings: Settings = _NO_SETTINGS
 
     def __post_init__(self) -> None:
         kind = kinds.kind("architecture", self.architecture)

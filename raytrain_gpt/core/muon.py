@@ -27,10 +27,10 @@ from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.optim import AdamW, MatrixCounts
 from raytrain_gpt.core.parallel import local_tensor
 
-MOMENTUM = 0.95
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-NEWTON_SCHULZ_ITERATIONS = 5
-ADAMW_RMS = 0.2
+_MOMENTUM = 0.95
+_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+_NEWTON_SCHULZ_ITERATIONS = 5
+_ADAMW_RMS = 0.2
 """Approximate root mean square of AdamW's steps at learning rate 1."""
 STACK_ELEMENTS = 2**26
 """Maximum elements per stack over all ranks, unless one matrix per rank is larger."""
@@ -119,10 +119,10 @@ class Muon(AdamW):
         stack = torch.stack([local_tensor(_gradient(matrix)) for matrix in matrices])
         # Replaced by the momentum, which then does not change: NaN times 0 would be NaN.
         stack = torch.where(bad, torch.stack(momenta), stack.div_(divisor))
-        torch._foreach_lerp_(momenta, stack.unbind(), 1 - MOMENTUM)
-        torch._foreach_lerp_(stack.unbind(), momenta, MOMENTUM)  # Nesterov's
+        torch._foreach_lerp_(momenta, stack.unbind(), 1 - _MOMENTUM)
+        torch._foreach_lerp_(stack.unbind(), momenta, _MOMENTUM)  # Nesterov's
         rows, columns = matrices[0].shape
-        rms = ADAMW_RMS * math.sqrt(max(rows // num_maps, columns))
+        rms = _ADAMW_RMS * math.sqrt(max(rows // num_maps, columns))
         updates = self._orthogonalized(stack.to(self._dtype), matrices[0], num_maps)
         weights = [local_tensor(matrix) for matrix in matrices]
         torch._foreach_mul_(weights, 1 - lr * self._weight_decay)
@@ -182,7 +182,7 @@ def matrices_per_stack(elements: int, num_ranks: int) -> int:
 def newton_schulz_flops(rows: int, columns: int) -> int:
     """FLOPs of the iterations for one matrix."""
     m, n = sorted((rows, columns))
-    return NEWTON_SCHULZ_ITERATIONS * (4 * m * m * n + 2 * m**3)
+    return _NEWTON_SCHULZ_ITERATIONS * (4 * m * m * n + 2 * m**3)
 
 
 def newton_schulz(stack: Tensor) -> Tensor:
@@ -190,11 +190,11 @@ def newton_schulz(stack: Tensor) -> Tensor:
 
     `stack` is (N, R, C) in the dtype of the products; zero matrices stay zero.
     """
-    a, b, c = NEWTON_SCHULZ
+    a, b, c = _NEWTON_SCHULZ
     is_tall = stack.shape[1] > stack.shape[2]
     x = stack.mT if is_tall else stack
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=_EPS)  # singular values up to 1
-    for _ in range(NEWTON_SCHULZ_ITERATIONS):
+    for _ in range(_NEWTON_SCHULZ_ITERATIONS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if is_tall else x

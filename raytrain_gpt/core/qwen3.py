@@ -31,7 +31,7 @@ class RMSNorm(nn.RMSNorm):
         return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), RMS_NORM_EPS)
 
 
-class Qwen3Attention(nn.Module):
+class _Qwen3Attention(nn.Module):
     """Self-attention of all heads; it holds only matrices, the block has its norms."""
 
     def __init__(self, shape: GPTShape) -> None:
@@ -54,7 +54,7 @@ class Qwen3Attention(nn.Module):
         return F.dropout(out, self.dropout, self.training)
 
 
-class Qwen3MLP(nn.Module):
+class _Qwen3MLP(nn.Module):
     """Gated MLP (Shazeer, "GLU Variants", 2020)."""
 
     def __init__(self, shape: GPTShape) -> None:
@@ -70,15 +70,15 @@ class Qwen3MLP(nn.Module):
         return F.dropout(self.down_proj(x), self.dropout, self.training)
 
 
-class Qwen3Block(Block):
+class _Qwen3Block(Block):
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(shape.embd_size)
         self.q_norm = RMSNorm(shape.head_size)
         self.k_norm = RMSNorm(shape.head_size)
-        self.attn = Qwen3Attention(shape)
+        self.attn = _Qwen3Attention(shape)
         self.post_attention_layernorm = RMSNorm(shape.embd_size)
-        self.mlp = Qwen3MLP(shape)
+        self.mlp = _Qwen3MLP(shape)
 
     def layers(self, x: Tensor, attend: AttentionFn) -> Tensor:
         def attend_normed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -105,12 +105,12 @@ class Qwen3(GPT):
 
     def make_layers(self, shape: GPTShape) -> None:
         self.wte = nn.Embedding(shape.padded_vocab_size, shape.embd_size)
-        self.h = nn.ModuleList(Qwen3Block(shape) for _ in range(shape.num_layers))
+        self.h = nn.ModuleList(_Qwen3Block(shape) for _ in range(shape.num_layers))
         self.ln_f = RMSNorm(shape.embd_size)
         if not shape.tied_embeddings:
             self.lm_head = nn.Linear(shape.embd_size, shape.padded_vocab_size, bias=False)
         # Tables, as a compiled model would compute them again in every layer.
-        angles = rope_angles(shape)
+        angles = _rope_angles(shape)
         self.register_buffer("rope_cos", angles.cos(), persistent=False)
         self.register_buffer("rope_sin", angles.sin(), persistent=False)
 
@@ -160,7 +160,7 @@ def rope_theta(shape: GPTShape) -> float:
     return _settings(shape).rope_theta
 
 
-def rope_angles(shape: GPTShape) -> Tensor:
+def _rope_angles(shape: GPTShape) -> Tensor:
     """Angles of all positions in radians, (seq_len, D/2H)."""
     half = shape.head_size // 2
     frequencies = 1 / rope_theta(shape) ** (torch.arange(half) / half)  # radians per position

@@ -29,7 +29,7 @@ from raytrain_gpt.format import Log
 from raytrain_gpt.ingest.hf_tokenizer import GPT2_PATTERN, merges_of, printable
 from raytrain_gpt.storage.location import Location, force_to_disk, is_url
 
-SUFFIX = ".gguf"
+_SUFFIX = ".gguf"
 
 
 def export_gguf(path: str | Path, out: str | Path, dtype: DType, log: Log) -> Path:
@@ -48,12 +48,12 @@ def export_gguf(path: str | Path, out: str | Path, dtype: DType, log: Log) -> Pa
     if is_url(str(out)):
         raise ConfigError(f"{out} is a URL; export to a local file and copy it there")
     place = Location.of(out)
-    is_directory = str(out).endswith("/") or place.path.is_dir() or not place.name.endswith(SUFFIX)
+    is_directory = str(out).endswith("/") or place.path.is_dir() or not place.name.endswith(_SUFFIX)
     if not is_directory:
         _check_new(place)
     checkpoint, config, model, encoding, _ = open_checkpoint(path, torch.device("cpu"), log)
     if is_directory:
-        place /= f"{config.run.run_name}{SUFFIX}"
+        place /= f"{config.run.run_name}{_SUFFIX}"
         _check_new(place)
     mapping = mapping_of(model.shape.architecture, "to_hf", "add_gguf_sizes")
     name = getattr(mapping, "GGUF_NAME", model.shape.architecture)

@@ -21,7 +21,7 @@ from raytrain_gpt.parsing import parse_json
 HF_WEIGHTS_FILE = "model.safetensors"
 _PICKLED_FILE = "pytorch_model.bin"
 _PICKLED = (".bin", ".pt", ".pth")
-WEIGHTS_SUFFIXES = (".safetensors", *_PICKLED)
+_WEIGHTS_SUFFIXES = (".safetensors", *_PICKLED)
 _EMBEDDING, _HEAD = "wte.weight", "lm_head.weight"
 _LAYER = re.compile(r"h\.(\d+)\.")
 
@@ -45,10 +45,10 @@ def unpadded(model: GPT) -> Iterator[tuple[str, Tensor]]:
 def find_hf_weights(path: Path) -> list[Path]:
     """Return the weights files of a directory, or the file itself, or raise a CheckpointError."""
     if not path.is_dir():
-        if path.suffix not in WEIGHTS_SUFFIXES:
+        if path.suffix not in _WEIGHTS_SUFFIXES:
             raise CheckpointError(
                 f"{path} is neither a Hugging Face directory nor a file of weights "
-                f"({', '.join(WEIGHTS_SUFFIXES)})"
+                f"({', '.join(_WEIGHTS_SUFFIXES)})"
             )
         return [path]
     for name in (HF_WEIGHTS_FILE, _PICKLED_FILE):

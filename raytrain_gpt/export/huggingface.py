@@ -53,8 +53,8 @@ from raytrain_gpt.tracking.mlflow_run import track_export
 
 UNFINISHED = ".unfinished-"
 DType = Literal["fp32", "bf16"]
-DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-EVAL_SEQUENCES = 4
+_DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_EVAL_SEQUENCES = 4
 """micro_batch_sequences of imported weights: 4 × 1024 tokens of GPT-2 have 0.8 GB of logits."""
 _GUESSED_TOKENIZERS = {GPT2_VOCAB_SIZE: "gpt2", 257: "bytes"}
 """Vocabulary size -> tokenizer to assume if the weights have none."""
@@ -76,10 +76,10 @@ def export_checkpoint(path: str | Path, out: str | Path, dtype: DType, log: Log)
     place = Location.of(out)
     _check_free(place)
     checkpoint, config, model, encoding, _ = open_checkpoint(path, torch.device("cpu"), log)
-    torch_name = str(DTYPES[dtype]).removeprefix("torch.")
+    torch_name = str(_DTYPES[dtype]).removeprefix("torch.")
     with kinds.kind("architecture", model.shape.architecture).errors_as_line():
         config_files = hf_config_files(model.shape, encoding.eot_token, torch_name)
-        tensors = hf_tensors(model, DTYPES[dtype])
+        tensors = hf_tensors(model, _DTYPES[dtype])
     num_parameters = sum(tensor.numel() for tensor in tensors.values())
     texts = {
         **config_files,
@@ -234,8 +234,8 @@ def _config(shape: GPTShape) -> Config:
         {
             **shape.fields,
             "data_path": "",
-            "micro_batch_sequences": EVAL_SEQUENCES,
-            "global_batch_tokens": EVAL_SEQUENCES * shape.seq_len,
+            "micro_batch_sequences": _EVAL_SEQUENCES,
+            "global_batch_tokens": _EVAL_SEQUENCES * shape.seq_len,
             "run_name": "imported",
             "precision": "fp32",  # makes `eval` comparable to other programs
         }

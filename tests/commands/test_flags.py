@@ -46,14 +46,14 @@ def test_flags_have_the_type_and_default_of_their_field() -> None:
     options = parsed(SampleOptions, "runs/a", "--prompt", "null", "--top_k", "null", "--seed", "7")
     assert (options.checkpoint, options.prompt, options.seed) == ("runs/a", "null", 7)
     assert options.top_k is None, "null must be parsed as None"
-    assert parsed(SampleOptions, "runs/a").top_k == EvalSection().top_k
+    assert parsed(SampleOptions, "runs/a", "--prompt", "a").top_k == EvalSection().top_k
     assert parsed(StorageOptions, "--json").as_json
     assert parsed(ReportOptions, "a", "b").runs == ["a", "b"]
 
 
 def test_a_wrong_value_is_one_line_with_the_limit_and_the_help() -> None:
     with raises_line(ConfigError, "top_p='1.5': must be less than or equal to 1 (Sample from"):
-        parsed(SampleOptions, "runs/a", "--top_p", "1.5")
+        parsed(SampleOptions, "runs/a", "--prompt", "a", "--top_p", "1.5")
     with raises_line(ConfigError, "seed='x': must be an integer"):
         SamplingOptions(seed="x")
     with raises_line(ConfigError, "unknown option top_q; did you mean top_p?", "temperature"):
@@ -130,7 +130,7 @@ def test_the_name_of_a_run_is_its_directory_in_runs(
         ("runs/book", "runs/book"),
         ("s3://b/book", "s3://b/book"),
     ):
-        assert parsed(SampleOptions, given).checkpoint == meant
+        assert parsed(SampleOptions, given, "--prompt", "a").checkpoint == meant
 
 
 ACTIONS = {

@@ -28,8 +28,9 @@ def test_a_setting_that_went_is_ignored_where_it_meant_nothing(
     file.write_text(OLD % "inline")
     assert load_config_file(file).eval.eval_tokens == 512
     assert capsys.readouterr().err == f"eval_mode in {file} is ignored: it no longer exists\n"
-    _, _, said = run_cli("estimate", "--eval_mode", "inline")
-    assert said == "eval_mode in the command line is ignored: it no longer exists\n"
+    for name, value in (("eval_mode", "inline"), ("data_cache_gb", "8.5")):
+        _, _, said = run_cli("estimate", f"--{name}", value)
+        assert said == f"{name} in the command line is ignored: it no longer exists\n"
 
 
 def test_a_setting_that_went_is_refused_where_it_meant_something(

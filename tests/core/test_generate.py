@@ -106,7 +106,7 @@ def test_as_on_a_gpu_few_shapes_occur_and_the_tokens_stay_the_same(
     wanted = sample_tokens(model, None, prompts, options)
     assert len(shapes) == 100  # the prompts, then a new number of keys per token
     shapes.clear()
-    monkeypatch.setitem(kv_cache.KEY_MULTIPLES, "cpu", 64)
+    monkeypatch.setitem(kv_cache._KEY_MULTIPLES, "cpu", 64)
     assert sample_tokens(model, None, prompts, options) == wanted
     assert [keys[2] for _, keys in shapes] == [60, 64, 128, 160]
     assert set(shapes.values()) == {2, 2 * 4, 2 * 64, 2 * 31}  # in two layers
@@ -149,7 +149,7 @@ def test_decoding_runs_in_kernels_for_any_shape_and_the_head_outside_autocast(
 def test_tokens_are_those_without_a_cache_also_past_the_context(
     shape: GPTShape, way: str, multiple: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(kv_cache.KEY_MULTIPLES, "cpu", multiple)
+    monkeypatch.setitem(kv_cache._KEY_MULTIPLES, "cpu", multiple)
     model, options = random_model(shape), sampling(12, **WAYS[way])
     prompts = [[7], [1, 2, 3], [*range(12)], [*range(33)], LONG, [5] * 15, [5] * 16, [5] * 17]
     assert sample_tokens(model, None, prompts, options) == references(model, prompts, options)
@@ -188,8 +188,8 @@ def test_no_sequence_depends_on_the_others_or_on_what_fits_at_a_time(
     end = endless[0][6] if endless else END
     shown: list[list[int]] = [[] for _ in prompts]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generate, "MAX_SEQUENCES", at_a_time)
-        patch.setattr(generate, "PREFILL_TOKENS", prefill_tokens)
+        patch.setattr(generate, "_MAX_SEQUENCES", at_a_time)
+        patch.setattr(generate, "_PREFILL_TOKENS", prefill_tokens)
         found = sample_tokens(
             model, end, prompts, options, on_token=lambda index, token: shown[index].append(token)
         )
@@ -198,7 +198,7 @@ def test_no_sequence_depends_on_the_others_or_on_what_fits_at_a_time(
 
 
 def test_prompts_that_do_not_fit_into_one_forward_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "PREFILL_TOKENS", 10)
+    monkeypatch.setattr(generate, "_PREFILL_TOKENS", 10)
     prompts, order = [[1, 2, 3, 4], [5, 6], [7], [*range(14)], [8]], []
     sample_tokens(MODEL, None, prompts, sampling(4), on_token=lambda index, _: order.append(index))
     assert order[:14] == [0, 1, 0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 3, 4]

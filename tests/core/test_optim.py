@@ -11,7 +11,7 @@ from torch import Tensor
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.model import GPT, GPTShape
-from raytrain_gpt.core.optim import AdamW, Optimizer, learning_rate, update
+from raytrain_gpt.core.optim import AdamW, learning_rate, update
 from raytrain_gpt.core.registry import build_optimizer, count_model, optimizer_class
 from tests.core.conftest import NewModel
 
@@ -24,14 +24,6 @@ def put_gradients(model: GPT, seed: int, scale: float) -> float:
         parameter.grad = scale * torch.randn(parameter.shape, generator=generator)
         squares += parameter.grad.double().square().sum().item()
     return math.sqrt(squares)
-
-
-def state_of(model: GPT, optimizer: Optimizer) -> list[Tensor]:
-    """Return copies of all weights and moments."""
-    tensors = [parameter.detach().clone() for parameter in model.parameters()]
-    for parameter in model.parameters():
-        tensors += [optimizer.state[parameter][key].clone() for key in ("exp_avg", "exp_avg_sq")]
-    return tensors
 
 
 def all_equal(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -77,47 +69,7 @@ def test_updates_are_adamws_with_groups_and_clipping_by_hand(
         assert reported.item() == pytest.approx(norm, rel=1e-5)
         for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-def test_the_reported_norm_is_the_one_before_clipping(model: GPT) -> None:
-    optimizer = build_optimizer(model, OptimSection())
-    norm = put_gradients(model, 0, scale=100.0)
-    reported = update(optimizer, list(model.parameters()), lr=1e-3, grad_clip=1.0)
-    assert norm > 1000
-    assert reported.item() == pytest.approx(norm, rel=1e-5)
-
-
-def test_gradients_are_dropped_after_an_update(model: GPT) -> None:
-    optimizer = build_optimizer(model, OptimSection())
-    put_gradients(model, 0, scale=1.0)
-    update(optimizer, list(model.parameters()), lr=1e-3, grad_clip=1.0)
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("steps_before", [0, 2])
-def test_a_broken_gradient_changes_nothing(
-    new_model: NewModel, bad: float, steps_before: int
-) -> None:
-    broken, unbroken = new_model(), new_model()
-    optimizers = [build_optimizer(model, OptimSection()) for model in (broken, unbroken)]
-    for step in range(steps_before):
-        for model, optimizer in zip((broken, unbroken), optimizers, strict=True):
-            put_gradients(model, step, scale=1.0)
-            update(optimizer, list(model.parameters()), lr=1e-3, grad_clip=1.0)
-    before = [parameter.detach().clone() for parameter in broken.parameters()]
-
-    put_gradients(broken, 50, scale=1.0)
-    assert broken.ln_f.bias.grad is not None
-    broken.ln_f.bias.grad[3] = bad
-    norm = update(optimizers[0], list(broken.parameters()), lr=1e-3, grad_clip=1.0)
-    assert not math.isfinite(norm.item())
-    assert all_equal([p.detach() for p in broken.parameters()], before)
-
-    for model, optimizer in zip((broken, unbroken), optimizers, strict=True):
-        put_gradients(model, 99, scale=1.0)
-        update(optimizer, list(model.parameters()), lr=1e-3, grad_clip=1.0)
-    assert all_equal(state_of(broken, optimizers[0]), state_of(unbroken, optimizers[1]))
+            assert a.grad is None
 
 
 # --- learning rate
@@ -125,27 +77,12 @@ def test_a_broken_gradient_changes_nothing(
 PUBLISHED = OptimSection(peak_lr=6e-4, min_lr=6e-5, warmup_steps=715)
 
 
-@pytest.mark.parametrize(
-    ("step", "lr"),
-    [
-        (0, 8.39e-7),
-        (714, 6e-4),
-        (715, 6e-4),
-        (50_000, 3.12e-4),
-        (95_365, 6e-5),
-        (95_366, 6e-5),
-        (10**6, 6e-5),
-    ],
-)
-def test_cosine_has_the_published_values(step: int, lr: float) -> None:
-    assert learning_rate(step, PUBLISHED, 95_365) == pytest.approx(lr, rel=2e-3)
-
-
-def test_cosine_follows_its_formula() -> None:
+def test_cosine_follows_its_formula_and_ends_at_the_minimum() -> None:
     for step in range(715, 95_365, 1000):
         turn = math.pi * (step - 715) / (95_365 - 715)
         expected = 6e-5 + 0.5 * (1 + math.cos(turn)) * (6e-4 - 6e-5)
         assert learning_rate(step, PUBLISHED, 95_365) == pytest.approx(expected, rel=1e-12)
+    assert {learning_rate(step, PUBLISHED, 95_365) for step in (95_365, 10**6)} == {6e-5}
 
 
 def test_warm_up_is_a_straight_line() -> None:

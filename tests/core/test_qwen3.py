@@ -138,23 +138,6 @@ def test_a_run_begins_with_blocks_that_add_nothing(tied: bool) -> None:
     assert abs(loss - math.log(shape.padded_vocab_size)) < (0.2 if tied else 1e-5)
 
 
-def test_positions_count_from_each_other() -> None:
-    """Shifting all positions of a text does not change its hidden states."""
-    model, _, ids = ours_and_theirs(QWEN3)
-    with torch.no_grad():
-        positions = torch.arange(8)
-        first, moved = (
-            model.hidden_with_cache(ids[:, :8], positions + start, [causal] * 2) for start in (0, 5)
-        )
-    torch.testing.assert_close(first, moved, rtol=1e-4, atol=1e-4)
-
-
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, enable_gqa=True
-    )
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_norm_keeps_the_type_of_what_it_gets(dtype: torch.dtype) -> None:
     norm = RMSNorm(8)

@@ -75,15 +75,8 @@ def check_read_back(directory: Path, trained: Trained, new_model: NewModel) -> N
             assert loaded_optimizer.state[a][key].dtype == tensor.dtype
 
 
-def test_weights_and_moments_come_back_bitwise(
-    tmp_path: Path, trained: Trained, new_model: NewModel
-) -> None:
-    save_state(tmp_path, *trained)
-    check_read_back(tmp_path, trained, new_model)
-
-
-@pytest.mark.parametrize("num_parts", [2, 3, 5])
-def test_parts_written_apart_are_one_state(
+@pytest.mark.parametrize("num_parts", [1, 2, 5])
+def test_weights_and_moments_come_back_bitwise_however_many_wrote_them(
     tmp_path: Path, trained: Trained, new_model: NewModel, num_parts: int
 ) -> None:
     model, optimizer = trained
