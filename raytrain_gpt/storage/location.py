@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from raytrain_gpt.errors import ClusterError, ConfigError
-from raytrain_gpt.format import preview, shell
+from raytrain_gpt.format import preview
 from raytrain_gpt.redact import HIDDEN, has_user_info
 from raytrain_gpt.storage.object_files import CHUNK_BYTES, RetriedHandler, RetriedReader
 from raytrain_gpt.storage.object_store import SCHEMES, SOURCE_SCHEMES, access_error
@@ -98,9 +98,8 @@ class Location:
             return cls.of(url)
         _check_user_info(url)
         if scheme in ("http", "https"):
-            raise ConfigError(
-                f"source {url} is a web address; download it first: {shell('curl', '-LO', url)}"
-            )
+            shown = url.partition("?")[0]  # a query may have a signature
+            raise ConfigError(f"source {shown} is a web address; download it first: curl -LO URL")
         if scheme not in SOURCE_SCHEMES:
             schemes = ", ".join(f"{name}://" for name in SOURCE_SCHEMES)
             raise ConfigError(

@@ -133,7 +133,7 @@ def test_what_the_hub_does_not_have_is_said(hub: HubServer, source: str, words: 
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("https://host/a.jsonl", "download it first: curl -LO https://host/a.jsonl"),
+        ("https://host/a.jsonl", "download it first: curl -LO URL"),
         ("ftp://host/a.jsonl", "unknown scheme"),
         ("hf://models/owner/data", "no dataset"),
         ("hf://datasets/a", "no dataset"),
