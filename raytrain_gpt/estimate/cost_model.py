@@ -28,9 +28,9 @@ from raytrain_gpt.core.model import GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.registry import count_model, step_flops
 from raytrain_gpt.train.memory_search import MemorySearch, Remedy, gpu_limit_bytes
 
-MAX_SEARCHED_SEQUENCES = 2**20
+_MAX_SEARCHED_SEQUENCES = 2**20
 """Upper bound of micro-batches in sequences; no device has memory for it."""
-GPT2_SIZES = {
+_GPT2_SIZES = {
     "124M": (12, 12, 768),
     "350M": (24, 16, 1024),
     "774M": (36, 20, 1280),
@@ -219,13 +219,13 @@ def _largest_micro_batches(memory: MemoryModel, limit_bytes: float) -> list[Larg
     """Return each GPT-2 size's largest micro-batch, with the run's context and vocabulary."""
 
     def largest(model: MemoryModel, mode: ActivationCheckpointing) -> int:
-        sizes = range(1, MAX_SEARCHED_SEQUENCES)
+        sizes = range(1, _MAX_SEARCHED_SEQUENCES)
         return bisect_right(sizes, limit_bytes, key=lambda n: model.predict(n, mode).total)
 
     micro_batches = []
     shapes = {
         name: GPTShape(*sizes, memory.shape.seq_len, memory.shape.vocab_size)
-        for name, sizes in GPT2_SIZES.items()
+        for name, sizes in _GPT2_SIZES.items()
     }
     for name, shape in shapes.items():
         model = replace(memory, shape=shape, traced=next(iter(shapes.values())))

@@ -40,9 +40,9 @@ from raytrain_gpt.train.memory_fit import fit_sharing
 from raytrain_gpt.train.memory_search import MemorySearch, gpu_limit_bytes
 from raytrain_gpt.train.preflight import expected_vocab_size
 
-PROBE_S = 3.0
+_PROBE_S = 3.0
 """Least duration of the speed measurement."""
-DRAWS = 2000
+_DRAWS = 2000
 """Trials drawn for the expected tokens of early stopping."""
 
 
@@ -154,7 +154,7 @@ def cost_lines(sweep: Sweep) -> list[str]:
     lines.append(
         f"each trial: {count(trial_cpus(base), 'CPU')}{for_data}{gpus} | on this machine: {at_once} at once"
     )
-    full, share, stops = number * sweep.budget_tokens, trained_share(sweep, number), ""
+    full, share, stops = number * sweep.budget_tokens, _trained_share(sweep, number), ""
     if share < 1:
         stops = f"; about {amount(share * full)} if early stopping meets losses in any order"
     lines.append(
@@ -178,7 +178,7 @@ def cost_lines(sweep: Sweep) -> list[str]:
     return lines
 
 
-def trained_share(sweep: Sweep, number: int) -> float:
+def _trained_share(sweep: Sweep, number: int) -> float:
     """Return the expected share of the tokens that trials train, if losses come in any order.
 
     A trial that is better at one rung is so at all of them.
@@ -187,7 +187,7 @@ def trained_share(sweep: Sweep, number: int) -> float:
         return 1.0
     names, draws = [str(n) for n in range(number)], random.Random(sweep.sweep_seed)
     shares = []
-    for _ in range(-(-DRAWS // number)):
+    for _ in range(-(-_DRAWS // number)):
         halving = Halving(sweep.scheduler, sweep.budget_tokens, names)
         for name in names:
             loss, rung = draws.random(), sweep.scheduler.grace_tokens
@@ -267,9 +267,9 @@ def seconds_per_flop(configs: Sequence[SizedConfig], vocab_size: int) -> float |
         return time.perf_counter() - started
 
     micro_batches, times = 1, [step_s(1)]
-    if times[0] < PROBE_S:  # the first step fills caches, which a long one does not show
+    if times[0] < _PROBE_S:  # the first step fills caches, which a long one does not show
         whole = config.batch_sequences // num_workers // sequences
-        micro_batches, times = max(1, min(whole, int(PROBE_S / times[0]))), []
-        while sum(times) < PROBE_S:
+        micro_batches, times = max(1, min(whole, int(_PROBE_S / times[0]))), []
+        while sum(times) < _PROBE_S:
             times.append(step_s(micro_batches))
     return fmean(times) / flops(config, micro_batches * ids.numel())

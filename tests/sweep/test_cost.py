@@ -12,7 +12,7 @@ from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.format import duration
 from raytrain_gpt.sweep import cost
-from raytrain_gpt.sweep.cost import cost_lines, one_worker_for_auto, trained_share
+from raytrain_gpt.sweep.cost import _trained_share, cost_lines, one_worker_for_auto
 from raytrain_gpt.sweep.spec import Sweep, load_sweep
 from raytrain_gpt.sweep.trial_plan import base_config
 from raytrain_gpt.train.preflight import expected_vocab_size
@@ -40,13 +40,13 @@ ASHA = {"kind": "asha", "grace_tokens": 10 * 512, "reduction_factor": 3}
 
 
 def test_early_stopping_leaves_the_expected_share() -> None:
-    assert trained_share(sweep(), 9) == 1
+    assert _trained_share(sweep(), 9) == 1
     # Half of the second trials are worse than the first one, which always passes.
     halves = {"kind": "asha", "grace_tokens": 45 * 512, "reduction_factor": 2}
     report = {"report_every_tokens": 45 * 512}
-    assert trained_share(sweep(scheduler=halves, **report), 1) == 1
-    assert trained_share(sweep(scheduler=halves, **report), 2) == pytest.approx(0.875, abs=0.02)
-    assert 0.25 < trained_share(sweep(scheduler=ASHA), 9) < 0.6
+    assert _trained_share(sweep(scheduler=halves, **report), 1) == 1
+    assert _trained_share(sweep(scheduler=halves, **report), 2) == pytest.approx(0.875, abs=0.02)
+    assert 0.25 < _trained_share(sweep(scheduler=ASHA), 9) < 0.6
 
 
 FLOP_S = 1e-9
@@ -65,7 +65,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("measured")
 def test_the_cost_is_said_before_a_sweep_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost, "trained_share", lambda sweep, number: 0.5)
+    monkeypatch.setattr(cost, "_trained_share", lambda sweep, number: 0.5)
     one = sweep(scheduler=ASHA, max_concurrent_trials=1)
     lines = cost_lines(one)
     assert lines[0].split() == ["trial", "peak_lr", "steps"]
@@ -87,7 +87,7 @@ def test_the_cost_is_said_before_a_sweep_starts(monkeypatch: pytest.MonkeyPatch)
 def test_the_speed_is_measured_without_resources_in_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str, searcher: str
 ) -> None:
-    monkeypatch.setattr(cost, "PROBE_S", 0.01)
+    monkeypatch.setattr(cost, "_PROBE_S", 0.01)
     file = tmp_path / "base.yaml"
     file.write_text("optim: {min_lr: 0, warmup_steps: 5}\ncluster: {use_gpu: false}")
     overrides = {"num_workers": 1, "cpus_per_worker": 1, "global_batch_tokens": 512, "seq_len": 64}
@@ -144,11 +144,3 @@ def test_the_example_of_the_documentation_has_a_cost(tmp_path: Path) -> None:
     file.write_text(DOCS.read_text("utf-8").split("```yaml")[1].split("```")[0], "utf-8")
     lines = cost_lines(load_sweep(file, {}))
     assert lines[17].startswith("each trial: 4 CPUs, with GPUs 1 for each worker")
-
-
-@pytest.mark.usefixtures("measured")
-def test_optunas_trials_are_counted_and_not_listed() -> None:
-    space = {"peak_lr": {"loguniform": [1e-3, 1e-2]}}
-    assert cost_lines(sweep(space=space, searcher="optuna", num_trials=5))[0].startswith(
-        "5 trials, whose values Optuna chooses"
-    )
