@@ -62,7 +62,7 @@ from raytrain_gpt import cli
 for argv in json.load(sys.stdin):
     if argv[0] == "tune":
         from raytrain_gpt.sweep import cost
-        cost.PROBE_S = 0
+        cost._PROBE_S = 0
     try:
         cli.main(argv)
     except SystemExit as end:

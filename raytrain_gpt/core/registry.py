@@ -39,6 +39,12 @@ def assumed_step_time_s(shape: GPTShape, batch_tokens: int, peak_flops: float) -
     return count_model(shape).flops_per_token * batch_tokens / (peak_flops * ASSUMED_MFU)
 
 
+def step_flops(shape: GPTShape, optimizer: str, tokens: int) -> float:
+    """Return the FLOPs of a step on `tokens`, with those of a built-in optimizer's update."""
+    counts, kind = count_model(shape), optimizer_class(optimizer)
+    return counts.flops_per_token * tokens + (kind.update_flops(counts.matrices) if kind else 0)
+
+
 def new_model(
     shape: GPTShape, activation_checkpointing: str = "none", document_end: int | None = None
 ) -> GPT:

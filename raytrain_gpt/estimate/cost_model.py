@@ -25,12 +25,12 @@ from raytrain_gpt.core.memory import (
     largest_share_bytes,
 )
 from raytrain_gpt.core.model import GPT2_VOCAB_SIZE, GPTShape
-from raytrain_gpt.core.registry import ModelCounts, count_model, optimizer_class
+from raytrain_gpt.core.registry import count_model, step_flops
 from raytrain_gpt.train.memory_search import MemorySearch, Remedy, gpu_limit_bytes
 
-MAX_SEARCHED_SEQUENCES = 2**20
+_MAX_SEARCHED_SEQUENCES = 2**20
 """Upper bound of micro-batches in sequences; no device has memory for it."""
-GPT2_SIZES = {
+_GPT2_SIZES = {
     "124M": (12, 12, 768),
     "350M": (24, 16, 1024),
     "774M": (36, 20, 1280),
@@ -155,7 +155,7 @@ def estimate(config: Config, facts: Facts) -> Estimate:
     fitting = search.largest(limit_bytes)
     fit = fitting or search.least()
     total_tokens = train.max_steps * train.global_batch_tokens
-    speed = _speed(config, counts, facts)
+    speed = _speed(config, shape, facts)
     train_s = None if speed is None else total_tokens / speed.tokens_per_s
     step_time_s = None if train_s is None else train_s / train.max_steps
     written = largest_share_bytes(shape, config.optim, facts.num_workers)
@@ -194,7 +194,8 @@ def _price(hours: float | None, rate: float | None) -> float | None:
     return None if hours is None or rate is None else hours * rate
 
 
-def _speed(config: Config, counts: ModelCounts, facts: Facts) -> EstimatedSpeed | None:
+def _speed(config: Config, shape: GPTShape, facts: Facts) -> EstimatedSpeed | None:
+    counts = count_model(shape)
     peak_tokens_per_s = None
     if facts.device is not None and facts.bf16:
         peak_tokens_per_s = facts.device.bf16_flops * facts.num_workers / counts.flops_per_token
@@ -203,10 +204,9 @@ def _speed(config: Config, counts: ModelCounts, facts: Facts) -> EstimatedSpeed 
     elif facts.step_time_s is not None:
         tokens_per_s, source = config.train.global_batch_tokens / facts.step_time_s, "given"
     elif peak_tokens_per_s is not None:
-        model_flops = counts.flops_per_token * config.train.global_batch_tokens
-        optimizer = optimizer_class(config.optim.optimizer)
-        update_flops = optimizer.update_flops(counts.matrices) if optimizer else 0
-        model_share = model_flops / (model_flops + update_flops)
+        batch = config.train.global_batch_tokens
+        all_flops = step_flops(shape, config.optim.optimizer, batch)
+        model_share = counts.flops_per_token * batch / all_flops
         tokens_per_s = peak_tokens_per_s * model_share * (facts.mfu or ASSUMED_MFU)
         source = "table"
     else:
@@ -219,13 +219,13 @@ def _largest_micro_batches(memory: MemoryModel, limit_bytes: float) -> list[Larg
     """Return each GPT-2 size's largest micro-batch, with the run's context and vocabulary."""
 
     def largest(model: MemoryModel, mode: ActivationCheckpointing) -> int:
-        sizes = range(1, MAX_SEARCHED_SEQUENCES)
+        sizes = range(1, _MAX_SEARCHED_SEQUENCES)
         return bisect_right(sizes, limit_bytes, key=lambda n: model.predict(n, mode).total)
 
     micro_batches = []
     shapes = {
         name: GPTShape(*sizes, memory.shape.seq_len, memory.shape.vocab_size)
-        for name, sizes in GPT2_SIZES.items()
+        for name, sizes in _GPT2_SIZES.items()
     }
     for name, shape in shapes.items():
         model = replace(memory, shape=shape, traced=next(iter(shapes.values())))

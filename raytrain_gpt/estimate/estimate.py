@@ -30,7 +30,7 @@ from raytrain_gpt.train.launch import training_session
 from raytrain_gpt.train.memory_fit import fit_memory
 from raytrain_gpt.train.memory_search import NO_REMEDY
 
-SPEED_SOURCES = {
+_SPEED_SOURCES = {
     "probe": "measured by the probe",
     "given": "from the given step time",
     "table": "from the device's peak and an assumed MFU, not measured",
@@ -206,7 +206,7 @@ def _time_lines(run: Estimate) -> list[str]:
     mfu = "" if speed.mfu is None else f", mfu {speed.mfu:.1%}"
     out = [
         f"speed    {speed.tokens_per_s:,.0f} tokens/s, {run.step_time_s:.3g} s per step{mfu} "
-        f"({SPEED_SOURCES[speed.source]})",
+        f"({_SPEED_SOURCES[speed.source]})",
         f"time     {duration(run.train_s)} of steps ({run.train_s / 86400:.1f} days, "
         f"{run.device_hours:,.1f} device hours), without evaluations, checkpoints and restarts",
     ]

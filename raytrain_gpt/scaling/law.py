@@ -17,7 +17,7 @@ from raytrain_gpt.format import count
 
 Floats = NDArray[np.float64]
 
-HUBER_THRESHOLD = 1e-3
+_HUBER_THRESHOLD = 1e-3
 MIN_RUNS = 5
 """A law has five numbers."""
 EXPONENTS = (0.05, 1.2)
@@ -28,9 +28,9 @@ _ROUNDS = 6
 _SUBSETS = np.array([[i >> bit & 1 for bit in range(3)] for i in range(1, 8)], bool)
 """Which of E, A and B are not zero: the best feasible subset minimizes over E, A, B ≥ 0."""
 
-HELD_OUT_ABOVE = 1 / 4
+_HELD_OUT_ABOVE = 1 / 4
 """Fraction of a study's largest compute above which its runs test the law that the others give."""
-HELD_OUT_QUANTILE, HELD_OUT_FACTOR = 0.9, 2.0
+_HELD_OUT_QUANTILE, _HELD_OUT_FACTOR = 0.9, 2.0
 """The interval is this multiple of this quantile of the hold-out's errors: on public tables it covered 90 to
 100% of larger runs, and 90% bootstraps covered 0 to 14%."""
 
@@ -53,7 +53,7 @@ class HeldOut:
     def half_width(self) -> float:
         """Half of the interval, in nats per token."""
         errors = np.abs(self.predicted - self.seen)
-        return HELD_OUT_FACTOR * float(np.quantile(errors, HELD_OUT_QUANTILE))
+        return _HELD_OUT_FACTOR * float(np.quantile(errors, _HELD_OUT_QUANTILE))
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Law:
 
 
 def fit_law(
-    parameters: Floats, tokens: Floats, losses: Floats, huber_threshold: float = HUBER_THRESHOLD
+    parameters: Floats, tokens: Floats, losses: Floats, huber_threshold: float = _HUBER_THRESHOLD
 ) -> Law:
     """Fit a law to the final losses of a study, with its hold-out.
 
@@ -142,7 +142,7 @@ def fit_law(
         raise DataError("parameters, tokens and losses must be finite and above 0")
     law = _fitted(n, d, seen, huber_threshold)
     compute = n * d
-    large = compute > compute.max() * HELD_OUT_ABOVE
+    large = compute > compute.max() * _HELD_OUT_ABOVE
     if (~large).sum() < MIN_RUNS:
         return law
     inner = _fitted(n[~large], d[~large], seen[~large], huber_threshold)
@@ -154,7 +154,7 @@ def fit_law(
 def profile(parameters: Floats, tokens: Floats, losses: Floats, values: Floats) -> Floats:
     """Return the lowest objective for each fixed value of E, (len(values),)."""
     n, d, seen = (np.asarray(column, float) for column in (parameters, tokens, losses))
-    return np.array([_fitted(n, d, seen, HUBER_THRESHOLD, e).objective for e in values])
+    return np.array([_fitted(n, d, seen, _HUBER_THRESHOLD, e).objective for e in values])
 
 
 def _fitted(

@@ -22,12 +22,12 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.preflight import expected_vocab_size
 
 LAW_FILE = "law.json"
-RECIPE = ("architecture", "optimizer", "seq_len", "global_batch_tokens")
+_RECIPE = ("architecture", "optimizer", "seq_len", "global_batch_tokens")
 """Fields that a law holds for."""
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-AtLeast0 = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_AtLeast0 = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class RunResult(Strict):
@@ -46,7 +46,7 @@ class LawFile(Strict):
     """`law.json`: without times, so the same after any number of restarts.
 
     Attributes:
-        recipe: Field of RECIPE -> value.
+        recipe: Field of _RECIPE -> value.
         half_width: Half of the interval, in nats per token, or None without a hold-out.
         largest_compute: FLOPs of the largest run in the law.
         noise: Standard deviation of the loss between seeds, at the smallest size.
@@ -56,17 +56,17 @@ class LawFile(Strict):
     study: str
     recipe: dict[str, Any]
     vocab_hash: str
-    e: AtLeast0
-    a: AtLeast0
-    b: AtLeast0
+    e: _AtLeast0
+    a: _AtLeast0
+    b: _AtLeast0
     alpha: Positive
     beta: Positive
-    objective: AtLeast0
-    half_width: AtLeast0 | None = None
+    objective: _AtLeast0
+    half_width: _AtLeast0 | None = None
     largest_compute: Positive
     rate_coefficient: Positive
     rate_exponent: Number
-    noise: AtLeast0 | None = None
+    noise: _AtLeast0 | None = None
     batch_cost: Number | None = None
     runs: list[RunResult]
 
@@ -129,7 +129,7 @@ class LawFile(Strict):
         doubts = list(doubt_of_extrapolation(times))
         doubts += [
             f"the law has {name}={value}, not {fields[name]}"
-            for name in RECIPE
+            for name in _RECIPE
             if fields[name] != (value := self.recipe.get(name))
         ]
         if data_is_there(config) and data_of(config).vocab_hash != self.vocab_hash:
@@ -149,7 +149,7 @@ def law_file(
     twice, once = by_name["batch-2x"].loss, by_name[f"size-2-{plan.middle_length}"].loss
     file = LawFile(
         study=plan.study.study_name,
-        recipe={name: base[name] for name in RECIPE},
+        recipe={name: base[name] for name in _RECIPE},
         vocab_hash=vocab_hash,
         **{"e": 0, "a": 0, "b": 0, "alpha": 1, "beta": 1, "objective": 0},
         largest_compute=plan.largest_compute,
@@ -180,7 +180,7 @@ class Verdict(Strict):
     tokens: Positive
     times: Positive
     predicted: Number
-    half_width: AtLeast0
+    half_width: _AtLeast0
     values: dict[str, Any]
     law_sha256: str
     seen: Number | None = None

@@ -21,19 +21,19 @@ from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import amount, count
 from raytrain_gpt.scaling.study_file import LEAST, SET_BY_STUDY, Study
 
-DECAY_FRACTION = 0.2
+_DECAY_FRACTION = 0.2
 _WHOLE_DECAYS = 5
 """Lengths are multiples of this many steps, so that decays have an integer number of steps."""
-DEFAULT_NUM_SIZES, LARGEST_SHARE = 5, 1 / 10
+_DEFAULT_NUM_SIZES, _LARGEST_SHARE = 5, 1 / 10
 """Sizes, and compute of the largest run as a fraction of the target's, if the file has none."""
-FAR_EXTRAPOLATION, MOST_EXTRAPOLATION = 15, 30
+_FAR_EXTRAPOLATION, MOST_EXTRAPOLATION = 15, 30
 """Compute of a forecast over the largest run's from which it is doubted, and refused."""
 MOST_EPOCHS = 4
 """More repetitions of data are worth less than new tokens (Muennighoff et al., 2023)."""
-MOST_WARMUP = 1 / 10
-FEW_STEPS = 100
+_MOST_WARMUP = 1 / 10
+_FEW_STEPS = 100
 """Steps of the shortest run below which it is doubted: one of 85 was 0.07 nats off the line of the others."""
-NUM_SEEDS = 3
+_NUM_SEEDS = 3
 _ASPECT_WEIGHT = 0.25
 _MAX_LAYERS, _MAX_HEADS = 512, 4096
 
@@ -126,8 +126,8 @@ class StudyPlan:
         given = self.study.sizes
         if given is None:
             longest = self.study.tokens_per_parameter[-1]
-            largest = math.sqrt(self.study.target_compute * LARGEST_SHARE / 6 / longest)
-            given = tuple(largest / 2**k for k in reversed(range(DEFAULT_NUM_SIZES)))
+            largest = math.sqrt(self.study.target_compute * _LARGEST_SHARE / 6 / longest)
+            given = tuple(largest / 2**k for k in reversed(range(_DEFAULT_NUM_SIZES)))
         sizes = [self.size_near(parameters) for parameters in given]
         different, span = {size.shape for size in sizes}, sizes[-1].parameters / sizes[0].parameters
         number, ratio = LEAST["sizes"]
@@ -196,7 +196,7 @@ class StudyPlan:
         steps = self.steps(size, longest)
         seeds = [
             self._run(f"seed-{n}", size, steps, peak_lr=rates[0], seed=seed + n)
-            for n in range(1, NUM_SEEDS)
+            for n in range(1, _NUM_SEEDS)
         ]
         # The rate grows with the square root of the batch, as gradients' noise falls (Malladi et al., 2022).
         twice: dict[str, Any] = {
@@ -238,10 +238,10 @@ class StudyPlan:
                 (self.sizes[0], self.sizes[-1]), (self.lengths[0], self.lengths[-1]), strict=True
             )
         )
-        if (warmup := self.base.optim.warmup_steps) > MOST_WARMUP * shortest:
+        if (warmup := self.base.optim.warmup_steps) > _MOST_WARMUP * shortest:
             raise ConfigError(
                 f"warmup_steps={warmup} is above a tenth of the shortest run, {count(shortest, 'step')}; set "
-                f"it to {int(MOST_WARMUP * shortest)} or less in overrides, or lower global_batch_tokens"
+                f"it to {int(_MOST_WARMUP * shortest)} or less in overrides, or lower global_batch_tokens"
             )
         epochs = 0.0 if train_tokens is None else longest * self.batch_tokens / train_tokens
         if epochs > MOST_EPOCHS:
@@ -249,7 +249,7 @@ class StudyPlan:
                 f"the longest run reads {epochs:.1f} epochs of the data, but a law needs at most "
                 f"{MOST_EPOCHS}; use more data, or smaller sizes"
             )
-        if shortest < FEW_STEPS:
+        if shortest < _FEW_STEPS:
             yield (
                 f"the shortest run has {count(shortest, 'step')}, too few to be on the line of longer ones; "
                 "lower global_batch_tokens, or leave out the smallest size"
@@ -271,12 +271,12 @@ def doubt_of_extrapolation(times: float) -> Iterator[str]:
         raise ConfigError(
             f"{text}, and forecasts reach {MOST_EXTRAPOLATION} times; add larger sizes"
         )
-    if times > FAR_EXTRAPOLATION:
+    if times > _FAR_EXTRAPOLATION:
         yield f"{text}; 10 times is safer"
 
 
 def _before_decay(steps: int) -> int:
-    return steps - round(DECAY_FRACTION * steps)
+    return steps - round(_DECAY_FRACTION * steps)
 
 
 def study_base(study: Study) -> Config:
@@ -286,7 +286,7 @@ def study_base(study: Study) -> Config:
         raise ConfigError(
             f"init_from={init_from} in the base: {SET_BY_STUDY['init_from']}; remove it"
         )
-    decay = {"schedule": "wsd", "decay_fraction": DECAY_FRACTION, "min_lr": 0.0}
+    decay = {"schedule": "wsd", "decay_fraction": _DECAY_FRACTION, "min_lr": 0.0}
     fields = {"spike_detection": False, **study.overrides, **decay}
     return loaded.updated(
         fields | {"run_name": study.study_name, "resume": "auto", "branch_from": None}

@@ -62,9 +62,9 @@ from raytrain_gpt.train import preflight
 from raytrain_gpt.train.supervisor import TrainLoop
 from raytrain_gpt.train.worker import train_worker
 
-HISTORY_FILE, RUNS_DIR, PAGE_FILE = "runs.jsonl", "runs", "scale.html"
-FORECAST_FILE, VALIDATION_FILE = "forecast.json", "validation.json"
-MAY_CHANGE = frozenset(
+_HISTORY_FILE, _RUNS_DIR, _PAGE_FILE = "runs.jsonl", "runs", "scale.html"
+_FORECAST_FILE, _VALIDATION_FILE = "forecast.json", "validation.json"
+_MAY_CHANGE = frozenset(
     {"device", "price_per_hour", "max_concurrent_runs", "base", "overrides", "target", "peak_lrs"}
 )
 """Fields that may differ on `--resume`; for base and overrides, their configuration is compared."""
@@ -93,7 +93,7 @@ def run_study(
         base = preflight.absolute_paths(base)
         data = data_of(base)
         directory = location(base, base.run.storage_path) / study.study_name
-        check_unchanged(study.title, STUDY_FILE, study, base, directory, resume, MAY_CHANGE)
+        check_unchanged(study.title, STUDY_FILE, study, base, directory, resume, _MAY_CHANGE)
         plan = StudyPlan(study, base, data.vocab_size)
         for line in (*plan.check(data.split_tokens("train")), *tracker_warnings(base)):
             log(line)
@@ -107,13 +107,13 @@ def run_study(
             with hold_lease(directory / LEASE_FILE, study.title, log) as lease:
                 write_started(directory, STUDY_FILE, study, base)
                 parent = ParentRun(directory, base, study.model_dump(), log)
-                runs = StudyRuns(for_trials(fitted, directory / RUNS_DIR))
-                history = History(directory, file=HISTORY_FILE)
+                runs = _StudyRuns(for_trials(fitted, directory / _RUNS_DIR))
+                history = History(directory, file=_HISTORY_FILE)
                 tags = {**parent.child_tags, "study": study.study_name}
                 session = TuneSession(
                     runs, history, directory, runs.base, tags, train_loop, signals, lease, log
                 )
-                run = StudyRun(plan, session, at_once)
+                run = _StudyRun(plan, session, at_once)
                 with parent.ended_by_errors():
                     rule, found = run.train()
                     law, files = run.write(rule, found, log)
@@ -127,7 +127,7 @@ def run_study(
 
 
 @dataclass(frozen=True)
-class StudyRuns:
+class _StudyRuns:
     """The runs of a study as a `TrialSet`: their values are fields."""
 
     base: FittedConfig
@@ -149,7 +149,7 @@ class StudyRuns:
         return f"{count(len(trials), 'run')}: {counts_text(trials)}{names}"
 
 
-class AfterTrunks:
+class _AfterTrunks:
     """Rule by which cooldowns wait for the end of their trunk.
 
     Args:
@@ -173,7 +173,7 @@ class AfterTrunks:
 
 
 @dataclass(frozen=True)
-class StudyRun:
+class _StudyRun:
     """A study that starts from the state in its history; `at_once` runs train at the same time."""
 
     plan: StudyPlan
@@ -212,7 +212,9 @@ class StudyRun:
         ended = {name for name, trial in trials.items() if trial.state in ENDED}
         if rest := [run for run in runs if run.name not in ended]:
             session.log(f"{title}: {count(len(rest), 'run')} of {len(runs)} to train")
-            after = AfterTrunks({r.name: r.trunk for r in rest if r.trunk and r.trunk not in ended})
+            after = _AfterTrunks(
+                {r.name: r.trunk for r in rest if r.trunk and r.trunk not in ended}
+            )
             values = {"values": tune.grid_search([run.values for run in rest])}
             coordinator = new_coordinator(session.fitted, after)
             names, at_once = [run.name for run in rest], min(self.at_once, len(rest))
@@ -232,7 +234,7 @@ class StudyRun:
         if trial.diverged or (run.trunk and trials[run.trunk].diverged):
             left_out = "diverged"
         elif trial.state == "finished":
-            newest = Catalog(self.session.directory / RUNS_DIR / run.name).complete()[-1]
+            newest = Catalog(self.session.directory / _RUNS_DIR / run.name).complete()[-1]
             left_out = "was rolled back" if newest.state.skipped_batches else ""
         return RunResult(
             name=run.name,
@@ -256,7 +258,7 @@ class StudyRun:
 
         plan, directory, data = self.plan, self.session.directory, data_of(self.plan.base)
         file, law = law_file(plan, data.vocab_hash, rule, found)
-        files = [directory / name for name in (LAW_FILE, PAGE_FILE, BEST_FILE)]
+        files = [directory / name for name in (LAW_FILE, _PAGE_FILE, BEST_FILE)]
         files[0].write_text(to_json(file))
         flops = None
         for trial in self.session.history.trials():
@@ -271,7 +273,7 @@ class StudyRun:
         doubts += doubts_about(file, best, data.split_tokens("train"))
         if objection := objection_to(file, best):
             doubts.insert(0, f"not for planning: {objection}")
-        verdict = directory / VALIDATION_FILE
+        verdict = directory / _VALIDATION_FILE
         seen = read_result(Verdict, verdict) if verdict.is_file() else None
         files[1].write_text(scale_page(forecasts, law, best, doubts, seen))
         log(
@@ -313,7 +315,7 @@ class StudyRun:
             values=run.values,
             law_sha256=_digest(to_json(file)),
         )
-        forecast_file = directory / FORECAST_FILE
+        forecast_file = directory / _FORECAST_FILE
         if forecast_file.is_file() and forecast_file.read_text() != to_json(forecast):
             raise ConfigError(
                 f"{forecast_file} is a forecast by another law; move it away to make a new one"
@@ -326,7 +328,7 @@ class StudyRun:
         (result,) = self._stage("validation", [run])
         inside = result.loss is not None and abs(result.loss - predicted) <= half
         verdict = forecast.model_copy(update={"seen": result.loss, "inside": inside})
-        (directory / VALIDATION_FILE).write_text(to_json(verdict))
+        (directory / _VALIDATION_FILE).write_text(to_json(verdict))
         seen = "not finite" if result.loss is None else f"{result.loss:.3f}"
         log(f"validation: {seen}, {'inside' if inside else 'outside'} the interval")
 

@@ -6,9 +6,6 @@ import heapq
 import os
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
-
-from raytrain_gpt.config.resolved import SizedConfig
 from raytrain_gpt.core.device import ASSUMED_MFU
 from raytrain_gpt.data.locations import data_is_there, data_of
 from raytrain_gpt.format import amount, duration, table
@@ -17,8 +14,6 @@ from raytrain_gpt.scaling.rates import around
 from raytrain_gpt.scaling.study_file import Study
 from raytrain_gpt.sweep import cost
 from raytrain_gpt.train.preflight import expected_vocab_size
-
-Seconds = Callable[[PlannedRun], float]
 
 
 def cost_lines(study: Study) -> Iterator[str]:
@@ -50,46 +45,36 @@ def cost_lines(study: Study) -> Iterator[str]:
     yield f"target: {study.target_compute:.3g} FLOPs, {times:.1f} times the largest run"
     yield from (f"doubt: {line}" for line in doubts)
     devices, most = base.cluster.num_workers, study.max_concurrent_runs
-    starts_s = cost.measured_imports_s() * (cost.FIXED + len(stages) * cost.NEW_PROCESS)
-    each_s = cost.SEVERAL_WORKERS if devices > 1 else cost.USED_PROCESS
     if study.gpu is not None:
-        at_once, speed = most or 1, study.gpu.bf16_flops * ASSUMED_MFU * devices
-        seconds: Seconds | None = lambda run: 6 * run.size.parameters * run.own_tokens / speed  # noqa: E731
+        at_once, flop_s = most or 1, 1 / (study.gpu.bf16_flops * ASSUMED_MFU)
         how = f"{devices} × {study.gpu.name} each, at an MFU of {ASSUMED_MFU:g}, not measured"
     else:
         at_once = cost.cpus_to_start(base, len(runs), most) // cost.trial_cpus(base)
-        at_once = min(
-            at_once, max(1, (os.cpu_count() or 1) // (devices * base.cluster.cpus_per_worker))
-        )
-        seconds, how = _measured(plan, base), "measured here"
-    if seconds is None:
-        yield "time: unknown; a model does not fit in this machine's memory"
-        return
-    total_s = starts_s + sum(_makespan(stage, at_once, seconds, each_s) for stage in stages)
+        cores = max(1, (os.cpu_count() or 1) // (devices * base.cluster.cpus_per_worker))
+        at_once, largest = min(at_once, cores), base.updated(plan.sizes[-1].fields)
+        measured_s = cost.seconds_per_flop([largest], plan.vocab_size)
+        if measured_s is None:
+            yield "time: unknown; a model does not fit in this machine's memory"
+            return
+        flop_s, how = measured_s, "a step of the largest measured here and scaled by FLOPs"
+
+    def seconds(run: PlannedRun) -> float:
+        tokens = run.own_tokens + base.eval.eval_tokens / 3  # without a backward pass
+        return 6 * run.size.parameters * tokens * flop_s / devices
+
+    total_s = sum(_makespan(stage, at_once, seconds) for stage in stages)
     price = ""
     if study.price_per_hour is not None:
         price = f" | price {total_s / 3600 * devices * at_once * study.price_per_hour:,.2f}"
-    yield f"time: about {duration(total_s)}, {at_once} at once, {how}{price}"
+    yield f"time: about {duration(total_s)} without starts, {at_once} at once, {how}{price}"
 
 
-def _measured(plan: StudyPlan, base: SizedConfig) -> Seconds | None:
-    """Measure each size here; return a function of a run's seconds, or None if one does not fit."""
-    on_gpu = base.cluster.use_gpu is not False and torch.cuda.is_available()
-    device = torch.device("cuda" if on_gpu else "cpu")
-    times = {}
-    for size in plan.sizes:
-        config = base.updated(size.fields)
-        speed = cost.measured_speed(config, device, cost.PROBE_S / len(plan.sizes))
-        if speed is None:
-            return None
-        times[size] = speed.step_s(config) / plan.batch_tokens, speed.evaluation_s(config)
-    return lambda run: run.own_tokens * times[run.size][0] + times[run.size][1]
-
-
-def _makespan(runs: Sequence[PlannedRun], at_once: int, seconds: Seconds, each_s: float) -> float:
+def _makespan(
+    runs: Sequence[PlannedRun], at_once: int, seconds: Callable[[PlannedRun], float]
+) -> float:
     """Return the time of runs that start in order, each after its trunk."""
     free, ends = [0.0] * at_once, {"": 0.0}
     for run in runs:
-        ends[run.name] = max(heapq.heappop(free), ends[run.trunk]) + seconds(run) + each_s
+        ends[run.name] = max(heapq.heappop(free), ends[run.trunk]) + seconds(run)
         heapq.heappush(free, ends[run.name])
     return max(free)

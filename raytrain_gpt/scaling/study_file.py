@@ -43,8 +43,8 @@ SET_BY_STUDY = {
 LEAST = {"sizes": (5, 8), "tokens_per_parameter": (4, 8), "peak_lrs": (3, 2)}
 """Field -> minimum number of values, and minimum ratio of the last to the first. Synthetic studies of 3 sizes
 × 3 lengths never covered the truth at ten times the compute; nine in ten of 5 × 4 did."""
-SHORTEST_TOKENS_PER_PARAMETER = 5
-USUAL_TOKENS_PER_PARAMETER = 20
+_SHORTEST_TOKENS_PER_PARAMETER = 5
+_USUAL_TOKENS_PER_PARAMETER = 20
 """Hoffmann et al. (2022); it only converts targets to compute."""
 
 Positive = Annotated[float, Field(gt=0, lt=1e30)]
@@ -108,10 +108,10 @@ class Study(Strict):
             if (values := getattr(self, name)) is not None:
                 _check(name, values)
         shortest = self.tokens_per_parameter[0]
-        if shortest < SHORTEST_TOKENS_PER_PARAMETER:
+        if shortest < _SHORTEST_TOKENS_PER_PARAMETER:
             raise ConfigError(
                 f"tokens_per_parameter starts at {shortest}, where runs follow no power law; start at "
-                f"{SHORTEST_TOKENS_PER_PARAMETER} or more"
+                f"{_SHORTEST_TOKENS_PER_PARAMETER} or more"
             )
         if odd := [length for length in self.tokens_per_parameter if length % shortest]:
             raise ConfigError(
@@ -145,7 +145,7 @@ class Study(Strict):
     @property
     def target_compute(self) -> float:
         """FLOPs of the target, by 20 tokens per parameter if it gives only one of both."""
-        target, ratio = self.target, USUAL_TOKENS_PER_PARAMETER
+        target, ratio = self.target, _USUAL_TOKENS_PER_PARAMETER
         if target.parameters is not None:
             return 6 * ratio * target.parameters**2
         if target.tokens is not None:

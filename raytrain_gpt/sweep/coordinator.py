@@ -19,7 +19,7 @@ STOP_TIMEOUT_S = 120.0
 """Time for a run to save and stop before Ray Tune ends its processes."""
 BEAT_S = 3.0
 """Longest time between a process's heartbeats."""
-MAKE_ROOM_AFTER_S = 60.0
+_MAKE_ROOM_AFTER_S = 60.0
 """Longest wait for an earlier trial that has no process; then the waiting one frees its resources."""
 
 Verdict = Literal["continue", "stop", "interrupt"]
@@ -139,7 +139,7 @@ class Coordinator:
                     alone_since = None
                 elif alone_since is None:
                     alone_since = time.monotonic()
-                elif time.monotonic() - alone_since > MAKE_ROOM_AFTER_S:
+                elif time.monotonic() - alone_since > _MAKE_ROOM_AFTER_S:
                     return "interrupt"
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), BEAT_S)

@@ -6,11 +6,8 @@ import itertools
 import math
 import os
 import random
-import subprocess
-import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from statistics import fmean
 
 import torch
@@ -23,7 +20,7 @@ from raytrain_gpt.core.device import make_autocast, matmul_dtype, resolve_precis
 from raytrain_gpt.core.loop import train_steps
 from raytrain_gpt.core.memory import MemoryModel
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.core.registry import build_optimizer, configured_model
+from raytrain_gpt.core.registry import build_optimizer, configured_model, count_model, step_flops
 from raytrain_gpt.data.locations import data_is_there, data_of
 from raytrain_gpt.format import amount, count, duration
 from raytrain_gpt.sweep.halving import Halving
@@ -43,18 +40,9 @@ from raytrain_gpt.train.memory_fit import fit_sharing
 from raytrain_gpt.train.memory_search import MemorySearch, gpu_limit_bytes
 from raytrain_gpt.train.preflight import expected_vocab_size
 
-PROBE_S = 6.0
-"""Duration of the speed measurement, which takes at least one step of every shape."""
-TRIAL_IMPORTS = [sys.executable, "-c", "import raytrain_gpt.sweep.trial_actor"]
-"""Imports of a trial's process. The other starts are multiples of their time: ratios from the quickstart's
-sweep on two cores, where they take 3.2 s."""
-FIXED = 4.7
-"""Start of the command, of Ray and of the first processes; pictures and the end: 15 s."""
-NEW_PROCESS, USED_PROCESS = 0.9, 0.12
-"""First trial of a process besides its steps and evaluations (MLflow's imports), 2.9 s; later ones, 0.4 s."""
-SEVERAL_WORKERS = 11.0
-"""A trial of several workers besides its steps: 33 and 51 s in two sweeps."""
-DRAWS = 2000
+_PROBE_S = 3.0
+"""Least duration of the speed measurement."""
+_DRAWS = 2000
 """Trials drawn for the expected tokens of early stopping."""
 
 
@@ -134,35 +122,9 @@ def largest_trial(sweep: Sweep, base: SizedConfig) -> SizedConfig:
         return memory.predict(train.micro_batch_sequences, train.activation_checkpointing).total
 
     configs = checked_configs(sweep, 1)
-    sized = {_shape(config): config for config in map(one_worker_for_auto, configs)}
+    # Equal shapes take equal memory, and a prediction may trace the model.
+    sized = {f"{shapes_of(c)} {c.optim.optimizer}": c for c in map(one_worker_for_auto, configs)}
     return max(sized.values(), key=needed, default=base)
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Measured times of one worker, in seconds.
-
-    Attributes:
-        sequences: Sequences of a micro-batch.
-        first_s: A step of one micro-batch, with the optimizer.
-        further_s: Each further micro-batch of a step.
-        eval_s: Evaluation of one token.
-    """
-
-    sequences: int
-    first_s: float
-    further_s: float
-    eval_s: float
-
-    def step_s(self, config: SizedConfig) -> float:
-        here = config.batch_sequences / config.cluster.num_workers
-        return self.first_s + max(0.0, here / self.sequences - 1) * self.further_s
-
-    def evaluation_s(self, config: SizedConfig) -> float:
-        tokens = config.eval.eval_tokens
-        if data_is_there(config):
-            tokens = len(data_of(config).val_ids(config.data.seq_len, tokens)) * config.data.seq_len
-        return tokens * self.eval_s / config.cluster.num_workers
 
 
 def cost_lines(sweep: Sweep) -> list[str]:
@@ -192,34 +154,31 @@ def cost_lines(sweep: Sweep) -> list[str]:
     lines.append(
         f"each trial: {count(trial_cpus(base), 'CPU')}{for_data}{gpus} | on this machine: {at_once} at once"
     )
-    full, share, stops = number * sweep.budget_tokens, trained_share(sweep, number), ""
+    full, share, stops = number * sweep.budget_tokens, _trained_share(sweep, number), ""
     if share < 1:
         stops = f"; about {amount(share * full)} if early stopping meets losses in any order"
     lines.append(
         f"tokens: {number} × {amount(sweep.budget_tokens)} = {amount(full)} at most{stops}"
     )
-    device = torch.device("cuda" if on_gpu else "cpu")
     trials = [one_worker_for_auto(config) for config in configs] or [base] * number
-    steps_s = all_steps_s(sweep, trials, device)
-    if steps_s is None:
+    vocab_size = expected_vocab_size(base)
+    flop_s = seconds_per_flop(trials, vocab_size)
+    if flop_s is None:
         return [*lines, "time: unknown; a trial does not fit in this machine's memory"]
     if on_gpu:  # trials that share a GPU share its speed
-        steps_s /= c.gpus_per_worker
+        flop_s /= c.gpus_per_worker
     else:  # more of them share the same cores
         at_once = min(at_once, max(1, (os.cpu_count() or 1) // (c.num_workers * c.cpus_per_worker)))
-    imports_s = measured_imports_s()
-    first, each = (0, SEVERAL_WORKERS) if c.num_workers > 1 else (NEW_PROCESS, USED_PROCESS)
-    starts_s = imports_s * (FIXED + first + number * each / at_once)
-    most_s, about_s = (part * steps_s / at_once for part in (1, share))
-    most = f" (at most {duration(starts_s + most_s)})" if share < 1 else ""
+    most_s = flop_s * sum(_flops(config, vocab_size) for config in trials) / c.num_workers / at_once
+    most = f" (at most {duration(most_s)})" if share < 1 else ""
     lines.append(
-        f"time: about {duration(starts_s + about_s)}{most}: {duration(about_s)} of steps and evaluations, "
-        f"measured here ({device.type}), {at_once} at full speed at once; {duration(starts_s)} of starts"
+        f"time: about {duration(share * most_s)}{most} of steps and evaluations, without starts; a step of "
+        f"the largest trial measured here, scaled by FLOPs; {at_once} at full speed at once"
     )
     return lines
 
 
-def trained_share(sweep: Sweep, number: int) -> float:
+def _trained_share(sweep: Sweep, number: int) -> float:
     """Return the expected share of the tokens that trials train, if losses come in any order.
 
     A trial that is better at one rung is so at all of them.
@@ -228,7 +187,7 @@ def trained_share(sweep: Sweep, number: int) -> float:
         return 1.0
     names, draws = [str(n) for n in range(number)], random.Random(sweep.sweep_seed)
     shares = []
-    for _ in range(-(-DRAWS // number)):
+    for _ in range(-(-_DRAWS // number)):
         halving = Halving(sweep.scheduler, sweep.budget_tokens, names)
         for name in names:
             loss, rung = draws.random(), sweep.scheduler.grace_tokens
@@ -241,48 +200,42 @@ def trained_share(sweep: Sweep, number: int) -> float:
     return fmean(shares)
 
 
-def all_steps_s(sweep: Sweep, trials: list[SizedConfig], device: torch.device) -> float | None:
-    """Measure each shape here; return the time of all trials' steps and evaluations, in seconds.
+def _flops(config: SizedConfig, vocab_size: int) -> float:
+    """Return the FLOPs of a trial's steps and evaluations, which have no backward pass."""
+    tokens = config.eval.eval_tokens
+    if data_is_there(config):
+        tokens = min(tokens, data_of(config).split_tokens("val"))
+    steps, evaluations = (
+        config.train.max_steps,
+        config.train.max_steps // config.eval.eval_every_steps,
+    )
+    shape = GPTShape.of(config, vocab_size)
+    step = step_flops(shape, config.optim.optimizer, config.train.global_batch_tokens)
+    return steps * step + evaluations * tokens * count_model(shape).flops_per_token / 3
 
-    None if a trial does not fit.
+
+def seconds_per_flop(configs: Sequence[SizedConfig], vocab_size: int) -> float | None:
+    """Time steps of the configuration with the most FLOPs in one; return a worker's seconds for a FLOP.
+
+    If a step takes longer than the probe, one with fewer micro-batches is timed. None if it does not fit.
     """
-    shapes = {_shape(config): config for config in trials}
-    times = {}
-    for shape, config in shapes.items():
-        speed = measured_speed(config, device, PROBE_S / len(shapes))
-        if speed is None:
-            return None
-        times[shape] = speed, speed.evaluation_s(config)
-    total_s, evaluations = 0.0, sweep.budget_tokens // sweep.report_every_tokens
-    for config in trials:
-        speed, evaluation_s = times[_shape(config)]
-        steps = sweep.budget_tokens / config.train.global_batch_tokens
-        total_s += steps * speed.step_s(config) + evaluations * evaluation_s
-    return total_s
 
+    def flops(config: SizedConfig, tokens: int) -> float:
+        return step_flops(GPTShape.of(config, vocab_size), config.optim.optimizer, tokens)
 
-def _shape(config: SizedConfig) -> str:
-    """Return the fields that decide the time of a step of one micro-batch."""
-    return f"{shapes_of(config)} {config.optim.optimizer}"
-
-
-def measured_imports_s() -> float:
-    started = time.perf_counter()
-    subprocess.run(TRIAL_IMPORTS, check=True)
-    return time.perf_counter() - started
-
-
-def measured_speed(config: SizedConfig, device: torch.device, probe_s: float) -> Speed | None:
-    """Time steps of one and two micro-batches, and evaluation; None if the model does not fit."""
+    config = max(configs, key=lambda config: flops(config, config.train.global_batch_tokens))
+    on_gpu = config.cluster.use_gpu is not False and torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
     torch.set_num_threads(config.cluster.cpus_per_worker)
-    shape = GPTShape.of(config, expected_vocab_size(config))
     precision = resolve_precision(config.train.precision, device)
-    num_workers, on_gpu = config.cluster.num_workers, device.type == "cuda"
+    num_workers = config.cluster.num_workers
     limit_bytes: float = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if on_gpu:
         total_bytes = torch.cuda.get_device_properties(device).total_memory
         limit_bytes = gpu_limit_bytes(total_bytes, num_workers, config.cluster.gpus_per_worker)
-    memory = MemoryModel.of(config, num_workers, shape, precision != "fp32")
+    memory = MemoryModel.of(
+        config, num_workers, GPTShape.of(config, vocab_size), precision != "fp32"
+    )
     search = MemorySearch(config.updated({"use_gpu": on_gpu}), num_workers, memory)
     fit = search.largest(limit_bytes if on_gpu else math.inf) or search.least()
     micro = config.train.micro_batch_sequences
@@ -290,16 +243,14 @@ def measured_speed(config: SizedConfig, device: torch.device, probe_s: float) ->
     if search.predict(sequences, fit.activation_checkpointing) > limit_bytes:
         return None
     # Any id may end documents, since no time depends on it.
-    last_id = shape.vocab_size - 1
-    model = configured_model(config, shape.vocab_size, last_id, fit.activation_checkpointing)
+    model = configured_model(config, vocab_size, vocab_size - 1, fit.activation_checkpointing)
     model.init_weights(config.train.seed)
     model.to(device)
-    ids = torch.randint(shape.vocab_size, (sequences, config.data.seq_len), device=device)
-    autocast = make_autocast(precision, device)
+    ids = torch.randint(vocab_size, (sequences, config.data.seq_len), device=device)
     optimizer = build_optimizer(model, config.optim, matmul_dtype(precision))
 
-    def step(micro_batches: int) -> None:
-        model.train()
+    def step_s(micro_batches: int) -> float:
+        started = time.perf_counter()
         for result in train_steps(
             model,
             optimizer,
@@ -309,25 +260,16 @@ def measured_speed(config: SizedConfig, device: torch.device, probe_s: float) ->
             max_steps=1,
             learning_rate=lambda _: config.optim.peak_lr,
             grad_clip=config.optim.grad_clip,
-            autocast=autocast,
+            autocast=make_autocast(precision, device),
             seed=config.train.seed,
         ):
             result.loss.item()  # waits for the device
+        return time.perf_counter() - started
 
-    @torch.no_grad()
-    def evaluate() -> None:
-        model.eval()
-        with autocast():
-            model(ids, ids, reduction="none").sum().item()
-
-    def seconds(action: Callable[[], None]) -> float:
-        """Repeat an action for a third of the probe; return its mean time."""
-        action()
-        started, times = time.perf_counter(), 0
-        while (elapsed := time.perf_counter() - started) < probe_s / 3 or not times:
-            action()
-            times += 1
-        return elapsed / times
-
-    one_s, two_s = seconds(lambda: step(1)), seconds(lambda: step(2))
-    return Speed(sequences, one_s, max(two_s - one_s, 0.0), seconds(evaluate) / ids.numel())
+    micro_batches, times = 1, [step_s(1)]
+    if times[0] < _PROBE_S:  # the first step fills caches, which a long one does not show
+        whole = config.batch_sequences // num_workers // sequences
+        micro_batches, times = max(1, min(whole, int(_PROBE_S / times[0]))), []
+        while sum(times) < _PROBE_S:
+            times.append(step_s(micro_batches))
+    return fmean(times) / flops(config, micro_batches * ids.numel())

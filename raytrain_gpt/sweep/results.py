@@ -21,7 +21,7 @@ from raytrain_gpt.sweep.spec import Sweep
 
 RESULTS_FILE, BEST_FILE = "results.csv", "best.yaml"
 
-MAX_PROGRESS_ROWS = 20
+_MAX_PROGRESS_ROWS = 20
 
 _MAX_ERROR_CHARS = 160
 _STATES: tuple[State, ...] = get_args(State)  # in the order of a trial's life
@@ -36,10 +36,10 @@ def plan_table(planned: Sequence[dict[str, Any]], max_steps: Sequence[int]) -> l
 
 
 def progress_table(trials: Sequence[Trial], objective: str, budget_tokens: int) -> str:
-    """Format the state of a sweep: counts, then at most MAX_PROGRESS_ROWS trials, running ones first."""
+    """Format the state of a sweep: counts, then at most _MAX_PROGRESS_ROWS trials, running ones first."""
     started = [t for t in ranking(trials, budget_tokens) if t.state != "pending"]
     started.sort(key=lambda trial: _STATES.index(trial.state))
-    shown, hidden = started[:MAX_PROGRESS_ROWS], started[MAX_PROGRESS_ROWS:]
+    shown, hidden = started[:_MAX_PROGRESS_ROWS], started[_MAX_PROGRESS_ROWS:]
     best = best_trial(trials, budget_tokens)
     lines = [f"{count(len(trials), 'trial')}: {counts_text(trials)}" + _best_text(best, objective)]
     lines += _table(shown, objective, budget_tokens) if shown else []

@@ -23,9 +23,9 @@ from raytrain_gpt.sweep.space import (
     expression_order,
 )
 
-SAME_IN_ALL_TRIALS = ("eval", "cluster", "run", "tracking")
+_SAME_IN_ALL_TRIALS = ("eval", "cluster", "run", "tracking")
 """Sections for locations, resources and the measurement of the objective; settings of kinds may vary."""
-OTHER_LOSSES = ("data_path", "init_from", "document_mask")
+_OTHER_LOSSES = ("data_path", "init_from", "document_mask")
 """Fields of other sections that make losses incomparable."""
 
 OBJECTIVES = {
@@ -35,7 +35,7 @@ OBJECTIVES = {
 }
 """Built-in objective, to be minimized -> name and unit."""
 
-MAX_TRIALS = 1000
+_MAX_TRIALS = 1000
 """Most trials of a sweep, whose names have three digits."""
 
 
@@ -78,7 +78,7 @@ def _is_same_in_all_trials(name: str, objective: str) -> bool:
     if owners := kinds.owners(name):
         measures = ("evaluations", objective.partition("/")[0])
         return measures in [(owner.selector, owner.name) for owner in owners]
-    return field_section(name) in SAME_IN_ALL_TRIALS or name in OTHER_LOSSES
+    return field_section(name) in _SAME_IN_ALL_TRIALS or name in _OTHER_LOSSES
 
 
 def _check_settings(space: Mapping[str, Domain], overrides: Mapping[str, Any]) -> None:
@@ -101,9 +101,9 @@ def check_num_trials(space: Mapping[str, Domain], searcher: str, num_trials: int
     points = math.prod(len(d.grid) for d in space.values() if isinstance(d, Grid))
     drawn = [name for name, domain in space.items() if isinstance(domain, SampledDomain)]
     grids = [name for name, domain in space.items() if isinstance(domain, Grid)]
-    if max(points, num_trials or 0) > MAX_TRIALS:
+    if max(points, num_trials or 0) > _MAX_TRIALS:
         raise ConfigError(
-            f"{max(points, num_trials or 0):,} trials are more than {MAX_TRIALS:,}; lower num_trials, or "
+            f"{max(points, num_trials or 0):,} trials are more than {_MAX_TRIALS:,}; lower num_trials, or "
             "use fewer or shorter grids"
         )
     if searcher == "optuna" and grids:

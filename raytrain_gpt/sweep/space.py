@@ -228,7 +228,7 @@ def parse_domain(name: str, raw: Any) -> Domain:
 
 def _expression(name: str, argument: Any) -> Expression:
     expression = Expression(expression=str(argument))
-    if number_type(name) is None:
+    if _number_type(name) is None:
         raise ConfigError(f"{name} is not a number, so it takes no expression; use grid or choice")
     for used in sorted(expression.names):
         if used not in FIELDS and used != "budget_tokens":
@@ -242,8 +242,8 @@ def _expression(name: str, argument: Any) -> Expression:
 def _check_range(name: str, kind: str, ends: tuple[Any, ...]) -> None:
     needed = int if kind == "randint" else float
     if any(type(end) is not needed for end in ends):
-        others = "randint" if number_type(name) is int else "uniform or loguniform"
-        others = f"{others}, " if number_type(name) else ""
+        others = "randint" if _number_type(name) is int else "uniform or loguniform"
+        others = f"{others}, " if _number_type(name) else ""
         raise ConfigError(
             f"{kind} of {name} needs {'integer' if needed is int else 'real'} values, which {name} "
             f"does not have; use {others}choice or grid"
@@ -260,7 +260,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def number_type(name: str) -> type[int] | type[float] | None:
+def _number_type(name: str) -> type[int] | type[float] | None:
     """Return int or float if the field can be such a number, else None."""
     annotation = FIELDS[name][1].annotation
     types = typing.get_args(annotation) or (annotation,)
@@ -288,5 +288,5 @@ def with_expressions(space: Mapping[str, Domain], values: Mapping[str, Any]) -> 
         domain = space[name]
         assert isinstance(domain, Expression)
         value = domain.value(values)
-        values[name] = field_value(name, round(value) if number_type(name) is int else value)
+        values[name] = field_value(name, round(value) if _number_type(name) is int else value)
     return values

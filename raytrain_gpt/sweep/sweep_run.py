@@ -42,7 +42,7 @@ from raytrain_gpt.tracking.mlflow_run import ParentRun
 from raytrain_gpt.tracking.report import REPORT_FILE
 from raytrain_gpt.train.supervisor import TrainLoop
 
-TRIALS_DIR = "trials"
+_TRIALS_DIR = "trials"
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class SweepRun:
         for line in tracker_warnings(base):
             log(line)
         self._cpus, self._data_cpus = trial_cpus(fitted), data_cpus(fitted)
-        self._fitted = for_trials(fitted, directory / TRIALS_DIR)
+        self._fitted = for_trials(fitted, directory / _TRIALS_DIR)
 
     def run(
         self, at_once: int, signals: StopSignals, lease: Lease, train_loop: TrainLoop

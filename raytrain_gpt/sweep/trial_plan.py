@@ -27,9 +27,9 @@ from raytrain_gpt.sweep.rules import OBJECTIVES
 from raytrain_gpt.sweep.space import Grid, SampledDomain, Searched, with_expressions
 from raytrain_gpt.sweep.spec import Sweep
 
-MAX_CORNERS = 2000
+_MAX_CORNERS = 2000
 """Limit of the corners of the space that are checked before an adaptive search, over all trials."""
-NUM_DRAWS_CHECKED = 100
+_NUM_DRAWS_CHECKED = 100
 
 
 def planned_trials(sweep: Sweep) -> list[dict[str, Any]]:
@@ -206,12 +206,12 @@ def _reachable(sweep: Sweep) -> Iterator[dict[str, Any]]:
         domain.extremes for domain in reversed(domains.values())
     ]  # the first one varies fastest
     corners: Iterable[Sequence[Any]] = product(*sides)
-    if math.prod(map(len, sides)) > MAX_CORNERS:
+    if math.prod(map(len, sides)) > _MAX_CORNERS:
         draws = random.Random(0)
-        corners = ([draws.choice(side) for side in sides] for _ in range(MAX_CORNERS))
+        corners = ([draws.choice(side) for side in sides] for _ in range(_MAX_CORNERS))
     for ends in corners:
         yield dict(zip(domains, reversed(ends), strict=True))
-    yield from (_draw(sweep, index) for index in range(NUM_DRAWS_CHECKED))
+    yield from (_draw(sweep, index) for index in range(_NUM_DRAWS_CHECKED))
 
 
 def shapes_of(config: Config) -> str:

@@ -67,7 +67,7 @@ class TrialContext:
     train_loop: TrainLoop
 
 
-class InTrial(InProcess):
+class _InTrial(InProcess):
     """The process of a trial as a `Place`: it shares the nodes with other trials."""
 
     def resources(self) -> Resources:
@@ -90,7 +90,7 @@ class TrialRun:
         self.run_dir = run_location(config)
         assert reported_tokens < self._all_tokens, "the trial has already ended"
         self._sync = RunSync(self.run_dir)
-        self._place = InTrial(LaunchRanks(0, 1, 1), config.cluster.cpus_per_worker)
+        self._place = _InTrial(LaunchRanks(0, 1, 1), config.cluster.cpus_per_worker)
         self._signals = StopSignals("")
         self._killed = threading.Event()
         self._reports: queue.SimpleQueue[Report | BaseException] = queue.SimpleQueue()

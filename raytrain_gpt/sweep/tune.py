@@ -45,7 +45,7 @@ from raytrain_gpt.train.worker import train_worker
 BASE_FILE = "base.yaml"
 MAY_CHANGE = frozenset({"max_concurrent_trials", "trials_per_gpu", "base", "overrides"})
 """Fields that may differ on `--resume`; for base and overrides, their configuration is compared."""
-CHANGES_LOSS = frozenset({"eval_tokens", "evaluations", "data_path", "init_from", "branch_from"})
+_CHANGES_LOSS = frozenset({"eval_tokens", "evaluations", "data_path", "init_from", "branch_from"})
 """Fields that may change on resume, but change the objective of trials; besides settings of evaluations."""
 
 
@@ -139,7 +139,7 @@ def check_unchanged(
     changed += [
         f"{name} {values}"
         for name, values in differs.items()
-        if name in CHANGES_LOSS | measured or changes_math(name, first, base)
+        if name in _CHANGES_LOSS | measured or changes_math(name, first, base)
     ]
     code = directory / CODE_FILE
     if (code.read_text() if code.is_file() else None) != (base.code.text if base.code else None):

@@ -39,8 +39,8 @@ from raytrain_gpt.tracking.configured import mark_interrupted
 from raytrain_gpt.tracking.mlflow_run import tracking_uri
 from raytrain_gpt.train.supervisor import TrainLoop
 
-TUNE_DIR = "tune"
-ACTOR_BYTES = 2**29
+_TUNE_DIR = "tune"
+_ACTOR_BYTES = 2**29
 """Memory that a trial's process reserves."""
 SHOW_EVERY_S = 10.0
 WATCH_EVERY_S = 2.0
@@ -56,7 +56,7 @@ _TUNE_ENVIRONMENT = {
 }
 
 
-class SweepStopped(Exception):
+class _SweepStopped(Exception):
     """A signal arrived, and all runs have saved and stopped."""
 
 
@@ -123,8 +123,8 @@ class TuneSession:
             self._tune(context, callback, names, values, at_once)
             self.lease.verify()
             if any(trial.state == "running" for trial in self.history.trials()):
-                raise SweepStopped  # Ray Tune returns at once on SIGUSR1, which batch systems may send
-        except SweepStopped:
+                raise _SweepStopped  # Ray Tune returns at once on SIGUSR1, which batch systems may send
+        except _SweepStopped:
             raise Interrupted(
                 "interrupted, all trials saved; continue with the same command and --resume"
             ) from None
@@ -144,10 +144,10 @@ class TuneSession:
         os.environ.update(_TUNE_ENVIRONMENT)
         logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
         cluster = self.fitted.cluster
-        resources: dict[str, float] = {"memory": ACTOR_BYTES}
+        resources: dict[str, float] = {"memory": _ACTOR_BYTES}
         if cluster.is_local:
             resources |= {"cpu": cluster.cpus_per_worker, "gpu": cluster.num_gpus}
-        filesystem, path = (self.directory / TUNE_DIR).ray_filesystem()
+        filesystem, path = (self.directory / _TUNE_DIR).ray_filesystem()
         remaining = iter(names)
         # Not a Tuner, which pickles all its arguments for restarts that we do ourselves.
         tune.run(
@@ -169,14 +169,14 @@ class TuneSession:
 
 def remove_tune_files(directory: Location) -> None:
     """Remove Ray Tune's own directories in a sweep's directory."""
-    tune_dir = directory / TUNE_DIR
+    tune_dir = directory / _TUNE_DIR
     for name in filter(re.compile(r"\d{10}").fullmatch, tune_dir.names()):
         (tune_dir / name).remove()  # named by `_tune`
     tune_dir.remove_if_empty()
 
 
 class SweepCallback(tune.Callback):  # type: ignore[misc]
-    """Actions when a trial starts, reports or ends; raises `SweepStopped` after `stop` was set."""
+    """Actions when a trial starts, reports or ends; raises `_SweepStopped` after `stop` was set."""
 
     def __init__(
         self, context: TrialContext, history: History, stop: threading.Event, lease: Lease, log: Log
@@ -230,7 +230,7 @@ class SweepCallback(tune.Callback):  # type: ignore[misc]
             )
             ray.get(self._coordinator.stop_all.remote())
             self._wait_for_runs()
-            raise SweepStopped
+            raise _SweepStopped
         if time.monotonic() - self._watched_at >= WATCH_EVERY_S:
             self._watched_at = time.monotonic()
             self._watch()

@@ -95,19 +95,6 @@ def test_what_fits_a_device_grows_with_its_memory_and_with_recomputing() -> None
     assert on_small[-1].sequences == 0  # the training state of 1.5B parameters takes 25 GB
 
 
-def test_a_micro_batch_fits_where_the_largest_says_so() -> None:
-    facts = replace(FACTS, device=H200)
-    largest = estimate(CONFIG, facts).largest[0].sequences
-    for sequences, fits in ((largest, True), (largest + 1, False)):
-        changed = CONFIG.updated(
-            {
-                "micro_batch_sequences": sequences,
-                "global_batch_tokens": sequences * CONFIG.data.seq_len,
-            }
-        )
-        assert estimate(changed, facts).fits is fits
-
-
 def test_auto_is_counted_for_the_device() -> None:
     open_fields = {"micro_batch_sequences": "auto", "activation_checkpointing": "auto"}
     auto = load_preset("gpt2-350m").updated(open_fields)
@@ -167,17 +154,9 @@ def test_the_answer_says_what_is_not_known() -> None:
     ("facts", "words"),
     [
         ({"step_time_s": 0.0}, "step_time_s=0.0: must be greater than 0.000000001"),
-        ({"step_time_s": float("inf")}, "step_time_s=inf: must be a finite number"),
         ({"step_time_s": float("nan")}, "step_time_s=nan: must be a finite number"),
-        ({"step_time_s": "1e300"}, "step_time_s='1e300': must be less than 1000000000"),
-        ({"mfu": 1e-300}, "mfu=1e-300: must be greater than 0.000000001"),
         ({"mfu": 1.5}, "mfu=1.5: must be less than or equal to 1"),
         ({"price_per_hour": -1.0}, "price_per_hour=-1.0: must be greater than or equal to 0"),
-        (
-            {"spot_price_per_hour": 1e300},
-            "spot_price_per_hour=1e+300: must be less than 1000000000",
-        ),
-        ({"vocab_size": 0}, "vocab_size=0: must be greater than or equal to 1"),
         ({"vocab_size": 10**18}, "vocab_size=1000000000000000000: must be less than or equal to"),
         ({"train_tokens": 2**63}, "train_tokens=9223372036854775808: must be less than 2**63"),
     ],
@@ -187,11 +166,13 @@ def test_what_cannot_be_is_refused(facts: dict[str, Any], words: str) -> None:
         EstimateFlags(**facts)
 
 
-def test_a_device_must_be_one_of_the_table() -> None:
+def test_an_unknown_device_and_an_odd_batch_are_refused() -> None:
     with pytest.raises(ConfigError, match="is ambiguous"):
         answer(CONFIG, Facts(), print, "A100")
     with pytest.raises(ConfigError, match="is not in the table"):
         answer(CONFIG, Facts(), print, "voodoo")
+    with pytest.raises(ConfigError, match="does not divide over 7 workers"):
+        estimate(CONFIG, replace(FACTS, num_workers=7))
 
 
 @pytest.mark.parametrize(
@@ -200,8 +181,6 @@ def test_a_device_must_be_one_of_the_table() -> None:
         ("h100", "NVIDIA H100 80GB HBM3", "H100 PCIe, H100 NVL"),
         ("A100-80GB", "NVIDIA A100-SXM4-80GB", "A100 80GB PCIe"),
         ("H100 SXM", "NVIDIA H100 80GB HBM3", None),
-        ("H100 PCIe", "NVIDIA H100 PCIe", None),
-        ("h200", "NVIDIA H200", None),
         ("L4", "NVIDIA L4", None),
     ],
 )
@@ -270,11 +249,6 @@ def test_what_does_not_fit_is_not_to_be_trained_next(run_cli: RunCli) -> None:
     _, shown, _ = run_cli(*shlex.split(command)[2:])
     assert "| fits NVIDIA A10G" in shown
     assert "next: raytrain-gpt train" in shown
-
-
-def test_a_batch_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ConfigError, match="does not divide over 7 workers"):
-        estimate(CONFIG, replace(FACTS, num_workers=7))
 
 
 def test_the_command_prints_lines_and_one_object_last(capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,5 +94,5 @@ def test_runs_wait_for_their_trunks() -> None:
         PlannedRun(name, size, 0, {}, trunk, own)
         for name, trunk, own in (("a", "", 40), ("b", "", 10), ("a5", "a", 5), ("b5", "b", 2))
     ]
-    assert _makespan(runs, 2, lambda run: float(run.own_tokens), 0.0) == 45
-    assert _makespan(runs, 1, lambda run: float(run.own_tokens), 1.0) == 61
+    assert _makespan(runs, 2, lambda run: float(run.own_tokens)) == 45
+    assert _makespan(runs, 1, lambda run: float(run.own_tokens)) == 57

@@ -6,13 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
 
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.scaling.plan import StudyPlan, study_base
 from raytrain_gpt.scaling.study_file import load_study
 from tests.conftest import RunCli, raises_line
-from tests.damage import damaged, refusing_with_one_line
 
 from .conftest import MakeStudy
 
@@ -88,18 +85,3 @@ def test_every_target_is_a_compute(
 ) -> None:
     study = make_study(target=target, device="H100")
     assert study.target_compute == pytest.approx(compute)
-
-
-@pytest.mark.slow
-@settings(deadline=5000)
-@given(damaged([path.read_text("utf-8") for path in CONFIGS]))
-def test_a_damaged_file_is_a_study_or_one_line(
-    tmp_path_factory: pytest.TempPathFactory, content: bytes
-) -> None:
-    file = tmp_path_factory.getbasetemp() / "damaged.yaml"
-    file.write_bytes(content)
-    with refusing_with_one_line():
-        study = load_study(file, {})
-        plan = StudyPlan(study, study_base(study), 257)
-        list(plan.check(10**7))
-        assert len(plan.ladder([1e-3] * len(plan.sizes))) >= 5 * 4 + 3

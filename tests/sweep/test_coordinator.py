@@ -61,7 +61,7 @@ def test_a_trial_leaves_its_place_to_an_earlier_one_that_has_none(
         for _ in range(5):
             await asyncio.sleep(0.001)
         assert not waiting.done()
-        clock.now += coordinator.MAKE_ROOM_AFTER_S + 1
+        clock.now += coordinator._MAKE_ROOM_AFTER_S + 1
         assert await waiting == "interrupt"
 
     asyncio.run(sweep())

@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 
 from raytrain_gpt.config.resolved import SizedConfig
+from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.core.registry import count_model
+from raytrain_gpt.format import duration
 from raytrain_gpt.sweep import cost
-from raytrain_gpt.sweep.cost import Speed, cost_lines, trained_share
+from raytrain_gpt.sweep.cost import _trained_share, cost_lines, one_worker_for_auto
 from raytrain_gpt.sweep.spec import Sweep, load_sweep
+from raytrain_gpt.sweep.trial_plan import base_config
+from raytrain_gpt.train.preflight import expected_vocab_size
 
 DOCS = Path(__file__).parents[2] / "docs" / "sweeps.md"
 
@@ -35,42 +40,46 @@ ASHA = {"kind": "asha", "grace_tokens": 10 * 512, "reduction_factor": 3}
 
 
 def test_early_stopping_leaves_the_expected_share() -> None:
-    assert trained_share(sweep(), 9) == 1
+    assert _trained_share(sweep(), 9) == 1
     # Half of the second trials are worse than the first one, which always passes.
     halves = {"kind": "asha", "grace_tokens": 45 * 512, "reduction_factor": 2}
     report = {"report_every_tokens": 45 * 512}
-    assert trained_share(sweep(scheduler=halves, **report), 1) == 1
-    assert trained_share(sweep(scheduler=halves, **report), 2) == pytest.approx(0.875, abs=0.02)
-    assert 0.25 < trained_share(sweep(scheduler=ASHA), 9) < 0.6
+    assert _trained_share(sweep(scheduler=halves, **report), 1) == 1
+    assert _trained_share(sweep(scheduler=halves, **report), 2) == pytest.approx(0.875, abs=0.02)
+    assert 0.25 < _trained_share(sweep(scheduler=ASHA), 9) < 0.6
+
+
+FLOP_S = 1e-9
+"""Seconds of a FLOP in tests that do not measure."""
+
+
+@pytest.fixture(autouse=True)
+def without_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "data_is_there", lambda config: False)
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[SizedConfig]:
-    """Make up the speed; return the configurations that it is measured for."""
-    configs: list[SizedConfig] = []
-
-    def speed(config: SizedConfig, *_: Any) -> Speed:
-        configs.append(config)
-        return Speed(sequences=8, first_s=0.5, further_s=0.25, eval_s=2 / config.eval.eval_tokens)
-
-    monkeypatch.setattr(cost, "measured_speed", speed)
-    monkeypatch.setattr(cost, "measured_imports_s", lambda: 1.0)
-    monkeypatch.setattr(cost, "data_is_there", lambda config: False)
-    return configs
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "seconds_per_flop", lambda configs, vocab_size: FLOP_S)
 
 
 @pytest.mark.usefixtures("measured")
 def test_the_cost_is_said_before_a_sweep_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost, "trained_share", lambda sweep, number: 0.5)
-    lines = cost_lines(sweep(scheduler=ASHA, max_concurrent_trials=1))
+    monkeypatch.setattr(cost, "_trained_share", lambda sweep, number: 0.5)
+    one = sweep(scheduler=ASHA, max_concurrent_trials=1)
+    lines = cost_lines(one)
     assert lines[0].split() == ["trial", "peak_lr", "steps"]
     assert lines[9].split() == ["008", "9e-3", "90"]
     each, tokens, time = lines[10:]
     assert each == "each trial: 1 CPU | on this machine: 1 at once"
     assert tokens.startswith("tokens: 9 × 46.1k = 414.7k at most; about 207.4k if")
-    # 9 trials of 90 steps of 0.5 s, and of 9 evaluations of 2 s; imports of 1 s.
-    assert time.startswith("time: about 4m 50s (at most 9m 34s): 4m 44s of steps and evaluations")
-    assert time.endswith("7s of starts")
+    config = base_config(one)
+    shape = GPTShape.of(config, expected_vocab_size(config))
+    # 9 trials of 90 steps of 512 tokens, and of 9 evaluations, which have a third of the FLOPs.
+    all_tokens = 9 * (90 * 512 + 9 * config.eval.eval_tokens / 3)
+    most_s = FLOP_S * all_tokens * count_model(shape).flops_per_token
+    expected = f"time: about {duration(most_s / 2)} (at most {duration(most_s)}) of steps"
+    assert time.startswith(expected)
 
 
 @pytest.mark.parametrize("searcher", ["random", "optuna"])
@@ -78,7 +87,7 @@ def test_the_cost_is_said_before_a_sweep_starts(monkeypatch: pytest.MonkeyPatch)
 def test_the_speed_is_measured_without_resources_in_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str, searcher: str
 ) -> None:
-    monkeypatch.setattr(cost, "PROBE_S", 0.0)
+    monkeypatch.setattr(cost, "_PROBE_S", 0.01)
     file = tmp_path / "base.yaml"
     file.write_text("optim: {min_lr: 0, warmup_steps: 5}\ncluster: {use_gpu: false}")
     overrides = {"num_workers": 1, "cpus_per_worker": 1, "global_batch_tokens": 512, "seq_len": 64}
@@ -93,52 +102,45 @@ def test_the_speed_is_measured_without_resources_in_the_file(
             searcher=searcher,
         )
     )
-    assert "measured here (cpu)" in time
+    assert "measured here" in time
 
 
 def test_what_does_not_fit_here_has_no_time() -> None:
-    huge = {
-        "num_layers": 10_000,
-        "embd_size": 2**20,
-        "num_heads": 1,
-        "seq_len": 64,
-        "global_batch_tokens": 512,
-    }
-    resources = {"num_workers": 1, "cpus_per_worker": 1, "use_gpu": False}
-    lines = cost_lines(
-        sweep(overrides={**huge, **resources, "micro_batch_sequences": "auto", "warmup_steps": 5})
-    )
+    huge = {"num_layers": 10_000, "embd_size": 2**20, "num_heads": 1}
+    fixed = {"seq_len": 64, "global_batch_tokens": 512, "warmup_steps": 5, "use_gpu": False}
+    one = {"num_workers": 1, "cpus_per_worker": 1, "micro_batch_sequences": "auto"}
+    lines = cost_lines(sweep(overrides={**huge, **fixed, **one}))
     assert lines[-1] == "time: unknown; a trial does not fit in this machine's memory"
 
 
-def test_each_shape_is_measured_and_a_larger_batch_only_takes_more_of_its_micro_batches(
-    measured: list[SizedConfig],
+@pytest.mark.parametrize(
+    ("smaller", "larger"),
+    [
+        ({"embd_size": 64}, {"embd_size": 128}),
+        ({"num_layers": 1}, {"num_layers": 2}),
+        ({"global_batch_tokens": 512}, {"global_batch_tokens": 1024}),
+    ],
+)
+def test_the_step_with_the_most_flops_is_measured(
+    smaller: dict[str, int], larger: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    space = {"embd_size": {"grid": [64, 128]}, "global_batch_tokens": {"grid": [512, 1536]}}
-    fixed = {"seq_len": 64, "micro_batch_sequences": 8, "warmup_steps": 5, "use_gpu": False}
-    one = {"num_workers": 1, "cpus_per_worker": 1}
-    tokens = {"budget_tokens": 90 * 1536, "report_every_tokens": 90 * 1536}
-    sweeps = sweep(space=space, overrides={**fixed, **one}, max_concurrent_trials=1, **tokens)
-    *_, time = cost_lines(sweeps)
-    assert [config.model.embd_size for config in measured] == [64, 128]
-    # Per width: 270 steps of 0.5 s, 90 of 0.5 s and two times 0.25 s, and two evaluations of 2 s.
-    assert "7m 38s of steps and evaluations" in time
+    taken: list[dict[str, Any]] = []
+
+    def configured(config: SizedConfig, *_: Any) -> Any:
+        taken.append(config.field_values())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cost, "configured_model", configured)
+    base = one_worker_for_auto(base_config(sweep()))
+    with pytest.raises(KeyboardInterrupt):
+        cost.seconds_per_flop([base.updated(smaller), base.updated(larger)], 257)
+    assert larger.items() <= taken[0].items()
 
 
-def test_the_example_of_the_documentation_has_a_cost(
-    tmp_path: Path, measured: list[SizedConfig]
-) -> None:
+@pytest.mark.usefixtures("measured")
+def test_the_example_of_the_documentation_has_a_cost(tmp_path: Path) -> None:
     # A step of the 124M model would take seconds, so the speed is made up.
     file = tmp_path / "example.yaml"
     file.write_text(DOCS.read_text("utf-8").split("```yaml")[1].split("```")[0], "utf-8")
     lines = cost_lines(load_sweep(file, {}))
     assert lines[17].startswith("each trial: 4 CPUs, with GPUs 1 for each worker")
-    assert {(c.cluster.num_workers, c.cluster.cpus_per_worker) for c in measured} == {(1, 4)}
-
-
-@pytest.mark.usefixtures("measured")
-def test_optunas_trials_are_counted_and_not_listed() -> None:
-    space = {"peak_lr": {"loguniform": [1e-3, 1e-2]}}
-    assert cost_lines(sweep(space=space, searcher="optuna", num_trials=5))[0].startswith(
-        "5 trials, whose values Optuna chooses"
-    )

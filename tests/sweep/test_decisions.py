@@ -78,22 +78,3 @@ def test_a_history_that_is_replayed_has_the_same_verdicts(tmp_path: Path) -> Non
     rule.replay(History(Location.of(tmp_path)).events)
     assert not rule.passes("001", 10)
     assert rule.missing("001", 30) == ["000", "001"], "a failed trial runs again"
-
-
-def test_the_history_is_there_again_after_a_restart(tmp_path: Path) -> None:
-    history = History(Location.of(tmp_path))
-    history.add("started", "000", values={"peak_lr": 1e-3})
-    history.add(
-        "report",
-        "000",
-        step=5,
-        tokens_seen=50,
-        objective=2.5,
-        tokens_per_s=None,
-        elapsed_s=1.0,
-        run_dir="runs/000",
-        values={"peak_lr": 1e-3},
-    )
-    history.add("ended", "000", state="stopped")
-    (trial,) = History(Location.of(tmp_path)).trials()
-    assert (trial.state, trial.objective, trial.curve) == ("stopped", 2.5, ((50, 2.5),))

@@ -37,13 +37,9 @@ def test_events_come_back(history: History, tmp_path: Path) -> None:
     ("before", "after"),
     [
         (b'"report"', b'"rep\xeft"'),
-        (b'"tokens_seen"', b'"tokens_sees"'),
         (b'"tokens_seen": 10', b'"tokens_seen": null'),
         (b'"objective": 2.5', b'"objective": "low"'),
         (b'"values": {"peak_lr": 0.1}', b'"values": [0.1]'),
-        (b'"trial": "000"', b'"trial": "000", "trial": "001"'),
-        (b'{"event": "report"', b'["event": "report"'),
-        (b'"event": "report"', b'"event": {}'),
     ],
 )
 def test_a_damaged_line_is_named(
@@ -53,7 +49,5 @@ def test_a_damaged_line_is_named(
     lines = file.read_bytes().splitlines(keepends=True)
     assert before in lines[1]
     file.write_bytes(lines[0] + lines[1].replace(before, after) + lines[2])
-    if after == b'"event": {}':
-        file.write_bytes(lines[0] + b"5\n" + lines[2])
     with raises_line(ConfigError, f"line 2 of {file} is damaged", "remove the line"):
         History(Location.of(tmp_path))

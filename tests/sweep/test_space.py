@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 from collections.abc import Iterator
@@ -35,11 +34,8 @@ FRACTIONS = st.floats(0, 1)
     [
         ("peak_lr", "1e-3", 1e-3),
         ("peak_lr", 1, 1.0),
-        ("eval_tokens", "10_485_760", 10_485_760),
         ("num_layers", 4.0, 4),
         ("compile", "true", True),
-        ("schedule", "wsd", "wsd"),
-        ("num_workers", "2", 2),
         ("num_workers", "auto", "auto"),
         ("hang_timeout_s", None, None),
         ("hang_timeout_s", "1e2", 100.0),
@@ -55,11 +51,8 @@ def test_a_value_becomes_what_its_field_has(name: str, raw: Any, value: Any) -> 
     [
         ("peak_lr", "abc", ["peak_lr='abc'", "must be a number", "Learning rate after warm-up"]),
         ("peak_lr", -1, ["peak_lr=-1", "greater than 0"]),
-        ("peak_lr", ".inf", ["peak_lr='.inf'"]),
         ("peak_lr", float("nan"), ["peak_lr=nan", "finite"]),
-        ("peak_lr", [1e-3], ["peak_lr=[0.001]"]),
         ("num_layers", 1.5, ["num_layers=1.5", "integer"]),
-        ("schedule", {"eval": "1"}, ["schedule={'eval': '1'}"]),
         ("peek_lr", 1e-3, ["unknown", "peek_lr", "did you mean peak_lr?"]),
     ],
 )
@@ -74,9 +67,7 @@ def test_a_value_that_its_field_cannot_have_is_one_line(
     ("name", "raw", "argument"),
     [
         ("peak_lr", {"grid": ["1e-3", "3e-3"]}, (1e-3, 3e-3)),
-        ("beta2", {"choice": [0.9, "95e-2"]}, (0.9, 0.95)),
         ("schedule", {"choice": ["cosine", "wsd"]}, ("cosine", "wsd")),
-        ("hang_timeout_s", {"choice": [None, 5]}, (None, 5.0)),
         ("dropout", {"uniform": [0, "1e-1"]}, (0.0, 0.1)),
         ("peak_lr", {"loguniform": ["1e-4", "1e-2"]}, (1e-4, 1e-2)),
         ("num_layers", {"randint": ["2", 4.0]}, (2, 4)),
@@ -94,35 +85,22 @@ def test_a_domain_is_written_back_as_it_is_read(name: str, raw: Any, argument: A
 @pytest.mark.parametrize(
     ("name", "raw", "words"),
     [
-        ("peek_lr", {"grid": [1]}, ["unknown", "did you mean peak_lr?"]),
         ("peak_lr", 1e-3, ["peak_lr=0.001", "is not a domain", "loguniform"]),
-        ("peak_lr", [1e-3, 1e-2], ["is not a domain"]),
-        ("peak_lr", None, ["is not a domain"]),
-        ("peak_lr", {}, ["is not a domain"]),
         ("peak_lr", {"grid": [1e-3], "choice": [1e-3]}, ["is not a domain"]),
         ("peak_lr", {"eval": "1 + 1"}, ["unknown domain eval of peak_lr", "expression"]),
         ("peak_lr", {"logunifrom": [1, 2]}, ["did you mean loguniform?"]),
-        ("peak_lr", {1: 2}, ["unknown domain 1"]),
         ("peak_lr", {"grid": []}, ["grid of peak_lr has no values"]),
         ("peak_lr", {"grid": 1e-3}, ["grid of peak_lr has no values", "write a list"]),
-        ("peak_lr", {"grid": "1e-3"}, ["has no values"]),
         ("peak_lr", {"grid": [1e-3, "1e-3"]}, ["peak_lr has a duplicate value", "0.001, 0.001"]),
-        ("peak_lr", {"choice": [1e-3, "x"]}, ["peak_lr='x'"]),
-        ("peak_lr", {"grid": [{"eval": "1"}]}, ["peak_lr={'eval': '1'}"]),
         ("peak_lr", {"loguniform": [1e-2, 1e-4]}, ["[0.01, 0.0001]", "low below high"]),
-        ("peak_lr", {"uniform": [1e-2]}, ["[low, high]"]),
         ("peak_lr", {"uniform": [1e-3, 1e-2, 1e-1]}, ["[low, high]"]),
         ("dropout", {"loguniform": [0, 0.1]}, ["starts at 0", "above 0"]),
         ("dropout", {"uniform": [0, 1]}, ["dropout=1", "less than 1"]),
         ("num_layers", {"uniform": [2, 4]}, ["needs real values", "use randint, choice or grid"]),
         ("peak_lr", {"randint": [1, 2]}, ["needs integer values", "use uniform or loguniform, "]),
-        ("schedule", {"uniform": ["cosine", "wsd"]}, ["needs real values", "use choice or grid"]),
-        ("compile", {"randint": [False, True]}, ["compile does not have", "use choice or grid"]),
         ("schedule", {"expression": "peak_lr"}, ["schedule is not a number", "use grid or choice"]),
-        ("compile", {"expression": "1"}, ["compile is not a number"]),
         ("min_lr", {"expression": "peek_lr / 10"}, ["uses peek_lr", "did you mean peak_lr?"]),
         ("min_lr", {"expression": "min / 10"}, ["uses min", "is not a configuration key"]),
-        ("min_lr", {"expression": None}, ["None", "is not an expression"]),
     ],
 )
 def test_a_domain_that_is_not_one_is_one_line(name: str, raw: Any, words: list[str]) -> None:
@@ -163,15 +141,12 @@ def test_the_logarithm_of_loguniform_is_uniform() -> None:
         ("0.1 * peak_lr + 1", 1.0003),
         ("max_steps // 7 % 4", 2.0),
         ("-max_steps + 1", -99.0),
-        ("2 ** 10", 1024.0),
         ("budget_tokens ** 0.5", 32_000.0),
         ("sqrt(budget_tokens)", 32_000.0),
         ("min(max_steps, 20, 30)", 20.0),
         ("max(max_steps / 3, 1e-3)", 100 / 3),
         ("round(max_steps / 3)", 33.0),
         ("log(max_steps)", math.log(100)),
-        ("log(8, 2)", 3.0),
-        (" 5 ", 5.0),
     ],
 )
 def test_an_expression_is_arithmetic(text: str, value: float) -> None:
@@ -212,45 +187,19 @@ def recursion_limit() -> Iterator[None]:
         ("1 / (max_steps - 100)", ["at max_steps=100", "division by zero"]),
         ("9 ** 9 ** 9 ** 9", ["no value"]),
         ("(max_steps * 10000) ** (max_steps * 10000)", ["no value"]),
-        ("round(4e6) ** round(4e6)", ["no value"]),
         ("1e308 * 10", ["1e+308 * 10 is not a finite number"]),
         ("(-8) ** 0.5", ["(-8) ** 0.5 is not a finite number"]),
         ("sqrt(-1)", ["no value"]),
-        ("log(0)", ["no value"]),
-        ("min(1)", ["no value"]),
-        ("round(1, 2)", ["no value"]),
         ("max_steps + min", ["no value"]),
         ("-" * 500 + "1", ["no value"]),
         ("9" * 400, ["no value"]),
         ("schedule + 1", ["uses schedule='cosine'", "not a number"]),
-        ("compile + 1", ["uses compile=True", "not a number"]),
     ],
 )
 def test_an_expression_without_a_value_is_one_line(text: str, words: list[str]) -> None:
     values = {"max_steps": 100, "schedule": "cosine", "compile": True, "min": 1e400}
     with raises_line(ConfigError, repr(text), *words):
         Expression(expression=text).value(values)
-
-
-NUMBERS = st.floats(-1e9, 1e9) | st.integers(-(10**9), 10**9)
-TERMS = st.recursive(
-    st.just("peak_lr") | NUMBERS.map(str),
-    lambda terms: (
-        st.tuples(terms, st.sampled_from(["+", "-", "*", "/", "//", "%", "**"]), terms).map(
-            lambda t: f"({t[0]} {t[1]} {t[2]})"
-        )
-        | st.tuples(st.sampled_from(["sqrt", "log", "round", "-"]), terms).map(
-            lambda t: f"{t[0]}({t[1]})"
-        )
-    ),
-    max_leaves=12,
-)
-
-
-@given(TERMS)
-def test_an_expression_has_a_finite_value_or_is_refused(text: str) -> None:
-    with contextlib.suppress(ConfigError):
-        assert math.isfinite(Expression(expression=text).value({"peak_lr": 1e-3}))
 
 
 def test_names_are_what_an_expression_needs() -> None:

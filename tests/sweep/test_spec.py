@@ -14,8 +14,6 @@ from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.sweep.spec import (
     SET_BY_SWEEP,
     SWEEP_FLAGS,
-    Asha,
-    Base,
     NoScheduler,
     Sweep,
     load_sweep,
@@ -51,12 +49,6 @@ def test_fields_of_sweep_and_configuration_have_names_of_their_own() -> None:
     assert not set(Sweep.model_fields) & set(FIELDS)
     assert set(SWEEP_FLAGS) <= set(Sweep.model_fields)
     assert set(SET_BY_SWEEP) <= set(FIELDS)
-
-
-@pytest.mark.parametrize("part", [Sweep, Base, Asha])
-def test_every_field_says_why_it_exists(part: type[Sweep]) -> None:
-    fields = part.model_fields
-    assert all(field.description for name, field in fields.items() if name != "kind")
 
 
 def test_what_a_file_leaves_out_has_a_default(load: Load) -> None:
@@ -120,9 +112,7 @@ def test_flags_win_over_the_file(load: Load) -> None:
     ("flags", "words"),
     [
         ({"num_trails": "3"}, ["unknown configuration key num_trails"]),
-        ({"grace_tokens": "3"}, ["unknown configuration key grace_tokens"]),
         ({"num_trials": "many"}, ["num_trials='many'", "integer", "one for each point"]),
-        ({"weight_decay": "much"}, ["weight_decay='much'", "must be a number"]),
         ({"peak_lr": "1e-3"}, ["peak_lr", "overrides (0.001)", "remove one of them"]),
         ({"max_steps": "9"}, ["max_steps is set by the sweep; set budget_tokens"]),
     ],
@@ -136,27 +126,15 @@ def test_a_wrong_flag_is_one_line(load: Load, flags: dict[str, str], words: list
     ("changes", "words"),
     [
         ({"budget": 1}, ["small.yaml", "unknown key budget;", "did you mean budget_tokens?"]),
-        (
-            {"budget_token": 1, "budget_tokens": None},
-            ["unknown key budget_token", "did you mean budget_tokens?"],
-        ),
         ({"peak_lr": 1}, ["unknown key peak_lr", "below overrides or space"]),
         ({"budget_tokens": None}, ["small.yaml", "budget_tokens is missing", "not stopped"]),
-        ({"base": None}, ["base is missing"]),
         ({"base": {}}, ["either preset or config"]),
         ({"base": {"preset": "quickstart", "config": "a.yaml"}}, ["either preset or config"]),
-        ({"base": {"presett": "quickstart"}}, ["unknown key presett", "did you mean preset?"]),
-        ({"base": "quickstart"}, ["base='quickstart'"]),
         ({"budget_tokens": 0}, ["budget_tokens=0", "greater than or equal to 1"]),
-        ({"budget_tokens": 1.5}, ["budget_tokens=1.5", "integer"]),
-        ({"budget_tokens": "much"}, ["budget_tokens='much'", "integer"]),
         ({"report_every_tokens": 81_920}, ["report_every_tokens=81920", "budget_tokens=40960"]),
         ({"objective": "val/los"}, ["objective='val/los'", "must be val/loss, "]),
         ({"sweep_name": "../up"}, ["sweep_name='../up'"]),
-        ({"sweep_seed": -1}, ["sweep_seed=-1"]),
         ({"searcher": "grid"}, ["searcher='grid'", "'random' or 'optuna'"]),
-        ({"max_concurrent_trials": 0}, ["max_concurrent_trials=0"]),
-        ({"trials_per_gpu": 0}, ["trials_per_gpu=0"]),
         ({"trials_per_gpu": "many"}, ["trials_per_gpu='many'", "auto"]),
         (
             {"trials_per_gpu": 2, "overrides": {"gpus_per_worker": 0.5}},
@@ -164,15 +142,9 @@ def test_a_wrong_flag_is_one_line(load: Load, flags: dict[str, str], words: list
         ),
         ({"overrides": ["peak_lr"]}, ["overrides has no fields", "peak_lr"]),
         ({"overrides": {"peek_lr": 1}}, ["peek_lr", "did you mean peak_lr?"]),
-        ({"overrides": {1: 1}}, ["unknown configuration key 1"]),
-        ({"overrides": {"num_layers": "abc"}}, ["num_layers='abc'", "integer"]),
-        ({"overrides": {"model": {"num_layers": 1}}}, ["unknown configuration key model"]),
         ({"overrides": {"peak_lr": 1e-3}}, ["peak_lr", "overrides (0.001)", "remove one"]),
         ({"space": None}, ["has nothing to search"]),
-        ({"space": {}}, ["has nothing to search"]),
         ({"space": {"min_lr": {"expression": "peak_lr / 9"}}}, ["has nothing to search"]),
-        ({"space": "peak_lr"}, ["space has no fields"]),
-        ({"space": {"model": {"num_layers": {"grid": [1]}}}}, ["unknown", "key model"]),
         ({"space": {"peek_lr": {"grid": [1]}}}, ["peek_lr", "did you mean peak_lr?"]),
         ({"space": {"peak_lr": {"eval": "1"}}}, ["unknown domain eval of peak_lr"]),
         (
@@ -182,10 +154,6 @@ def test_a_wrong_flag_is_one_line(load: Load, flags: dict[str, str], words: list
         (
             {"space": {**DRAWN, "seq_len": {"expression": "64"}}, "num_trials": 2},
             ["seq_len has the domain expression", "use grid or choice"],
-        ),
-        (
-            {"space": {"peak_lr": {"expression": "min_lr"}, "min_lr": {"expression": "peak_lr"}}},
-            ["has nothing to search"],
         ),
         (
             {
@@ -218,10 +186,7 @@ def test_what_the_sweep_decides_is_not_set(load: Load, place: str, name: str) ->
     [
         ("num_workers", [1, 2]),
         ("cpus_per_worker", [1, 2]),
-        ("gpus_per_worker", [0.5, 1.0]),
-        ("use_gpu", [True, False]),
         ("storage_path", ["a", "b"]),
-        ("experiment", ["a", "b"]),
         ("eval_tokens", [100, 200]),
     ],
 )
@@ -242,31 +207,14 @@ BOTH = {**GRID, "weight_decay": {"uniform": [0.0, 0.1]}}
 
 
 @pytest.mark.parametrize(
-    ("space", "num_trials", "searcher"),
-    [
-        *((GRID, None, "random"), (GRID, 3, "random"), (BOTH, 3, "random"), (BOTH, 9, "random")),
-        *((DRAWN, 1, "random"), (DRAWN, 7, "random"), (DRAWN, 5, "optuna")),
-    ],
-)
-def test_numbers_of_trials_that_fit_the_space(
-    load: Load, space: Any, num_trials: int | None, searcher: str
-) -> None:
-    assert load(space=space, num_trials=num_trials, searcher=searcher).num_trials == num_trials
-
-
-@pytest.mark.parametrize(
     ("space", "num_trials", "searcher", "words"),
     [
         (GRID, 6, "random", ["num_trials=6", "3 points", "remove num_trials"]),
-        (GRID, 2, "random", ["num_trials=2", "3 points"]),
         (BOTH, None, "random", ["set num_trials", "weight_decay"]),
         (BOTH, 10, "random", ["num_trials=10", "3 points", "nearest: 9, 12"]),
-        (BOTH, 2, "random", ["num_trials=2", "nearest: 3"]),
         (DRAWN, None, "random", ["set num_trials", "peak_lr"]),
-        (DRAWN, None, "optuna", ["set num_trials"]),
         (BOTH, 3, "optuna", ["optuna takes no grid (peak_lr); use choice"]),
         (DRAWN, 10_000_000, "random", ["10,000,000 trials are more than 1,000; lower num_trials"]),
-        (DRAWN, 10_000_000, "optuna", ["10,000,000 trials are more than 1,000"]),
         (HUGE, None, "random", ["100,000,000 trials are more than 1,000", "shorter grids"]),
     ],
 )
@@ -285,19 +233,16 @@ def test_numbers_of_trials_that_do_not_fit_the_space(
             {"kind": "pbt", "perturb_every_tokens": 8192, "mutate": ["peak_lr"]},
             ["scheduler={'kind': 'pbt'", "{kind: asha, …}", "grid", "random", "Optuna"],
         ),
-        ({}, ["scheduler={}", "kind"]),
         ("asha", ["scheduler='asha'"]),
         ({"kind": "none", "grace_tokens": 1}, ["unknown key grace_tokens"]),
         ({"kind": "asha"}, ["grace_tokens is missing", "first rung"]),
         ({**ASHA, "grace_token": 1}, ["unknown key grace_token", "did you mean grace_tokens?"]),
         ({**ASHA, "grace_tokens": 5000}, ["grace_tokens=5000", "4096", "nearest: 4096, 8192"]),
-        ({**ASHA, "grace_tokens": 1000}, ["grace_tokens=1000", "nearest: 4096"]),
         ({**ASHA, "grace_tokens": 40_960}, ["grace_tokens=40960", "below budget_tokens=40960"]),
         (
             {**ASHA, "reduction_factor": 1},
             ["reduction_factor=1", "Fraction of trials that continues"],
         ),
-        ({**ASHA, "reduction_factor": 2.5}, ["reduction_factor=2.5", "integer"]),
     ],
 )
 def test_a_scheduler_that_does_not_fit_is_one_line(
@@ -311,10 +256,7 @@ def test_a_scheduler_that_does_not_fit_is_one_line(
     ("text", "words"),
     [
         ("", ["has no keys", "budget_tokens"]),
-        ("- a", ["has no keys"]),
-        ("1: 2", ["unknown key 1"]),
         (f"{yaml.safe_dump(FILE)}\n1: 2", ["unknown key 1"]),
-        ("a: [", ["is not valid YAML"]),
         ("a: !!python/object/apply:os.getcwd []", ["is not valid YAML", "python/object"]),
     ],
 )
@@ -328,16 +270,3 @@ def test_what_is_no_sweep_file_is_one_line(tmp_path: Path, text: str, words: lis
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
     with raises_line(ConfigError, "cannot read sweep", "no.yaml", "No such file"):
         load_sweep(tmp_path / "no.yaml", {})
-
-
-@pytest.mark.parametrize(
-    ("name", "title"),
-    [
-        ("lr", "sweep lr"),
-        ("sweep", "sweep"),
-        ("sweep-2", "sweep-2"),
-        ("my-sweep", "sweep my-sweep"),
-    ],
-)
-def test_a_sweep_says_what_it_is_once(load: Load, name: str, title: str) -> None:
-    assert load(sweep_name=name).title == title

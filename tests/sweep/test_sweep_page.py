@@ -115,9 +115,7 @@ def test_the_command_finds_a_sweep_by_name_and_leaves_runs_to_others(
     ("line", "changed"),
     [
         ("budget_tokens: 16384", "budget_tokens: 0"),
-        ("objective: val/loss", "objective: [1]"),
         ("  kind: asha", "  kind: other"),
-        ("space:", "spaces:"),
     ],
 )
 def test_a_damaged_file_is_one_line(directory: Path, line: str, changed: str) -> None:
@@ -125,18 +123,6 @@ def test_a_damaged_file_is_one_line(directory: Path, line: str, changed: str) ->
     assert line in file.read_text()
     file.write_text(file.read_text().replace(line, changed))
     with pytest.raises(ConfigError, match="is damaged"):
-        page_of(directory)
-
-
-@pytest.mark.parametrize(
-    "changed", [{"time": "1"}, {"time": None}, {"objective": "3.0"}, {"run_dir": [1]}]
-)
-def test_a_damaged_history_is_one_line(directory: Path, changed: dict[str, Any]) -> None:
-    file = directory / HISTORY_FILE
-    events = [json.loads(line) for line in file.read_text().splitlines()]
-    events[1] |= changed
-    file.write_text("".join(json.dumps(event) + "\n" for event in events))
-    with pytest.raises(ConfigError, match=r"line 2 of .* is damaged"):
         page_of(directory)
 
 

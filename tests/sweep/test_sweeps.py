@@ -17,7 +17,6 @@ import pytest
 
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.load import load_config_file
-from raytrain_gpt.errors import ClusterError, ConfigError
 from raytrain_gpt.storage.lease import LEASE_FILE, _holder, live_holder
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.history import History
@@ -281,28 +280,3 @@ def test_optuna_chooses_rates_and_knows_them_when_it_goes_on(make_sweep: MakeSwe
     assert [t.values["peak_lr"] for t in again.trials][:2] == rates[:2]
     assert [t.objective for t in again.trials][:2] == [t.objective for t in summary.trials][:2]
     assert again.trials[2].state == "finished"
-
-
-def test_what_cannot_run_is_said_before_the_first_trial(
-    make_sweep: MakeSweep, tmp_path: Path
-) -> None:
-    space = {"peak_lr": {"grid": [1e-3, 2e-3]}}
-    sizes = {"steps": 10, "report": 5}
-    many = make_sweep("many", space, **sizes, overrides={"num_workers": 6})
-    with pytest.raises(ClusterError, match=r"do not fit the cluster"):
-        run_sweep(many, resume=False, log=print)
-    indivisible = make_sweep(
-        "odd",
-        {**space, "global_batch_tokens": {"grid": [BATCH_TOKENS, BATCH_TOKENS // 6]}},
-        **sizes,
-        overrides={"num_workers": 3},
-    )
-    with pytest.raises(
-        ConfigError, match=r"global_batch_tokens=64 .* does not divide over 3 workers"
-    ):
-        run_sweep(indivisible, resume=False, log=print)
-    assert not list(tmp_path.glob("runs/*/trials"))
-    (tmp_path / "runs" / "taken").mkdir(parents=True)
-    (tmp_path / "runs" / "taken" / "config.yaml").touch()
-    with pytest.raises(ConfigError, match="is already a run"):
-        run_sweep(make_sweep("taken", space, **sizes), resume=False, log=print)

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytrain_gpt.config.load import load_preset
-from raytrain_gpt.config.schema import FIELDS, Config, changed_fields
+from raytrain_gpt.config.schema import FIELDS, changed_fields
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.sweep.space import SampledDomain
 from raytrain_gpt.sweep.spec import load_sweep
 from raytrain_gpt.sweep.trial_plan import (
     base_config,
@@ -95,10 +94,6 @@ def test_seeds_and_fields_have_draws_of_their_own() -> None:
     assert 0.2 < sum(values) / len(values) < 0.3
 
 
-def test_optuna_has_no_plan() -> None:
-    assert planned_trials(sweep_of({"peak_lr": LR}, searcher="optuna", num_trials=4)) == []
-
-
 def test_trials_share_the_base_the_overrides_and_what_the_sweep_decides() -> None:
     sweep = sweep_of({"peak_lr": {"grid": [5e-3, 6e-3]}}, overrides={"num_workers": 1, "seed": 3})
     changed = changed_fields(
@@ -174,19 +169,9 @@ def test_values_tied_to_a_trial_follow_its_own() -> None:
             ["report_every_tokens=4096", "1024, 8192", "nearest: 8192"],
         ),
         (
-            {"peak_lr": {"grid": [1e-3]}},
-            {"overrides": {"global_batch_tokens": 1000}},
-            ["budget_tokens=81920", "every step's 1000 tokens", "nearest: 81000, 82000"],
-        ),
-        (
             {"global_batch_tokens": {"grid": [512, 1024]}},
             {},
             ["global_batch_tokens=512", "does not divide over 1 worker × 8", "nearest"],
-        ),
-        (
-            {"seq_len": {"grid": [128, 96]}},
-            {},
-            ["seq_len=96", "global_batch_tokens=2048 is not a multiple of seq_len=96"],
         ),
         (
             {"num_heads": {"grid": [4, 3]}},
@@ -204,11 +189,6 @@ def test_values_tied_to_a_trial_follow_its_own() -> None:
             ["uses schedule='wsd'", "not a number"],
         ),
         (
-            {"peak_lr": {"grid": [1e-3]}, "warmup_steps": {"expression": "1 / dropout"}},
-            {},
-            ["no value at dropout=0", "division by zero"],
-        ),
-        (
             {"peak_lr": {"grid": [1e-3]}},
             {"overrides": {"warmup_steps": 40}},
             ["warmup_steps=40 is not below its 40 steps", "expression: max_steps / 20"],
@@ -224,7 +204,6 @@ def test_values_tied_to_a_trial_follow_its_own() -> None:
             ["trials_per_gpu=auto measures", "set micro_batch_sequences"],
         ),
         ({"peak_lr": {"grid": [1e-3]}}, {"base": {"preset": "quickstar"}}, ["did you mean"]),
-        ({"peak_lr": {"grid": [1e-3]}}, {"base": {"config": "no.yaml"}}, ["cannot read"]),
     ],
 )
 def test_a_trial_that_is_not_possible_is_one_line(
@@ -253,7 +232,6 @@ def test_every_batch_divides_over_the_workers() -> None:
             {"min_lr": {"uniform": [0, 5e-3]}, "peak_lr": {"uniform": [1e-3, 1e-2]}},
             ["min_lr=0.005 is above peak_lr=0.001"],
         ),
-        ({"embd_size": {"randint": [64, 128]}}, ["does not divide embd_size"]),
         ({"global_batch_tokens": {"choice": [2048, 512]}}, ["does not divide over 1 worker"]),
     ],
 )
@@ -265,26 +243,13 @@ def test_what_optuna_may_come_to_is_tried_out_before(
 
 
 @pytest.mark.slow
-def test_a_large_space_is_tried_out_in_part() -> None:
-    fields = [n for n in Config().field_values() if FIELDS[n][0] in ("optim", "spikes", "model")]
-    space = {
-        name: {"choice": [FIELDS[name][1].default]}
-        for name in fields
-        if FIELDS[name][1].default is not None
-    }
-    space |= {f: {"uniform": [0.1, 0.9]} for f in ("beta1", "beta2", "dropout")}
-    space |= {"weight_decay": {"choice": [i / 500 for i in range(500)]}}
-    space |= {"seed": {"choice": list(range(500))}, "warmup_steps": {"choice": [1, 2]}}
-    assert check_sweep(sweep_of(space, searcher="optuna", num_trials=2), num_workers=1) == []
-
-
-@pytest.mark.slow
 def test_so_many_corners_that_none_can_count_them_are_tried_out_in_part() -> None:
     values = [number / 1000 for number in range(1, 900)]
     space = {name: {"choice": values} for name in ("beta1", "beta2", "dropout", "decay_fraction")}
     space |= {n: {"choice": values} for n in ("weight_decay", "grad_clip", "spike_zscore")}
     assert 900**7 > 2**63
-    assert check_sweep(sweep_of(space, searcher="optuna", num_trials=2), 1) == []
+    sweep = sweep_of(space, searcher="optuna", num_trials=2)
+    assert planned_trials(sweep) == check_sweep(sweep, 1) == []
 
 
 @pytest.mark.parametrize("path", TUNE_CONFIGS, ids=lambda path: path.stem)
@@ -301,10 +266,3 @@ def test_the_sweeps_that_come_with_the_product_are_possible(
     assert sweep.searcher == "optuna" or len(configs) > 1
     assert path.read_text("utf-8").startswith("# ")
     assert f"raytrain-gpt tune tune_configs/{path.name}" in path.read_text("utf-8")
-
-
-def test_there_is_a_sweep_for_each_way_to_search() -> None:
-    sweeps = [load_sweep(path, {}) for path in TUNE_CONFIGS]
-    assert {sweep.scheduler.kind for sweep in sweeps} == {"none", "asha"}
-    assert {sweep.searcher for sweep in sweeps} == {"random", "optuna"}
-    assert any(isinstance(d, SampledDomain) for sweep in sweeps for d in sweep.space.values())
