@@ -40,7 +40,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,6 @@ from raytrain_gpt.core.memory import MemoryModel
 from raytrain_gpt.core.model import GPT, GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.parallel import mesh_of, shard
 from raytrain_gpt.core.registry import build_optimizer, count_model, new_model
-from raytrain_gpt.tracking.step_time import StepTimeBreakdown
 
 MODES = ["compiled", "eager"]
 LEARNING_RATE = 3e-4
@@ -389,9 +387,10 @@ def run_case(args: argparse.Namespace, compiled: bool) -> dict[str, Any]:
             rows = run_rows(config)
         finally:
             over.set()
-        traces = [file.read_bytes() for file in Path(work, "run", "profile").glob("*.json.gz")]
+        profiles = Path(work, "run", "profile")
+        traces = [file.read_bytes() for file in profiles.glob("*.json.gz")]
+        tables = [file.read_text() for file in profiles.glob("*.txt")]
     counted = step_rows(rows, skipped)
-    profiles = [use for row in rows if (use := StepTimeBreakdown.of_row(row)) is not None]
     # All steps of a log entry have their mean speed.
     logged = [row for row in counted if row["step"] % args.span_steps == 0]
     return {
@@ -404,7 +403,7 @@ def run_case(args: argparse.Namespace, compiled: bool) -> dict[str, Any]:
         "counted_memory_mb": counted_memory_mb(args, compiled),
         "gpu": state.result(),
         "sdpa": sdpa(traces[0]) if traces else None,
-        "profile": asdict(profiles[0]) if profiles else None,
+        "profile": tables[0].splitlines() if tables else None,
     }
 
 

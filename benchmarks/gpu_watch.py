@@ -1,4 +1,4 @@
-"""A GPU's clocks, temperature and power while it trains, and the time breakdown of a few steps."""
+"""A GPU's clocks, temperature and power while it trains, and a profile of a few steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ State = dict[str, float | None]
 
 
 def profiled(steps: Iterator[Any], steps_done: int, device: torch.device) -> dict[str, Any]:
-    """Return the time breakdown of the last `PROFILED_STEPS` steps, and the GPU's state during the steps.
+    """Return torch's table of the last `PROFILED_STEPS` steps, and the GPU's state during the steps.
 
     Args:
         steps: At least `STEPS_AFTER` steps, not yet done; their results are ignored.
@@ -56,7 +55,7 @@ def profiled(steps: Iterator[Any], steps_done: int, device: torch.device) -> dic
     if isinstance(one, Exception):  # the speed measured before is still valid
         print(f"no profile: {type(one).__name__}: {one}", file=sys.stderr)
         return {"gpu": state.result(), "sdpa": None, "profile": None}
-    return {"gpu": state.result(), "sdpa": sdpa(one.trace), "profile": asdict(one.use)}
+    return {"gpu": state.result(), "sdpa": sdpa(one.trace), "profile": one.table.splitlines()}
 
 
 def sdpa(trace: bytes) -> list[str]:

@@ -61,10 +61,7 @@ def test_the_gpus_benchmark_agrees_with_a_plain_loop_on_a_tiny_model(tmp_path: P
         assert case["tokens_per_s"] > 0
         assert (case["gpu"], case["mfu"]) == (None, None)
         assert case["sdpa"] == ["flash"]
-        profile = case["profile"]
-        assert (profile["first_step"], profile["num_steps"]) == (10, 2)
-        assert sum(profile["kinds_s"].values()) == pytest.approx(profile["total_s"])
-        assert min(profile["kinds_s"][kind] for kind in ("matmul", "attention", "optimizer")) > 0
+        assert any("aten::mm" in line for line in case["profile"])
     assert found["cases"][0]["counted_memory_mb"] > 0
     (comparison,) = found["comparisons"]
     # The same sums in a different order, in fp32.
@@ -78,7 +75,6 @@ def test_the_gpus_benchmark_agrees_with_a_plain_loop_on_a_tiny_model(tmp_path: P
     sharded = json.loads((tmp_path / "gpu-124m-fsdp-full.json").read_text())
     (case,) = sharded["cases"]
     assert case["losses"] == pytest.approx(found["cases"][0]["losses"], abs=1e-4)
-    assert case["profile"]["kinds_s"]["communication"] > 0
 
 
 def test_the_gpus_benchmark_leaves_out_what_there_is_no_time_for(tmp_path: Path) -> None:

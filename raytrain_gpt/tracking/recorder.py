@@ -13,17 +13,16 @@ import queue
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.errors import RaytrainGptError
-from raytrain_gpt.format import eval_line, event_line, step_line
+from raytrain_gpt.format import count, eval_line, event_line, step_line
 from raytrain_gpt.redact import redacted
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.configured import open_trackers
 from raytrain_gpt.tracking.run_files import PROFILE_DIR, Row, RunFiles
-from raytrain_gpt.tracking.step_time import StepTimeBreakdown
 from raytrain_gpt.tracking.sync import RunSync
 from raytrain_gpt.tracking.trackers import End, TrackedRun
 
@@ -143,17 +142,19 @@ class Recorder:
             for tracker in self._trackers:
                 tracker.text(step, "samples", text)
 
-    async def add_profile(self, attempt: int, use: StepTimeBreakdown, trace: bytes) -> None:
-        """Store a profile: trace and tables as files, the tables on the console, an event."""
-        name = f"{PROFILE_DIR}/{attempt:03d}-step={use.first_step:08d}"
-        trace_file = f"{name}.json.gz"
-        directory = Location.of(self._sync.work_dir)
+    async def add_profile(
+        self, attempt: int, first_step: int, num_steps: int, table: str, trace: bytes
+    ) -> None:
+        """Store a profile: table and trace as files, and an event."""
+        name = f"{PROFILE_DIR}/{attempt:03d}-step={first_step:08d}"
+        trace_file, directory = f"{name}.json.gz", Location.of(self._sync.work_dir)
         with contextlib.suppress(OSError):  # `_write` reports a full disk
-            (directory / f"{name}.txt").write_text(use.text() + "\n")
+            (directory / f"{name}.txt").write_text(table)
             (directory / trace_file).write_bytes(trace)
-        self._news.put(f"{use.text()}\ntrace       {self._sync.run_dir / trace_file}")
-        last_step = use.first_step + use.num_steps - 1
-        await self.add_event(last_step, "profile", trace=trace_file, **asdict(use))
+        last_step = first_step + num_steps - 1
+        steps = {"first_step": first_step, "num_steps": num_steps}
+        self._news.put(f"profile of {count(num_steps, 'step')}: {self._sync.run_dir / name}.txt")
+        await self.add_event(last_step, "profile", trace=trace_file, **steps)
 
     def _push(self) -> None:
         """Copy the files to the object store in the background; failed copies are retried next time."""

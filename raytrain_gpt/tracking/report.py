@@ -35,7 +35,6 @@ from raytrain_gpt.tracking.goodput import (
 )
 from raytrain_gpt.tracking.page import page, yaml_text
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, Row, read_rows, read_samples
-from raytrain_gpt.tracking.step_time import StepTimeBreakdown
 from raytrain_gpt.tracking.sync import RunSync
 
 REPORT_FILE = "report.html"
@@ -63,10 +62,7 @@ class RunHistory:
         self.events = sorted((r for r in rows if "event" in r), key=lambda r: r["time"])
         self.goodput, self.speed = goodput(rows), run_speed(rows)
         self.attempts = read_attempts(rows)
-        profiles = [
-            (e, StepTimeBreakdown.of_row(e)) for e in self.events if e["event"] == "profile"
-        ]
-        self.profiles = [(event, use) for event, use in profiles if use]
+        self.profiles = [event for event in self.events if event["event"] == "profile"]
         self.config: dict[str, dict[str, Any]] = {}
         if (sync.work_dir / CONFIG_FILE).exists():
             try:

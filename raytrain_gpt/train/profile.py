@@ -4,15 +4,12 @@
 2. The profiler warms up during the step before the profiled ones. These steps are slower and must not be
    averaged with others, so all ranks report before and after them (`is_edge`).
 3. Each profiled step is a span that ends when the GPU is done.
-4. The full trace is saved, and summarized by `time_use`.
 
 A profile does not change any computed value.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
 import tempfile
 import time
@@ -26,15 +23,19 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from raytrain_gpt.config.sections import STEPS_BEFORE_PROFILE
 from raytrain_gpt.core.device import synchronize
-from raytrain_gpt.core.loop import MicroBatch, StepResult
-from raytrain_gpt.tracking.step_time import DATA_WAIT_SPAN, STEP_SPAN, StepTimeBreakdown, time_use
+from raytrain_gpt.core.loop import StepResult
+
+STEP_SPAN = "training step"
+_TABLE_ROWS, _NAME_CHARACTERS = 50, 60
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Time breakdown of the profiled steps, and their Chrome trace (gzipped JSON)."""
+    """torch's table of the operators in some steps, and their Chrome trace (gzipped JSON)."""
 
-    use: StepTimeBreakdown
+    first_step: int
+    num_steps: int
+    table: str
     trace: bytes
 
 
@@ -73,21 +74,9 @@ class StepProfile:
         """Whether all ranks report after this step, to separate slowed steps from others."""
         return bool(self.slowed) and step in (self.slowed.start - 1, self.slowed[-1])
 
-    def mark_data_wait(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """Pass micro-batches through; the trace shows the time spent waiting for them."""
-        return self._marked(micro_batches) if self._take and self.steps else micro_batches
-
     def record_steps(self, results: Iterator[StepResult]) -> Iterator[StepResult]:
         """Pass results through, recording the chosen steps."""
         return self._record_steps(results, self._take) if self._take and self.steps else results
-
-    def _marked(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        while True:
-            with record_function(DATA_WAIT_SPAN):
-                micro_batch = next(micro_batches, None)
-            if micro_batch is None:
-                return
-            yield micro_batch
 
     def _record_steps(self, results: Iterator[StepResult], take: OnProfile) -> Iterator[StepResult]:
         yield from islice(results, self.slowed.start - 1 - self._steps_done)
@@ -106,14 +95,19 @@ class StepProfile:
             done_at = time.perf_counter()
         outcome: Profile | Exception
         try:
-            with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as directory:
-                path = Path(directory, "trace.json.gz")
-                profiler.export_chrome_trace(str(path))
-                trace = path.read_bytes()
-            use = time_use(json.loads(gzip.decompress(trace)), self.steps.start)
-            outcome = Profile(use, trace)
+            outcome = self._profile(profiler)
         except Exception as error:  # a failed profile must not stop the run
             outcome = error
         take(outcome, time.perf_counter() - done_at)
         yield result
         yield from results
+
+    def _profile(self, profiler: profile) -> Profile:
+        on = "cuda" if self._device.type == "cuda" else "cpu"
+        table = profiler.key_averages().table(
+            f"self_{on}_time_total", _TABLE_ROWS, max_name_column_width=_NAME_CHARACTERS
+        )
+        with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as directory:
+            path = Path(directory, "trace.json.gz")
+            profiler.export_chrome_trace(str(path))
+            return Profile(self.steps.start, len(self.steps), table, path.read_bytes())

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Literal
 
 import numpy as np
@@ -247,7 +247,7 @@ class Worker:
         results = train_steps(
             setup.model,
             setup.optimizer,
-            watched(self.profile.mark_data_wait(self.feed.micro_batches()), self.recorder.progress),
+            watched(self.feed.micro_batches(), self.recorder.progress),
             setup.strategy.accumulation(setup.model, self.spec.plan.micro_batches_per_step),
             first_step=self.step,
             max_steps=train.max_steps,
@@ -285,7 +285,7 @@ class Worker:
 
     def _take_profile(self, profile: Profile | Exception, took_s: float) -> None:
         if isinstance(profile, Profile):
-            self.recorder.call("add_profile", self.spec.attempt, profile.use, profile.trace)
+            self.recorder.call("add_profile", self.spec.attempt, *astuple(profile))
         else:
             self.recorder.log(f"no profile: {type(profile).__name__}: {profile}")
         self.log.exclude_time(took_s)

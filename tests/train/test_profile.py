@@ -16,9 +16,8 @@ from raytrain_gpt.core.loop import MicroBatch, StepResult
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.registry import build_optimizer
 from raytrain_gpt.tracking.run_files import read_rows
-from raytrain_gpt.tracking.step_time import STEP_SPAN, StepTimeBreakdown
 from raytrain_gpt.train.launch import train
-from raytrain_gpt.train.profile import OnProfile, Profile, StepProfile
+from raytrain_gpt.train.profile import STEP_SPAN, OnProfile, Profile, StepProfile
 from tests.runs import MakeConfig, Straight, weights
 from tests.training import steps
 
@@ -26,10 +25,10 @@ CPU = torch.device("cpu")
 MAX_STEPS = 10
 
 
-def spans(trace: bytes) -> list[float]:
-    """Return the durations of the profiled steps in a trace, in seconds."""
+def num_spans(trace: bytes) -> int:
+    """Count the profiled steps in a trace."""
     events = json.loads(gzip.decompress(trace))["traceEvents"]
-    return [event["dur"] / 1e6 for event in events if event["name"] == STEP_SPAN]
+    return sum(event["name"] == STEP_SPAN for event in events)
 
 
 class Taken(list[Profile | Exception]):
@@ -52,8 +51,8 @@ def trained(profile_steps: int, take: OnProfile) -> Iterator[tuple[StepResult, G
     model = GPT2(GPTShape(2, 2, 32, 16, 100, dropout=0.1))
     model.init_weights(0)
     profile = StepProfile(profile_steps, 0, MAX_STEPS, CPU, take)
-    optimizer, batches = build_optimizer(model, OptimSection()), profile.mark_data_wait(tokens())
-    results = steps(model, optimizer, batches, MAX_STEPS, micro_batches_per_step=2, seed=1)
+    optimizer = build_optimizer(model, OptimSection())
+    results = steps(model, optimizer, tokens(), MAX_STEPS, micro_batches_per_step=2, seed=1)
     for result in profile.record_steps(results):
         yield result, model
 
@@ -70,12 +69,10 @@ def test_a_profile_changes_no_bit(profile_steps: int) -> None:
     assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
     (profile,) = taken
     assert isinstance(profile, Profile)
-    assert len(spans(profile.trace)) == profile_steps == profile.use.num_steps
-    assert profile.use.first_step == STEPS_BEFORE_PROFILE + 1
-    assert sum(spans(profile.trace)) == pytest.approx(profile.use.total_s)
-    assert sum(profile.use.kinds_s.values()) == pytest.approx(profile.use.total_s)
-    for kind in ("matmul", "attention", "elementwise", "loss", "optimizer", "data_wait", "rest"):
-        assert profile.use.kinds_s[kind] > 0, kind
+    assert num_spans(profile.trace) == profile_steps == profile.num_steps
+    assert profile.first_step == STEPS_BEFORE_PROFILE + 1
+    for operator in (STEP_SPAN, "aten::addmm", "Optimizer.step#", "Self CPU time total:"):
+        assert operator in profile.table
 
 
 def test_it_is_there_with_the_result_of_its_last_step() -> None:
@@ -126,10 +123,8 @@ def test_it_comes_some_steps_after_each_start(
 
 def test_no_profile_and_other_ranks_have_nothing_in_their_way() -> None:
     results: Iterator[StepResult] = iter(())
-    micro_batches = tokens()
     for profile in (StepProfile(0, 0, 50, CPU, Taken().take), StepProfile(2, 0, 50, CPU, None)):
         assert profile.record_steps(results) is results
-        assert profile.mark_data_wait(micro_batches) is micro_batches
 
 
 @pytest.mark.models
@@ -146,15 +141,12 @@ def test_a_profiled_run(straight: Straight, make_config: MakeConfig, storage: Pa
     rows = read_rows(run_dir)
 
     (event,) = [row for row in rows if row.get("event") == "profile"]
-    use = StepTimeBreakdown.of_row(event)
-    assert (use.first_step, use.num_steps, event["step"]) == (6, 2, 7)
+    assert (event["first_step"], event["num_steps"], event["step"]) == (6, 2, 7)
     trace = run_dir / event["trace"]
-    assert len(spans(trace.read_bytes())) == 2
-    assert sum(map(use.share, use.kinds_s.values())) == pytest.approx(1, abs=1e-6)
-    table = use.text()
-    assert trace.with_name(trace.name.replace(".json.gz", ".txt")).read_text() == table + "\n"
-    assert f"{table}\ntrace       {trace}" in lines
-    assert "Profile of steps 6 to 7" in (run_dir / "report.html").read_text()
+    table = trace.with_name(trace.name.replace(".json.gz", ".txt"))
+    assert num_spans(trace.read_bytes()) == 2
+    assert "aten::addmm" in table.read_text()
+    assert f"profile of 2 steps: {table}" in lines
 
     client = MlflowClient(uri)
     (run,) = client.search_runs([client.get_experiment_by_name("raytrain-gpt").experiment_id])
