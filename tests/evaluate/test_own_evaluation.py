@@ -22,7 +22,7 @@ from raytrain_gpt.core.registry import configured_model
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.evaluate.evaluation import Evaluation
-from raytrain_gpt.evaluate.inference import evaluate_checkpoint, open_checkpoint
+from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.export.model_card import _scores
 from raytrain_gpt.format import ROW_PREFIXES
 from raytrain_gpt.storage.location import Location
@@ -312,8 +312,3 @@ def test_a_sweep_ranks_and_plots_the_highest_first_if_it_is_told_so(tmp_path: Pa
     assert best is not None
     assert best.name == "001"
     assert set(sweep_plots(history.trials(), sweep.searched, "mine/a", budget)) > {"curves.png"}
-
-
-def test_a_checkpoints_evaluation_says_null_for_what_is_not_finite(start: Start) -> None:
-    run = start("    return {'a': (math.nan, 1)}", max_steps=10)
-    assert evaluate_checkpoint(run.run_dir.path, print)[1]["mine/a"] is None
