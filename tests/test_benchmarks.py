@@ -75,7 +75,6 @@ def test_the_gpus_benchmark_agrees_with_a_plain_loop_on_a_tiny_model(tmp_path: P
     sharded = json.loads((tmp_path / "gpu-124m-fsdp-full.json").read_text())
     (case,) = sharded["cases"]
     assert case["losses"] == pytest.approx(found["cases"][0]["losses"], abs=1e-4)
-    assert any("all_gather" in line for line in case["profile"])
 
 
 def test_the_gpus_benchmark_leaves_out_what_there_is_no_time_for(tmp_path: Path) -> None:

@@ -58,27 +58,19 @@ def made(num: int) -> list[Example]:
     ]
 
 
-@pytest.mark.parametrize("label", [2, "2"])
-def test_an_example_is_read(tmp_path: Path, label: int | str) -> None:
-    path = write(tmp_path / "a.jsonl", {**LINE, "label": label}, "", LINE)
-    assert read_examples(path) == [Example("A dog", tuple(ENDINGS), 2)] * 2
-
-
-def test_a_context_may_come_in_two_parts(tmp_path: Path) -> None:
-    parts = without("ctx", ctx_a="A dog.", ctx_b="the man")
-    path = write(tmp_path / "a.jsonl", parts, {**parts, "ctx_b": ""}, {**parts, "ctx": "A cat"})
-    assert [e.context for e in read_examples(path)] == ["A dog. the man", "A dog.", "A cat"]
-
-
-def test_the_real_file_is_read(test_data: Path | None) -> None:
-    if test_data is None:
-        pytest.skip("the real examples need RAYTRAIN_GPT_TEST_DATA")
-    examples = read_examples(test_data / "hellaswag_val_1000.jsonl")
-    assert len(examples) == 1000
-    assert examples[0].context.startswith("How to apply for a marriage license in florida.")
-    assert examples[0].endings[3].startswith("You don't have to be a resident")
-    assert examples[0].label == 3
-    assert {example.label for example in examples} == {0, 1, 2, 3}
+@pytest.mark.parametrize(
+    ("fields", "context"),
+    [
+        ({"label": "2"}, "A dog"),
+        ({"ctx_a": "A cat.", "ctx_b": "the man"}, "A dog"),
+        ({"ctx": None, "ctx_a": "A cat.", "ctx_b": "the man"}, "A cat. the man"),
+        ({"ctx": None, "ctx_a": "A cat.", "ctx_b": ""}, "A cat."),
+    ],
+)
+def test_an_example_is_read(tmp_path: Path, fields: dict[str, Any], context: str) -> None:
+    line = {name: value for name, value in {**LINE, **fields}.items() if value is not None}
+    examples = read_examples(write(tmp_path / "a.jsonl", line, "", LINE))
+    assert examples == [Example(text, tuple(ENDINGS), 2) for text in (context, "A dog")]
 
 
 @pytest.mark.parametrize(
@@ -285,7 +277,7 @@ def test_the_public_file_is_fetched_once(serve: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ({"content": b"", "status": 404}, ["cannot download", "404"]),
+        ({"content": b"", "status": 404}, ["cannot download", "404", "its path instead of"]),
         ({"content": CONTENT, "announced": 10 * len(CONTENT)}, ["cannot download", "read"]),
         ({"content": b"<html>sign in</html>"}, ["line 1", "Expecting value"]),
     ],
@@ -297,14 +289,6 @@ def test_what_is_not_the_file_is_not_kept(
     with raises_line(DataError, server.url, *words):
         downloaded()
     assert not list(tmp_path.rglob("*.jsonl"))
-
-
-def test_without_network_the_way_out_is_told(serve: Any) -> None:
-    server = serve(CONTENT)
-    server.shutdown()
-    server.server_close()
-    with raises_line(DataError, server.url, "give its path instead of download"):
-        downloaded()
 
 
 def test_a_cache_that_cannot_be_written_is_named(serve: Any, tmp_path: Path) -> None:
@@ -357,28 +341,6 @@ def test_losses_are_those_of_a_float64_rewrite(model: GPT, tokens: Tensor, score
     for got, wanted in zip(found, rewritten(model, tokens, scored), strict=True):
         assert got.dtype == torch.float64
         assert got.tolist() == pytest.approx(wanted, rel=1e-6)
-
-
-@BOTH
-def test_padded_ids_have_no_probability(model: GPT, tokens: Tensor, scored: Tensor) -> None:
-    before = losses(model, tokens, scored)
-    with torch.no_grad():
-        model.head_weight[100:] = 5.0
-    after = losses(model, tokens, scored)
-    assert torch.equal(before[0], after[0])
-    assert torch.equal(before[1], after[1])
-
-
-def test_what_fills_a_row_up_changes_nothing(model: GPT, tokens: Tensor, scored: Tensor) -> None:
-    ends = torch.tensor([int(counts.nonzero().max()) + 1 for counts in scored])[:, None]
-    filled = torch.where(torch.arange(17) <= ends, tokens, 0)
-    assert not torch.equal(filled, tokens)
-    for one, other in zip(
-        losses(model, tokens, scored),
-        ending_losses(model, filled, scored, contextlib.nullcontext),
-        strict=True,
-    ):
-        assert torch.equal(one, other)
 
 
 def test_a_compiled_model_compiles_nothing_for_new_shapes(

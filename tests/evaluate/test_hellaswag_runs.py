@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,20 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from raytrain_gpt.errors import ConfigError, DataError
-from raytrain_gpt.evaluate import hellaswag
-from raytrain_gpt.evaluate.evaluation import Evaluation
+from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.evaluate.hellaswag import read_choices
 from raytrain_gpt.evaluate.inference import lone_evaluation, open_checkpoint
 from raytrain_gpt.export.huggingface import export_checkpoint
-from raytrain_gpt.format import eval_line
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import Row, read_rows
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import preflight
 from raytrain_gpt.train.launch import train
-from raytrain_gpt.train.worker import train_worker
-from raytrain_gpt.train.worker_group import WorkerSpec
 from tests.conftest import RunCli, raises_line
 from tests.export.test_huggingface import UNTIED, write_checkpoint
 
@@ -56,24 +50,6 @@ def examples(test_data: Path | None, tmp_path_factory: pytest.TempPathFactory) -
     return path
 
 
-def telling(directory: Path) -> Callable[[WorkerSpec], None]:
-    """Return a `train_worker` whose ranks write their answers to files."""
-
-    def train_loop(spec: WorkerSpec) -> None:
-        answers = Evaluation.answers
-
-        def told(self: Evaluation, *args: Any) -> Iterator[Any]:
-            with (directory / f"{os.getpid()}.jsonl").open("w") as file:
-                for batch in answers(self, *args):
-                    file.write(json.dumps([part.tolist() for part in batch]) + "\n")
-                    yield batch
-
-        Evaluation.answers = told  # type: ignore[method-assign, assignment]
-        train_worker(spec)
-
-    return train_loop
-
-
 def together(batches: Iterator[Any]) -> Answers:
     """Return the answers of some batches, and check that no example occurs twice."""
     found = [answer for batch in batches for answer in zip(*batch, strict=True)]
@@ -83,13 +59,7 @@ def together(batches: Iterator[Any]) -> Answers:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory in which the run's ranks write their answers."""
-    return tmp_path_factory.mktemp("answers")
-
-
-@pytest.fixture(scope="module")
-def run(cluster: str, make_config: Any, examples: Path, told: Path) -> RunSummary:
+def run(cluster: str, make_config: Any, examples: Path) -> RunSummary:
     """Train a run of two workers with one HellaSwag evaluation."""
     config = make_config(
         run_name="hellaswag",
@@ -101,20 +71,11 @@ def run(cluster: str, make_config: Any, examples: Path, told: Path) -> RunSummar
         eval_every_steps=50,
         hellaswag_path=str(examples),
     )
-    return train(config, print, telling(told))
+    return train(config, print)
 
 
 def last_evaluation(run: RunSummary) -> Row:
     return [row for row in read_rows(run.run_dir.path) if "val/loss" in row][-1]
-
-
-@pytest.fixture(scope="module")
-def wanted(run: RunSummary, examples: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    """Return the answers of `transformers` on the export."""
-    assert run.checkpoint is not None
-    export = tmp_path_factory.mktemp("export") / "hf"
-    export_checkpoint(str(run.checkpoint.path), export, "fp32", print)
-    return answers_of_transformers(export, examples)
 
 
 def answers_of_transformers(export: Path, examples: Path) -> Answers:
@@ -149,34 +110,15 @@ def scores(answers: Answers, examples: Path) -> tuple[float, float]:
     return sum(right[0]) / len(answers), sum(right[1]) / len(answers)
 
 
-def test_two_workers_answer_as_transformers_does(
-    run: RunSummary, told: Path, wanted: Answers, examples: Path
+def test_two_workers_score_as_transformers_does(
+    run: RunSummary, examples: Path, tmp_path: Path
 ) -> None:
-    files = list(told.iterdir())
-    assert len(files) == 2
-    lines = [line for file in files for line in file.read_text().splitlines()]
-    answers = together(map(json.loads, lines))
-    assert answers == wanted
+    export = export_checkpoint(run.checkpoint.path, tmp_path / "hf", "fp32", print)
+    wanted = answers_of_transformers(export, examples)
     row = last_evaluation(run)
-    assert (row["hellaswag/acc"], row["hellaswag/acc_norm"]) == scores(answers, examples)
+    assert (row["hellaswag/acc"], row["hellaswag/acc_norm"]) == scores(wanted, examples)
     assert row["hellaswag/examples"] == len(wanted)
     assert row["hellaswag/cut"] > 0
-
-
-@pytest.mark.parametrize("width_multiple", [1, 16])
-def test_one_process_answers_as_transformers_does(
-    run: RunSummary,
-    wanted: Answers,
-    examples: Path,
-    width_multiple: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(hellaswag.WIDTH_MULTIPLES, "cpu", width_multiple)
-    assert run.checkpoint is not None
-    _, config, model, tokenizer, _ = open_checkpoint(run.checkpoint.path)
-    choices = read_choices(config, str(examples), tokenizer)
-    evaluation = lone_evaluation(config, model, tokenizer, None, choices)
-    assert together(evaluation.answers(choices)) == wanted
 
 
 def test_a_qwen3_answers_as_transformers_does(
@@ -195,13 +137,6 @@ def test_a_qwen3_answers_as_transformers_does(
     assert lines[-1] == f"hellaswag: {num} of {num} examples"
     found = together(evaluation.answers(choices))
     assert found == answers_of_transformers(export, examples)
-
-
-def test_the_log_and_the_console_tell_of_it(run: RunSummary) -> None:
-    row = last_evaluation(run)
-    norm, acc = f"{row['hellaswag/acc_norm']:.4f}", f"{row['hellaswag/acc']:.4f}"
-    assert f"50 hellaswag {norm}" in (run.run_dir.path / "log.txt").read_text().splitlines()
-    assert eval_line(row, 50).endswith(f"bits/byte | hellaswag {norm} (acc {acc})")
 
 
 def test_eval_answers_as_the_run_did(run: RunSummary, examples: Path, run_cli: RunCli) -> None:
@@ -233,14 +168,6 @@ def test_without_its_dataset_a_checkpoint_is_still_asked(
         run_cli.refuses("eval", run.run_dir, "--hellaswag", examples, "--data", data)
     finally:
         away.rename(data)
-
-
-def test_a_broken_file_starts_nothing(make_config: Any, storage: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text('{"ctx": "a", "endings": ["b", "c", "d"], "label": 0}\n')
-    with raises_line(DataError, f"{broken} line 1", "endings has 3 instead of 4"):
-        train(make_config(run_name="broken", hellaswag_path=str(broken)), print)
-    assert not (storage / "broken").exists()
 
 
 def test_a_path_becomes_absolute_and_download_stays(

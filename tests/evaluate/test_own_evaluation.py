@@ -22,7 +22,7 @@ from raytrain_gpt.core.registry import configured_model
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.evaluate.evaluation import Evaluation
-from raytrain_gpt.evaluate.inference import evaluate_checkpoint, open_checkpoint
+from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.export.model_card import _scores
 from raytrain_gpt.format import ROW_PREFIXES
 from raytrain_gpt.storage.location import Location
@@ -315,8 +315,3 @@ def test_a_sweep_ranks_and_draws_the_highest_first_if_it_is_told_so(tmp_path: Pa
     curves, by_rate = sweep_charts(ranked, sweep.searched, "mine/a", budget)
     assert curves.curves[0].label == "001"
     assert [[*curve.values] for curve in by_rate.curves] == [[0.2, 0.3], [0.9, 0.1]]
-
-
-def test_a_checkpoints_evaluation_says_null_for_what_is_not_finite(start: Start) -> None:
-    run = start("    return {'a': (math.nan, 1)}", max_steps=10)
-    assert evaluate_checkpoint(run.run_dir.path, print)[1]["mine/a"] is None
