@@ -64,6 +64,8 @@ export PATH={bin}:$PATH PIP_NO_INDEX=1
 export RAY_OVERRIDE_RESOURCES='{{"CPU":{cpus}}}'
 # Threads of these hosts share the machine's cores, and must not spin while they wait for each other.
 export OMP_WAIT_POLICY=PASSIVE
+# On a loaded machine Ray starts for longer than the 30 s after which its autoscaler kills and restarts it.
+export AUTOSCALER_HEARTBEAT_TIMEOUT_S=300
 """
 
 
