@@ -151,10 +151,10 @@ class CheckpointWriter:
     def _exchanged(self, outcome: Any, kind: Any) -> list[Any]:
         """Exchange outcomes; returns every rank's outcome or exception."""
         failed = isinstance(outcome, Exception)
-        sent = _Failure(type(outcome).__name__, str(outcome)) if failed else outcome
-        received = self._ranks.all_gather_json(sent, kind | _Failure)
+        sent = Failure(type(outcome).__name__, str(outcome)) if failed else outcome
+        received = self._ranks.all_gather_json(sent, kind | Failure)
         received[self._ranks.rank] = outcome  # with its traceback
-        return [each.error() if isinstance(each, _Failure) else each for each in received]
+        return [each.error() if isinstance(each, Failure) else each for each in received]
 
     def _add_files(self, draft: Draft) -> dict[str, FileEntry]:
         self._may_write()
@@ -164,7 +164,7 @@ class CheckpointWriter:
 
 
 @dataclass(frozen=True)
-class _Failure:
+class Failure:
     """A serializable exception: type name and text."""
 
     type_name: str

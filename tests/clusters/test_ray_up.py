@@ -64,6 +64,8 @@ export PATH={bin}:$PATH PIP_NO_INDEX=1
 export RAY_OVERRIDE_RESOURCES='{{"CPU":{cpus}}}'
 # Threads of these hosts share the machine's cores, and must not spin while they wait for each other.
 export OMP_WAIT_POLICY=PASSIVE
+# On a loaded machine Ray starts for longer than the 30 s after which its autoscaler kills and restarts it.
+export AUTOSCALER_HEARTBEAT_TIMEOUT_S=300
 """
 
 
@@ -122,9 +124,9 @@ def client(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
         client = Client(made, tmp_path_factory.mktemp("client"))
         client.run("ray", "get-auth-token", "--generate")
         client.run("ray", "up", "--yes", CLUSTER_FILE)
-        wait_until(
-            lambda: "3 local.cluster.node" in client.on_head("ray status"), "both workers", WITHIN_S
-        )
+        # `ray status` counts a node as active before its Ray has started, but not its CPUs.
+        cpus = f"/{sum(CPUS.values())}.0 CPU"
+        wait_until(lambda: cpus in client.on_head("ray status"), "both workers", WITHIN_S)
         yield client
 
 
