@@ -44,17 +44,11 @@ def test_the_console_line_has_the_form_of_the_specification() -> None:
 def test_durations_and_amounts_read_well() -> None:
     durations = ["0s", "59s", "3m 20s", "1h 0m", "8d 9h"]
     assert [duration(s) for s in (0, 59, 200, 3600, 724000)] == durations
+    short = ["0.0s", "0.3s", "10s", "25s", "12m 30s"]
+    assert [short_duration(s) for s in (0, 0.34, 9.96, 25.4, 750)] == short
     amounts = ["0.123", "12", "433", "1000", "850.7k", "124.5M", "9.9B"]
     numbers = (0.12345, 12, 433.025, 999.7, 850_688, 124_475_904, 9.9e9)
     assert [amount(n) for n in numbers] == amounts
-
-
-@pytest.mark.parametrize(
-    ("value_s", "text"),
-    [(0, "0.0s"), (0.34, "0.3s"), (9.96, "10s"), (25.4, "25s"), (750, "12m 30s")],
-)
-def test_short_durations(value_s: float, text: str) -> None:
-    assert short_duration(value_s) == text
 
 
 def test_one_is_no_plural() -> None:

@@ -29,19 +29,18 @@ def doctor(options: DoctorOptions) -> None:
     if options.code is None:
         from raytrain_gpt.doctor.examine import examine
 
-        result = examine(config, say)
-        ok, facts = result.ok, result.as_json()
+        exam = examine(config, say)
+        checks, facts = exam.checks, {"all_reduce_bytes_per_s": exam.all_reduce_bytes_per_s}
     else:
         from raytrain_gpt.doctor.conformance import conformance
 
-        checks = conformance(config, say)
+        checks, facts = conformance(config, say), {}
         chosen = dict(reversed(kinds.own_kinds()))
         options = options.model_copy(update={"fields": {**chosen, **options.fields}})
-        ok = all(check.status != "FAIL" for check in checks)
-        facts = {"ok": ok, "checks": [asdict(check) for check in checks]}
+    ok = all(check.status != "FAIL" for check in checks)
     fix = "fix the FAIL lines, then run this command again"
     say(f"next: {options.train_command() if ok else fix}")
-    options.say_json(facts)
+    options.say_json({"ok": ok, "checks": [asdict(check) for check in checks], **facts})
     sys.exit(0 if ok else 1)
 
 

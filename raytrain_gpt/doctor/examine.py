@@ -13,9 +13,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import ray
 
@@ -82,20 +81,8 @@ class Examination:
         """Record skipped checks."""
         self.add(*(Check(name, "SKIP", why) for name in names))
 
-    @property
-    def ok(self) -> bool:
-        return all(check.status != "FAIL" for check in self.checks)
-
     def failed(self, name: str) -> bool:
         return any(check.name == name and check.status == "FAIL" for check in self.checks)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the `--json` object."""
-        return {
-            "ok": self.ok,
-            "checks": [asdict(check) for check in self.checks],
-            "all_reduce_bytes_per_s": self.all_reduce_bytes_per_s,
-        }
 
 
 def examine(config: Config, log: Log) -> Examination:

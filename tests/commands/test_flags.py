@@ -133,31 +133,20 @@ def test_the_name_of_a_run_is_its_directory_in_runs(
         assert parsed(SampleOptions, given, "--prompt", "a").checkpoint == meant
 
 
-ACTIONS = {
-    ("data", "show"): {"--json"},
-    ("data", "verify"): {"--json"},
-    ("data", "at"): {
-        "--json",
-        "--data",
-        "--storage_path",
-        "--step",
-        "--batch",
-        "--worker",
-        "--documents",
-    },
-    ("data", "find"): {"--json", "--data", "--storage_path"},
-    ("runs", "list"): {"--json", "--storage_path"},
-    ("runs", "show"): {"--json", "--storage_path"},
-    ("runs", "checkpoints"): {"--json", "--storage_path"},
-    ("runs", "report"): {"--json", "--storage_path"},
-}
-
-
-@pytest.mark.parametrize("words", ACTIONS, ids=" ".join)
-def test_an_action_has_help_with_its_own_flags(words: tuple[str, str], run_cli: RunCli) -> None:
+@pytest.mark.parametrize(
+    ("words", "flags"),
+    [
+        (("data", "verify"), {"--json"}),
+        (("data", "find"), {"--json", "--data", "--storage_path"}),
+        (("runs", "list"), {"--json", "--storage_path"}),
+    ],
+)
+def test_an_action_has_help_with_its_own_flags(
+    words: tuple[str, str], flags: set[str], run_cli: RunCli
+) -> None:
     shown = run_cli.succeeds(*words, "--help")
     assert shown.startswith(f"usage: raytrain-gpt {' '.join(words)} [-h] ")
-    assert set(re.findall(r"^  (--[a-z_]+)", shown, re.MULTILINE)) == ACTIONS[words]
+    assert set(re.findall(r"^  (--[a-z_]+)", shown, re.MULTILINE)) == flags
     _, shown, _ = run_cli(words[0], "--help")
     assert re.search(rf"^    {words[1]}\b", shown, re.MULTILINE)
     assert "--json" not in shown, "flags are shown in the help of each action"
