@@ -16,8 +16,8 @@ from raytrain_gpt.config import kinds
 from raytrain_gpt.config.load import load_preset, preset_names
 from raytrain_gpt.config.schema import FIELDS, Config, changes_math
 from raytrain_gpt.config.sections import SHAPE_FIELDS
-from raytrain_gpt.estimate.cost_model import Facts
-from raytrain_gpt.estimate.estimate import answer
+from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.format import amount, count
 
 PAGE = Path(raytrain_gpt.__file__).parents[1] / "docs" / "configuration.md"
@@ -79,8 +79,8 @@ def presets_table() -> str:
     defaults = Config().field_values()
     for name in preset_names():
         config = load_preset(name)
-        facts = Facts(vocab_size=IDS.get(config.data.data_path, 257), train_tokens=1)
-        num_parameters = answer(config, facts, print)[1].num_parameters
+        shape = GPTShape.of(config, IDS.get(config.data.data_path, 257))
+        num_parameters = count_model(shape).num_parameters
         m, train, values = config.model, config.train, config.field_values()
         size = f"{m.architecture}, {count(m.num_layers, 'layer')}, {count(m.num_heads, 'head')}, "
         size += f"{m.embd_size} channels" + (
