@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import random
-import time
 from collections.abc import Sequence
 from statistics import fmean
 
@@ -15,12 +13,10 @@ import torch
 from raytrain_gpt.cluster.capacity import DATA_CPUS, Resources
 from raytrain_gpt.config.resolved import FittedConfig, SizedConfig, decided
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.accumulation import FloatSum
-from raytrain_gpt.core.device import make_autocast, matmul_dtype, resolve_precision
-from raytrain_gpt.core.loop import train_steps
+from raytrain_gpt.core.device import resolve_precision
 from raytrain_gpt.core.memory import MemoryModel
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.core.registry import build_optimizer, configured_model, count_model, step_flops
+from raytrain_gpt.core.registry import count_model, step_flops
 from raytrain_gpt.data.locations import data_is_there, data_of
 from raytrain_gpt.format import amount, count, duration
 from raytrain_gpt.sweep.halving import Halving
@@ -39,9 +35,10 @@ from raytrain_gpt.sweep.trial_plan import (
 from raytrain_gpt.train.memory_fit import fit_sharing
 from raytrain_gpt.train.memory_search import MemorySearch, gpu_limit_bytes
 from raytrain_gpt.train.preflight import expected_vocab_size
+from raytrain_gpt.train.probe import probe_steps
 
-_PROBE_S = 3.0
-"""Least duration of the speed measurement."""
+_PROBE_S, _MAX_STEPS = 3.0, 1000
+"""Duration of the speed measurement, which takes at least two steps."""
 _DRAWS = 2000
 """Trials drawn for the expected tokens of early stopping."""
 
@@ -215,9 +212,10 @@ def _flops(config: SizedConfig, vocab_size: int) -> float:
 
 
 def seconds_per_flop(configs: Sequence[SizedConfig], vocab_size: int) -> float | None:
-    """Time steps of the configuration with the most FLOPs in one; return a worker's seconds for a FLOP.
+    """Time a micro-batch of the configuration with the most FLOPs in a step.
 
-    If a step takes longer than the probe, one with fewer micro-batches is timed. None if it does not fit.
+    Returns:
+        A worker's seconds for a FLOP, or None if it does not fit.
     """
 
     def flops(config: SizedConfig, tokens: int) -> float:
@@ -242,34 +240,12 @@ def seconds_per_flop(configs: Sequence[SizedConfig], vocab_size: int) -> float |
     sequences = micro if isinstance(micro, int) else fit.sequences if on_gpu else 1
     if search.predict(sequences, fit.activation_checkpointing) > limit_bytes:
         return None
-    # Any id may end documents, since no time depends on it.
-    model = configured_model(config, vocab_size, vocab_size - 1, fit.activation_checkpointing)
-    model.init_weights(config.train.seed)
-    model.to(device)
-    ids = torch.randint(vocab_size, (sequences, config.data.seq_len), device=device)
-    optimizer = build_optimizer(model, config.optim, matmul_dtype(precision))
-
-    def step_s(micro_batches: int) -> float:
-        started = time.perf_counter()
-        for result in train_steps(
-            model,
-            optimizer,
-            itertools.repeat((ids, ids)),
-            FloatSum(model, micro_batches),
-            first_step=0,
-            max_steps=1,
-            learning_rate=lambda _: config.optim.peak_lr,
-            grad_clip=config.optim.grad_clip,
-            autocast=make_autocast(precision, device),
-            seed=config.train.seed,
-        ):
-            result.loss.item()  # waits for the device
-        return time.perf_counter() - started
-
-    micro_batches, times = 1, [step_s(1)]
-    if times[0] < _PROBE_S:  # the first step fills caches, which a long one does not show
-        whole = config.batch_sequences // num_workers // sequences
-        micro_batches, times = max(1, min(whole, int(_PROBE_S / times[0]))), []
-        while sum(times) < _PROBE_S:
-            times.append(step_s(micro_batches))
-    return fmean(times) / flops(config, micro_batches * ids.numel())
+    times: list[float] = []
+    eager = config.updated({"compile": False})
+    for seconds in probe_steps(
+        eager, vocab_size, sequences, fit.activation_checkpointing, device, 1, num_steps=_MAX_STEPS
+    ):
+        times.append(seconds)  # the first step fills caches
+        if len(times) > 1 and sum(times) > _PROBE_S:
+            break
+    return fmean(times[1:]) / flops(config, sequences * config.data.seq_len)

@@ -25,14 +25,11 @@ from raytrain_gpt.config.arithmetic import divisors
 from raytrain_gpt.config.batch import check_shares, micro_batch_for
 from raytrain_gpt.config.resolved import USABLE_FRACTION, ActivationCheckpointing
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.accumulation import FloatSum
-from raytrain_gpt.core.device import make_autocast, matmul_dtype, resolve_precision
-from raytrain_gpt.core.loop import train_steps
 from raytrain_gpt.core.memory import MemoryModel
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.core.registry import build_optimizer, configured_model
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import count, size
+from raytrain_gpt.train.probe import probe_steps
 
 MODES: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full")
 """Modes of activation checkpointing, from fastest to least memory."""
@@ -213,39 +210,18 @@ class MemorySearch:
         two of each reach the peak of all later steps.
         """
         num_bytes = math.inf
+        # With several ranks, DDP keeps gradients between steps.
+        passes = self.config.batch_sequences // sequences if self.world_size == 1 else 2
         with contextlib.suppress(torch.OutOfMemoryError):
-            self._take_steps(sequences, mode, device)
+            torch.compiler.reset()
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            vocab_size = self.memory.shape.vocab_size
+            for _ in probe_steps(
+                self.config, vocab_size, sequences, mode, device, min(2, passes), num_steps=2
+            ):
+                pass
             num_bytes = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
         gc.collect()
         torch.cuda.empty_cache()
         return num_bytes
-
-    def _take_steps(
-        self, sequences: int, mode: ActivationCheckpointing, device: torch.device
-    ) -> None:
-        config, vocab_size = self.config, self.memory.shape.vocab_size
-        precision = resolve_precision(config.train.precision, device)
-        torch.compiler.reset()
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        with device:
-            # The choice of end-of-text token does not affect sizes.
-            model = configured_model(config, vocab_size, vocab_size - 1, mode)
-            tokens = torch.zeros(sequences, config.data.seq_len + 1, dtype=torch.int64)
-        if config.train.compile:
-            model.compile()
-        # With several ranks, DDP keeps gradients between steps.
-        passes = config.batch_sequences // sequences if self.world_size == 1 else 2
-        for _ in train_steps(
-            model,
-            build_optimizer(model, config.optim, matmul_dtype(precision)),
-            itertools.repeat((tokens[:, :-1], tokens[:, 1:])),  # as a run's, for the same graph
-            FloatSum(model, min(2, passes)),
-            first_step=0,
-            max_steps=2,
-            learning_rate=lambda _: config.optim.peak_lr,
-            grad_clip=config.optim.grad_clip,
-            autocast=make_autocast(precision, device),
-            seed=config.train.seed,
-        ):
-            pass

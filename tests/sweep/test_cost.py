@@ -126,11 +126,11 @@ def test_the_step_with_the_most_flops_is_measured(
 ) -> None:
     taken: list[dict[str, Any]] = []
 
-    def configured(config: SizedConfig, *_: Any) -> Any:
+    def configured(config: SizedConfig, *_: Any, **__: Any) -> Any:
         taken.append(config.field_values())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cost, "configured_model", configured)
+    monkeypatch.setattr(cost, "probe_steps", configured)
     base = one_worker_for_auto(base_config(sweep()))
     with pytest.raises(KeyboardInterrupt):
         cost.seconds_per_flop([base.updated(smaller), base.updated(larger)], 257)
