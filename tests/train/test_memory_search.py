@@ -19,7 +19,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.loop import train_steps
 from raytrain_gpt.core.memory import MemoryModel
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.train import memory_search
+from raytrain_gpt.train import probe
 from raytrain_gpt.train.memory_search import (
     MAX_CPU_TOKENS,
     MAX_GPU_TOKENS,
@@ -216,7 +216,7 @@ def test_real_steps_decide_and_running_out_of_memory_is_an_answer(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return train_steps(model, optimizer, batches, sums, **rest)
 
-    monkeypatch.setattr(memory_search, "train_steps", steps)
+    monkeypatch.setattr(probe, "train_steps", steps)
     search = table(config(), 2)
     found = search.largest(STATE + 4 * PER_SEQUENCE["none"], partial(search.measure, device=CPU))
     assert found == MemoryFit(room, "none", 0)
@@ -229,7 +229,7 @@ def test_what_is_wrong_with_a_step_besides_memory_is_not_swallowed(
     def steps(*_args: object, **_kwargs: object) -> None:
         raise RuntimeError("no kernel image is available")
 
-    monkeypatch.setattr(memory_search, "train_steps", steps)
+    monkeypatch.setattr(probe, "train_steps", steps)
     search = table(config())
     with pytest.raises(RuntimeError, match="no kernel image"):
         search.largest(1000, partial(search.measure, device=CPU))
