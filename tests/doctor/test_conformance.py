@@ -117,6 +117,10 @@ FAULTS = {
         MODEL + "    def make_layers(self, shape):\n        self.no_such_size()\n",
         ("causality", "my.py, line", "AttributeError", "no_such_size"),
     ),
+    "not elementwise": (
+        SGD.replace("p.add_(m,", "p.add_(m / m.norm(),"),
+        ("elementwise", "drop elementwise=True"),
+    ),
     "schedule draws": (
         SCHEDULE.replace("1 - step / (max_steps + 1)", "random.random()"),
         ("factors", "from the arguments alone"),
@@ -214,6 +218,14 @@ def test_a_good_file_passes(text: str) -> None:
 def test_a_planted_fault_is_found_with_its_line(text: str, words: tuple[str, ...]) -> None:
     failed = failures(checks_of(text))
     assert any(all(word in line for word in words) for line in failed), failed
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_elementwise_update_is_checked_only_where_it_is_declared() -> None:
+    text = SGD.replace(", elementwise=True", "").replace("p.add_(m,", "p.add_(m / m.norm(),")
+    checks = {check.name: check.status for check in checks_of(text)}
+    assert checks.pop("optimizer mine, elementwise") == "SKIP"
+    assert {*checks.values()} == {"PASS"}
 
 
 @pytest.mark.usefixtures("quick")
