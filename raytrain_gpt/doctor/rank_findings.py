@@ -26,35 +26,18 @@ def judge_devices(group: GroupFacts) -> str:
             f"the workers did not connect to each other: {group.error}; check that no other job holds the "
             f"cluster's resources, and {_BETWEEN_NODES}"
         )
-    if not group.use_gpu:
-        ranks = ", ".join(f"rank {d.rank} on {d.node}" for d in devices)
-        return f"CPUs, as configured: {ranks}"
-    missing = [
-        f"rank {d.rank} on {d.node} ({d.error}, CUDA_VISIBLE_DEVICES="
-        f"{'not set' if d.visible is None else d.visible})"
-        for d in devices
-        if not d.uuid
-    ]
-    if missing:
-        raise Failed(
-            f"no GPU for {', '.join(missing)}; check that nvidia-smi works there, that torch is a CUDA "
-            "build, and that Ray's --num-gpus does not exceed the node's GPUs"
-        )
-    ranks_of: dict[str, list[str]] = {}
-    for device in devices:
-        ranks_of.setdefault(device.uuid, []).append(str(device.rank))
-    shared = [
-        f"ranks {', '.join(ranks)} are on the same GPU ({uuid})"
-        for uuid, ranks in ranks_of.items()
-        if len(ranks) > 1
-    ]
-    if shared:
-        raise Failed(
-            f"{'; '.join(shared)}; start Ray with --num-gpus of at most the node's GPUs, and let Ray set "
-            "CUDA_VISIBLE_DEVICES"
-        )
     ranks = ", ".join(f"rank {d.rank} {d.device} on {d.node}" for d in devices)
-    return f"a GPU for each rank: {ranks}"
+    if missing := ", ".join(f"rank {d.rank} on {d.node} ({d.error})" for d in devices if d.error):
+        raise Failed(
+            f"no GPU for {missing}; check that nvidia-smi works there, that torch is a CUDA build, and that "
+            "Ray's --num-gpus does not exceed the node's GPUs"
+        )
+    if not group.has_devices:
+        raise Failed(
+            f"ranks share a GPU: {ranks}; start Ray with --num-gpus of at most the node's GPUs, and let Ray "
+            "set CUDA_VISIBLE_DEVICES"
+        )
+    return ranks
 
 
 def all_reduce_bytes_per_s(ranks: Sequence[AllReduceFacts]) -> dict[int, float]:

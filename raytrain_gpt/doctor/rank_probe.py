@@ -11,8 +11,6 @@ group is gloo even on GPUs, so that it works if a GPU is missing.
 
 from __future__ import annotations
 
-import os
-import statistics
 import tempfile
 import time
 from dataclasses import dataclass
@@ -33,7 +31,6 @@ from raytrain_gpt.cluster.orphans import kill_controllers
 from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.core.device import synchronize
 from raytrain_gpt.doctor.bench import time_step
-from raytrain_gpt.doctor.node_probe import node_names
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset, rank_chunks, ray_chunks
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.worker_group import TorchConfig, start_fit, worker_group
@@ -45,7 +42,6 @@ _CONTROLLER_TIMEOUT_S = 10.0
 NUM_BATCHES = 4
 """Number of global batches to read."""
 _ALL_REDUCE_BYTES = (1_000_000, 100_000_000)
-_REPEATS = 3
 T = TypeVar("T")
 
 
@@ -56,7 +52,6 @@ class DeviceFacts:
     Attributes:
         device: Name of the GPU, or `cpu`.
         uuid: UUID of the GPU, or empty without one.
-        visible: CUDA_VISIBLE_DEVICES, or None if unset.
         error: Why no GPU can be used.
     """
 
@@ -64,13 +59,12 @@ class DeviceFacts:
     node: str
     device: str
     uuid: str
-    visible: str | None
     error: str = ""
 
 
 @dataclass(frozen=True)
 class AllReduceFacts:
-    """One rank's all-reduces of float32 values: wrong sums, and tensor bytes -> median time."""
+    """One rank's all-reduces of float32 values: wrong sums, and tensor bytes -> time."""
 
     backend: str
     wrong: int
@@ -181,9 +175,7 @@ def _probe_rank(spec: _RankSpec) -> None:
 
 
 def _device(rank: int, use_gpu: bool) -> DeviceFacts:
-    node = node_names().get(ray.get_runtime_context().get_node_id(), "a new node")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    error = ""
+    node, error = ray.util.get_node_ip_address(), ""
     if use_gpu and not torch.cuda.device_count():
         error = f"torch {torch.__version__} sees no GPU"
     elif use_gpu:
@@ -191,14 +183,14 @@ def _device(rank: int, use_gpu: bool) -> DeviceFacts:
             device = ray.train.torch.get_device()
             torch.zeros(1, device=device)
             properties = torch.cuda.get_device_properties(device)
-            return DeviceFacts(rank, node, properties.name, str(properties.uuid), visible)
+            return DeviceFacts(rank, node, properties.name, str(properties.uuid))
         except Exception as raised:
-            error = str(raised).splitlines()[0]
-    return DeviceFacts(rank, node, "cpu", "", visible, error)
+            error = root_cause(raised)
+    return DeviceFacts(rank, node, "cpu", "", error)
 
 
 def _time_all_reduce(device: torch.device, group: dist.ProcessGroup | None) -> AllReduceFacts:
-    """Check all-reduces of known values and time further ones, in `group` or the default group."""
+    """Check all-reduces of known values and time others, in `group` or the default group."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     wrong, seconds = 0, {}
     for num_bytes in _ALL_REDUCE_BYTES:
@@ -209,13 +201,10 @@ def _time_all_reduce(device: torch.device, group: dist.ProcessGroup | None) -> A
         expected = pattern * ranks + ranks * (ranks - 1) // 2
         wrong += int((values != expected).sum())
         values.zero_()
-        times = []
-        for _ in range(_REPEATS):
-            synchronize(device)
-            dist.barrier()
-            started = time.perf_counter()
-            dist.all_reduce(values, group=group)
-            synchronize(device)
-            times.append(time.perf_counter() - started)
-        seconds[num_bytes] = statistics.median(times)
+        synchronize(device)
+        dist.barrier()
+        started = time.perf_counter()
+        dist.all_reduce(values, group=group)
+        synchronize(device)
+        seconds[num_bytes] = time.perf_counter() - started
     return AllReduceFacts(dist.get_backend(group), wrong, seconds)

@@ -126,7 +126,7 @@ def test_a_node_with_everything_wrong(
     visit = doctor(config, env=head.env)
     assert visit.code == 1
     visit.says("FAIL", "versions", f"0.0.1 on {sick_node}", "install the same version")
-    visit.says("FAIL", "clocks", f"they differ by {AHEAD_S}.0 s", sick_node, "run NTP")
+    visit.says("FAIL", "clocks", "they differ by", sick_node, "run NTP")
     visit.says("FAIL", "storage", f"{sick_node}: it cannot write", "Read-only")
     visit.says("FAIL", "data", f"{sick_node}: ", f"{dataset} has no manifest.json")
     visit.says("FAIL", "disk", f"{sick_node} has", "MB free", "--temp-dir")

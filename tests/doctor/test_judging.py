@@ -51,21 +51,18 @@ def passes(check: Check, *words: str) -> None:
 
 
 def test_strangers_and_other_users_are_kept_out() -> None:
-    private = [replace(SOUND, token_path="/root/.ray/auth_token", token_mode=0o600)]
-    passes(judge_token(HEAD, private, ours=False), "are refused", "1 token files are private")
-    passes(judge_token(HEAD, [SOUND], ours=True))
-    readable = [*private, replace(private[0], name="10.0.0.2", token_mode=0o640)]
-    fails(judge_token(HEAD, readable, ours=False), "token", "10.0.0.2 has mode 0640", "chmod 600")
+    private = replace(SOUND, token_mode=0o600)
+    passes(judge_token(HEAD, [private, OTHER]), "are refused")
+    readable = replace(OTHER, token_mode=0o640)
+    fails(judge_token(HEAD, [private, readable]), "token", "10.0.0.2: mode 0640", "chmod 600")
     is_open = replace(HEAD, asks_for_token=False)
-    fails(judge_token(is_open, private, ours=False), "token", "without a token", "every node")
-    fails(judge_token(is_open, private, ours=True), "token", "unset RAY_AUTH_MODE")
-    silent = judge_token(HeadFacts("10.0.0.1:6379", error="no answer"), private, ours=False)
-    assert (silent.status, silent.name) == ("SKIP", "token")
+    fails(judge_token(is_open, [private]), "token", "without a token", "unset", "every node")
+    fails(judge_token(HeadFacts("10.0.0.1:6379", error="no answer"), []), "token", "no answer")
 
 
 def test_a_node_that_does_not_answer() -> None:
     gone = NodeFacts("10.0.0.2", error="ModuleNotFoundError: No module named 'raytrain_gpt'")
-    fails(node_probe.judge_answers([SOUND, gone]), "nodes", "1 of 2", "10.0.0.2 (Module", "install")
+    fails(node_probe.judge_answers([SOUND, gone]), "nodes", "10.0.0.2: Module", "install")
     passes(node_probe.judge_answers([SOUND, OTHER]), "10.0.0.1, 10.0.0.2")
 
 
@@ -73,20 +70,18 @@ def test_a_node_that_does_not_answer() -> None:
 def test_another_version_of_anything(what: str) -> None:
     other = replace(OTHER, versions={**VERSIONS, what: "9.9"})
     check = node_probe.judge_versions([SOUND, other], VERSIONS)
-    fails(check, "versions", f"{what} {VERSIONS[what]} on the driver, 10.0.0.1 but 9.9 on 10.0.0.2")
-    fails(node_probe.judge_versions([other, other], VERSIONS), "versions", "the driver but 9.9")
+    fails(check, "versions", f"{what} 9.9 on 10.0.0.2, {VERSIONS[what]} on the driver; install")
     passes(node_probe.judge_versions([SOUND, OTHER], VERSIONS))
     assert set(local_versions()) == set(VERSIONS)
 
 
 def test_a_clock_that_is_surely_wrong() -> None:
-    def at(offset_s: float, uncertainty_s: float = 0.001) -> NodeFacts:
-        return replace(OTHER, clock_offset_s=offset_s, clock_uncertainty_s=uncertainty_s)
+    def at(offset_s: float) -> NodeFacts:
+        return replace(OTHER, clock_offset_s=offset_s)
 
-    fails(node_probe.judge_clocks([SOUND, at(1.5)]), "clocks", "by 1.5 s", "10.0.0.2 +1.500", "NTP")
+    fails(node_probe.judge_clocks([SOUND, at(1.5)]), "clocks", "by 1.5 s", "10.0.0.2 +1.5 s", "NTP")
     fails(node_probe.judge_clocks([at(-0.7), at(0.7)]), "clocks", "by 1.4 s")
     passes(node_probe.judge_clocks([at(-0.4), at(0.4)]))
-    passes(node_probe.judge_clocks([at(1.5, uncertainty_s=0.6)]))  # a slow response proves nothing
 
 
 def test_storage_that_is_not_shared() -> None:
@@ -116,7 +111,7 @@ def test_data_and_disk_of_one_node() -> None:
     assert examine.check_disk(Config(), None, [SOUND, OTHER]).status == "SKIP"
 
 
-GPU = DeviceFacts(0, "10.0.0.1", "NVIDIA H100", "GPU-a", "0,1")
+GPU = DeviceFacts(0, "10.0.0.1", "NVIDIA H100", "GPU-a")
 
 
 def on(devices: list[DeviceFacts], use_gpu: bool = True) -> GroupFacts:
@@ -125,14 +120,14 @@ def on(devices: list[DeviceFacts], use_gpu: bool = True) -> GroupFacts:
 
 def test_ranks_without_a_gpu_and_two_on_one() -> None:
     second = replace(GPU, rank=1, uuid="GPU-b")
-    passes(judge_devices(on([GPU, second])), "a GPU for each rank")
-    fails(judge_devices(on([GPU, replace(GPU, rank=1)])), "devices", "ranks 0, 1", "GPU-a")
+    passes(judge_devices(on([GPU, second])), "rank 1 NVIDIA H100 on 10.0.0.1")
+    fails(judge_devices(on([GPU, replace(GPU, rank=1)])), "devices", "ranks share a GPU")
     error = "torch 2.13.0+cpu sees no GPU"
-    without = DeviceFacts(1, "10.0.0.2", "cpu", "", None, error)
+    without = DeviceFacts(1, "10.0.0.2", "cpu", "", error)
     check = judge_devices(on([GPU, without]))
-    fails(check, "devices", "no GPU for rank 1 on 10.0.0.2", error, "not set", "nvidia-smi")
+    fails(check, "devices", "no GPU for rank 1 on 10.0.0.2", error, "nvidia-smi")
     assert judge_all_reduce(on([GPU, without])).status == "SKIP"
-    passes(judge_devices(on([without], use_gpu=False)), "CPUs")
+    passes(judge_devices(on([replace(without, error="")], use_gpu=False)), "rank 1 cpu")
 
 
 def test_a_group_that_ends_early(ingest: IngestSpec) -> None:
