@@ -31,7 +31,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import DEFAULT_DATA
 from raytrain_gpt.data.locations import data_is_there, data_of, location, run_location
 from raytrain_gpt.data.mixture import Mixture
-from raytrain_gpt.doctor import node_probe, rank_findings, rank_probe
+from raytrain_gpt.doctor import node_probe, rank_probe
 from raytrain_gpt.doctor.check import Check, Failed, Skipped, named_check
 from raytrain_gpt.doctor.node_probe import NodeFacts
 from raytrain_gpt.errors import ClusterError, RaytrainGptError
@@ -172,11 +172,11 @@ def _look_at_ranks(exam: Examination, config: FittedConfig, world_size: int) -> 
     ingest = None if data is None else IngestSpec.of(plan, data)
     group = rank_probe.ask_ranks(plan, ingest)
     exam.add(
-        rank_findings.judge_devices(group),
-        rank_findings.judge_all_reduce(group),
-        rank_findings.judge_sequences(group, ingest, range(rank_probe.NUM_BATCHES)),
+        rank_probe.judge_devices(group),
+        rank_probe.judge_all_reduce(group),
+        rank_probe.judge_sequences(group, ingest),
     )
-    exam.all_reduce_bytes_per_s = rank_findings.all_reduce_bytes_per_s(group.all_reduce or [])
+    exam.all_reduce_bytes_per_s = rank_probe.all_reduce_bytes_per_s(group.all_reduce or [])
 
 
 @named_check("tracking")

@@ -17,8 +17,15 @@ from raytrain_gpt.data.mixture import Mixture, read_mixture
 from raytrain_gpt.doctor import examine, node_probe
 from raytrain_gpt.doctor.check import Check
 from raytrain_gpt.doctor.node_probe import NodeFacts, data_problem, judge_token, local_versions
-from raytrain_gpt.doctor.rank_findings import judge_all_reduce, judge_devices, judge_sequences
-from raytrain_gpt.doctor.rank_probe import AllReduceFacts, DeviceFacts, GroupFacts, RankIds
+from raytrain_gpt.doctor.rank_probe import (
+    AllReduceFacts,
+    DeviceFacts,
+    GroupFacts,
+    RankIds,
+    judge_all_reduce,
+    judge_devices,
+    judge_sequences,
+)
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location
@@ -135,13 +142,13 @@ def test_a_group_that_ends_early(ingest: IngestSpec) -> None:
     group = GroupFacts(2, use_gpu=False, error="TimeoutError: nobody there")
     fails(judge_devices(group), "devices", "did not connect", "TimeoutError", "_SOCKET_IFNAME")
     assert judge_all_reduce(group).status == "SKIP"
-    assert judge_sequences(group, ingest, range(3)).status == "SKIP"
+    assert judge_sequences(group, ingest).status == "SKIP"
     group = replace(group, devices=[GPU, replace(GPU, rank=1)])
     fails(judge_all_reduce(group), "all_reduce", "did not finish: TimeoutError", "_SOCKET_IFNAME")
-    assert judge_sequences(group, ingest, range(3)).status == "SKIP"
+    assert judge_sequences(group, ingest).status == "SKIP"
     group = replace(group, all_reduce=[reduced("gloo", 0.1)] * 2)
-    fails(judge_sequences(group, ingest, range(3)), "sequences", "reading did not finish: Timeout")
-    assert judge_sequences(group, None, range(3)).status == "SKIP"
+    fails(judge_sequences(group, ingest), "sequences", "reading did not finish: Timeout")
+    assert judge_sequences(group, None).status == "SKIP"
     assert judge_all_reduce(replace(group, world_size=1)).status == "SKIP"
 
 
@@ -190,14 +197,14 @@ def given(*ranks: RankIds) -> GroupFacts:
 
 def planned(ingest: IngestSpec) -> list[RankIds]:
     """Return the sequence ids that two ranks read if all is correct."""
-    shares = [ingest.order().batch_ids(batch).reshape(2, -1) for batch in range(3)]
+    shares = [ingest.order().batch_ids(batch).reshape(2, -1) for batch in range(4)]
     val = ingest.eval_ids().reshape(2, -1)
-    return [RankIds(val[r], {b: shares[b][r] for b in range(3)}) for r in range(2)]
+    return [RankIds(val[r], {b: shares[b][r] for b in range(4)}) for r in range(2)]
 
 
 def test_ranks_that_read_the_same_or_miss_something(ingest: IngestSpec) -> None:
     good, other = planned(ingest)
-    passes(judge_sequences(given(good, other), ingest, range(3)), "2 ranks read 46 sequences")
+    passes(judge_sequences(given(good, other), ingest), "2 ranks read 58 sequences")
     same = {**other.train, 1: good.train[1]}
     early = {**other.train, 1: other.train[2]}
     fewer = {0: other.train[0], 1: other.train[1]}
@@ -209,7 +216,7 @@ def test_ranks_that_read_the_same_or_miss_something(ingest: IngestSpec) -> None:
         (replace(other, train=fewer), "6 of 12 sequences of global batch 2 read by no rank, and 0"),
         (replace(other, train=more), "0 of 12", "1 read twice or unplanned (first 1000000)"),
     ):
-        fails(judge_sequences(given(good, wrong), ingest, range(3)), "sequences", *words)
+        fails(judge_sequences(given(good, wrong), ingest), "sequences", *words)
 
 
 def test_a_sequence_that_a_mixture_has_twice_in_a_batch_is_as_planned(
@@ -220,9 +227,9 @@ def test_a_sequence_that_a_mixture_has_twice_in_a_batch_is_as_planned(
     prepare_here([str(tmp_path / "a.jsonl")], small, "bytes", val_fraction=0.5)
     parts = [(Location.of(path), Fraction(1, 2)) for path in (small, dataset)]
     ingest = spec_of(read_mixture(parts), 48)
-    batches = [ingest.order().batch_ids(batch) for batch in range(3)]
+    batches = [ingest.order().batch_ids(batch) for batch in range(4)]
     assert any(len(np.unique(batch)) < len(batch) for batch in batches)
     good, other = planned(ingest)
-    passes(judge_sequences(given(good, other), ingest, range(3)), "each as planned")
+    passes(judge_sequences(given(good, other), ingest), "each as planned")
     again = replace(other, train={**other.train, 0: good.train[0]})
-    fails(judge_sequences(given(good, again), ingest, range(3)), "sequences", "read twice")
+    fails(judge_sequences(given(good, again), ingest), "sequences", "read twice")

@@ -202,7 +202,6 @@ DAMAGED_LINES = [
     b"[" * 20_000,
     b'{"train/loss": 0.5}',
     b'{"step": "2", "train/loss": 0.5}',
-    b'{"step": 2, "step": 3, "train/loss": 0.5}',
     b'{"step": 2, "train/loss": "0.5"}',
     b'{"step": 2, "train/loss": NaN}',
     b'{"step": 2, "train/loss": 0.5, "perf/step_time_s": 1e200}',
