@@ -105,18 +105,19 @@ class RunFiles:
     Args:
         step: Step to resume at; rows and samples above it are dropped.
         saved_rows: Rows stored in the checkpoints up to that step.
+        tell: Receives a warning about damaged rows.
 
     Attributes:
         kept_rows: Rows of metrics.jsonl at the start.
         lost_steps: Steps above the resumed one, dropped to be repeated.
         lost_s: Duration of the lost steps.
-        left_out: Warnings about damaged rows.
     """
 
-    def __init__(self, run_dir: Path, step: int, saved_rows: list[Row]) -> None:
+    def __init__(
+        self, run_dir: Path, step: int, saved_rows: list[Row], tell: Log | None = None
+    ) -> None:
         self._dir = run_dir
-        self.left_out: list[str] = []
-        on_disk = read_rows(run_dir, self.left_out.append)
+        on_disk = read_rows(run_dir, tell)
         rows = merge_rows(on_disk, saved_rows, step)
         lost = [row for row in on_disk if "train/loss" in row and row["step"] > step]
         self.lost_steps = len(lost)

@@ -135,10 +135,3 @@ def test_a_node_with_everything_wrong(
     assert visit.statuses("PASS") == {"cluster", "workers", "nodes", "token"}
     assert visit.statuses("SKIP") == {"all_reduce", "sequences"}
     assert not list(own_storage.iterdir())
-
-
-def test_an_open_cluster(doctor: Doctor, make_config: MakeConfig) -> None:
-    visit = doctor(make_config(num_workers=1), env={"RAY_AUTH_MODE": "disabled"})
-    assert visit.code == 1
-    assert visit.statuses("FAIL") == {"token"}
-    visit.says("FAIL", "token", "accepts calls without a token", "unset RAY_AUTH_MODE")
