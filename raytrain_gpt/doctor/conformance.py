@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+from torch import Tensor, nn
 
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.cluster.signals import StopSignals
@@ -31,7 +32,7 @@ from raytrain_gpt.core.kv_cache import KVCache
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.registry import new_model
 from raytrain_gpt.data.tokenizer import load_tokenizer
-from raytrain_gpt.doctor.check import Check, Failed, named_check
+from raytrain_gpt.doctor.check import Check, Failed, Skipped, named_check
 from raytrain_gpt.doctor.code_runs import compare_runs
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.evaluate.evaluation import Evaluation
@@ -115,9 +116,8 @@ def _model(config: Config) -> GPT:
 def _causality(kind: Kind, config: Config) -> str:
     """Compare all rows at once, as in training, with each alone and token by token, as in sampling."""
     model, generator = _model(config), torch.Generator().manual_seed(2)
-    for (
-        parameter
-    ) in model.parameters():  # an initialization often zeroes layers that show a mistake
+    # Noise, since an initialization often zeroes layers that show a mistake.
+    for parameter in model.parameters():
         parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
     ids = torch.randint(_VOCAB_SIZE, (4, _SEQ_LEN), generator=generator)
     together = model.train().hidden(ids)
@@ -135,6 +135,25 @@ def _causality(kind: Kind, config: Config) -> str:
                     "as given"
                 )
     return "each token depends on those before it in its row alone"
+
+
+def _elementwise(kind: Kind, config: Config) -> str:
+    if not kind.works_on_shards:
+        raise Skipped("not declared elementwise, so not for parallel=fsdp")
+    start, *gradients = torch.randn(4, 8, 6, generator=torch.Generator().manual_seed(4))
+
+    def trained(num_parts: int) -> Tensor:
+        parts = [nn.Parameter(part.clone()) for part in start.chunk(num_parts)]
+        optimizer = kind.call(parts, config.optim.settings(kind.settings), 1e-2)
+        for gradient in gradients:
+            for part, share in zip(parts, gradient.chunk(num_parts), strict=True):
+                part.grad = share.clone()
+            optimizer.step()
+        return torch.cat([part.detach() for part in parts])
+
+    if not torch.equal(trained(1), trained(2)):
+        raise Failed("halves of a matrix are updated unlike the whole; drop elementwise=True")
+    return "halves of a matrix are updated like the whole"
 
 
 def _factors(kind: Kind, config: Config) -> str:
@@ -212,8 +231,9 @@ def _in_time(name: str, call: Callable[..., Any], *arguments: object) -> Any:
 
 _JUDGES: dict[kinds.Selector, tuple[str, _Judge]] = {
     "architecture": ("causality", _causality),
+    "optimizer": ("elementwise", _elementwise),
     "schedule": ("factors", _factors),
     "evaluations": ("sums", _sums),
     "trackers": ("calls", _calls),
 }
-"""Selector -> check of its kinds, with its name; the optimizers' are the runs."""
+"""Selector -> check of its kinds, with its name."""

@@ -19,11 +19,7 @@ from pathlib import Path
 import ray
 
 from raytrain_gpt.checkpoint.catalog import Catalog
-from raytrain_gpt.cluster.capacity import (
-    Resources,
-    cpus_to_start,
-    fit_to_cluster,
-)
+from raytrain_gpt.cluster.capacity import Resources, cpus_to_start, fit_to_cluster
 from raytrain_gpt.cluster.connection import connect
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.head import HeadRefuses, ask_head
@@ -35,7 +31,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import DEFAULT_DATA
 from raytrain_gpt.data.locations import data_is_there, data_of, location, run_location
 from raytrain_gpt.data.mixture import Mixture
-from raytrain_gpt.doctor import node_probe, rank_findings, rank_probe
+from raytrain_gpt.doctor import node_probe, rank_probe
 from raytrain_gpt.doctor.check import Check, Failed, Skipped, named_check
 from raytrain_gpt.doctor.node_probe import NodeFacts
 from raytrain_gpt.errors import ClusterError, RaytrainGptError
@@ -103,7 +99,7 @@ def examine(config: Config, log: Log) -> Examination:
             exam.skip("no cluster", *_NODE_CHECKS)
         else:
             exam.add(_fit(exam, exam.resources))
-            _look_at_nodes(exam, exam.resources, data_check)
+            _look_at_nodes(exam, data_check)
         exam.add(_check_tracking(config), check_disk(config, exam.data, exam.nodes))
         if exam.fitted is None:
             exam.skip("no workers can be started", *_RANK_CHECKS)
@@ -123,11 +119,9 @@ def _connect(exam: Examination) -> Check:
         problem = str(error) if isinstance(error, ClusterError) else root_cause(error)
         return Check("cluster", "FAIL", f"{problem}; run the doctor on a node of the cluster")
     exam.resources = resources
-    where = f"joined at {ray.get_runtime_context().gcs_address}"
-    origin = "private, started for this command" if resources.ours else where
-    cores = f"{count(os.cpu_count() or 1, 'core')} counted as " if resources.ours else ""
+    origin = "private" if resources.ours else f"joined at {ray.get_runtime_context().gcs_address}"
     cpus, gpus = count(resources.cpus, "CPU", form="g"), count(resources.gpus, "GPU")
-    text = f"{origin}: {count(len(resources.nodes), 'node')}, {cores}{cpus}, {gpus}"
+    text = f"{origin}: {count(len(resources.nodes), 'node')}, {cpus}, {gpus}"
     return Check("cluster", "PASS", text)
 
 
@@ -151,27 +145,20 @@ def _read_data(exam: Examination, is_default: bool) -> str:
     return f"{amount(data.split_tokens('train'))} train tokens, all shards match the manifest"
 
 
-def _look_at_nodes(exam: Examination, resources: Resources, data_check: Check) -> None:
+def _look_at_nodes(exam: Examination, data_check: Check) -> None:
     config, data = exam.config, exam.data
     storage, driver_error = location(config, config.run.storage_path), ""
-    with contextlib.ExitStack() as stack:
-        probe = None
-        try:
-            probe = stack.enter_context(storage_probe(storage, storage))
-        except RaytrainGptError as error:
-            driver_error = str(error)
-        nodes = node_probe.ask_nodes(config, probe, data)
-    exam.add(node_probe.judge_answers(nodes))
+    try:
+        with storage_probe(storage, storage) as probe:
+            nodes = node_probe.ask_nodes(config, probe, data)
+    except RaytrainGptError as error:
+        driver_error, nodes = str(error), node_probe.ask_nodes(config, None, data)
     exam.nodes = there = [node for node in nodes if not node.error]
-    if not there:
-        rest = [name for name in _NODE_CHECKS if name not in ("nodes", "workers")]
-        exam.skip("no node responds", "token", *rest)
-        return
-    head = ask_head(ray.get_runtime_context().gcs_address)
     if data is not None:
         data_check = node_probe.judge_data(there, config.data.data_path, data_check.text)
     exam.add(
-        node_probe.judge_token(head, there, resources.ours),
+        node_probe.judge_answers(nodes),
+        node_probe.judge_token(ask_head(ray.get_runtime_context().gcs_address), there),
         node_probe.judge_versions(there, node_probe.local_versions()),
         node_probe.judge_clocks(there),
         node_probe.judge_storage(there, str(storage), driver_error),
@@ -185,29 +172,23 @@ def _look_at_ranks(exam: Examination, config: FittedConfig, world_size: int) -> 
     ingest = None if data is None else IngestSpec.of(plan, data)
     group = rank_probe.ask_ranks(plan, ingest)
     exam.add(
-        rank_findings.judge_devices(group),
-        rank_findings.judge_all_reduce(group),
-        rank_findings.judge_sequences(group, ingest, range(rank_probe.NUM_BATCHES)),
+        rank_probe.judge_devices(group),
+        rank_probe.judge_all_reduce(group),
+        rank_probe.judge_sequences(group, ingest),
     )
-    exam.all_reduce_bytes_per_s = rank_findings.all_reduce_bytes_per_s(group.all_reduce or [])
+    exam.all_reduce_bytes_per_s = rank_probe.all_reduce_bytes_per_s(group.all_reduce or [])
 
 
 @named_check("tracking")
 def _check_tracking(config: Config) -> str:
     """Check that the run can log to MLflow."""
-    if (uri := config.tracking.mlflow_uri) is None:
-        raise Skipped("mlflow_uri is null: no MLflow")
-    if uri == "auto" and location(config, config.run.storage_path).is_local:
-        return "MLflow writes an SQLite file in storage_path"
-    if uri == "auto":
-        raise Skipped(mlflow_run.OFF)
+    if (uri := mlflow_run.tracking_uri(config)) is None:
+        raise Skipped(mlflow_run.OFF if config.tracking.mlflow_uri else "mlflow_uri is null")
     if "://" not in uri or uri.startswith(mlflow_run.SQLITE):
         directory = Path(uri.removeprefix(mlflow_run.SQLITE)).parent
-        if not os.access(directory, os.W_OK):
-            raise Failed(
-                f"mlflow_uri {uri}: cannot write in {directory}; create it, or set mlflow_uri"
-            )
-        return f"{directory} is writable"
+        if config.tracking.mlflow_uri != "auto" and not os.access(directory, os.W_OK):
+            raise Failed(f"cannot write in {directory}; create it, or set mlflow_uri")
+        return f"MLflow writes in {directory}"
     os.environ.update(MLFLOW_HTTP_REQUEST_MAX_RETRIES="1", MLFLOW_HTTP_REQUEST_TIMEOUT="5")
     from mlflow import MlflowClient
 

@@ -35,8 +35,7 @@ from raytrain_gpt.sweep.coordinator import STOP_TIMEOUT_S, Coordinator, Rule
 from raytrain_gpt.sweep.history import OBJECTIVE, REPORTED, TOKENS_SEEN, History, Trial
 from raytrain_gpt.sweep.trial_actor import END_KEY, TrialActor
 from raytrain_gpt.sweep.trial_run import TrialContext, TrialSet
-from raytrain_gpt.tracking.configured import mark_interrupted
-from raytrain_gpt.tracking.mlflow_run import tracking_uri
+from raytrain_gpt.tracking.mlflow_run import mark_interrupted, tracking_uri
 from raytrain_gpt.train.supervisor import TrainLoop
 
 _TUNE_DIR = "tune"

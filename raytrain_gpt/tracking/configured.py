@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from pkgutil import resolve_name
 
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.schema import Config
@@ -21,31 +20,30 @@ from raytrain_gpt.tracking.delivered import Delivered
 from raytrain_gpt.tracking.run_files import TRACKERS_DIR, Row, RunFiles
 from raytrain_gpt.tracking.trackers import End, TrackedRun, TrackerQueue
 
-_OPENERS = {
-    "tensorboard": "raytrain_gpt.tracking.tensorboard_events:open_tensorboard",
-    "mlflow_uri": "raytrain_gpt.tracking.mlflow_run:open_mlflow",
-}
-"""Field of TrackingSection that turns a tracker on -> module and function that opens it."""
-
 BUFFER_S = 30.0
 """Time that a tracker may keep rows in memory only; wandb writes its file every 15 s."""
 
 
 def open_trackers(run: TrackedRun, files: RunFiles, log: Log) -> list[TrackerQueue]:
     """Create the trackers of an attempt, with the rows that they may lack."""
-    settings = run.config.tracking
-    openers = [
-        path for name, path in _OPENERS.items() if getattr(settings, name) not in (None, False)
-    ]
-    opened = [resolve_name(path)(run, files, log) for path in openers]
-    trackers: list[TrackerQueue] = [tracker for tracker in opened if tracker is not None]
     run.log = log
-    for name in settings.trackers:
+    queues: list[TrackerQueue] = []
+    if run.config.tracking.tensorboard:
+        from raytrain_gpt.tracking.tensorboard_events import TensorBoard
+
+        off = "no more TensorBoard events"  # its writer cannot recover from a full disk
+        queues.append(TrackerQueue(TensorBoard, run, log, "TensorBoard", off, OSError))
+    with_rows: list[TrackerQueue] = []
+    if (uri := mlflow_run.tracking_uri(run.config)) is not None:
+        queue = TrackerQueue(mlflow_run.MLflow, run, log, f"MLflow at {uri}", "MLflow is off")
+        with_rows.append(queue)
+    for name in run.config.tracking.trackers:
         assert run.id, "drawn here, before threads draw it"
-        tracker = TrackerQueue(partial(NamedTracker, name), run, log, f"tracker {name}", "", ())
-        tracker.rows(files.kept_rows)
-        trackers.append(tracker)
-    return trackers
+        queue = TrackerQueue(partial(NamedTracker, name), run, log, f"tracker {name}", "", ())
+        with_rows.append(queue)
+    for queue in with_rows:
+        queue.rows(files.kept_rows)
+    return queues + with_rows
 
 
 class NamedTracker:
@@ -104,11 +102,6 @@ def check_packages(config: Config) -> None:
             raise ConfigError(
                 f"trackers={name} needs the package {name}; install it: pip install 'raytrain-gpt[{name}]'"
             ) from None
-
-
-def mark_interrupted(directory: Location, config: Config) -> None:
-    """End a run in trackers that do not notice its process's death; may raise any error."""
-    mlflow_run.mark_killed(directory, config)
 
 
 def tracker_warnings(config: Config) -> list[str]:

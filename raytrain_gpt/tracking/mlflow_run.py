@@ -25,8 +25,8 @@ from raytrain_gpt.format import Log, shell
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, is_url
 from raytrain_gpt.tracking.delivered import Delivered
-from raytrain_gpt.tracking.run_files import PROFILE_DIR, Row, RunFiles
-from raytrain_gpt.tracking.trackers import End, TrackedRun, TrackerQueue, plottable_values
+from raytrain_gpt.tracking.run_files import PROFILE_DIR, Row
+from raytrain_gpt.tracking.trackers import End, TrackedRun, plottable_values
 
 SQLITE = "sqlite:///"
 OFF = "MLflow is off: its SQLite file cannot be in an object store; set mlflow_uri"
@@ -118,15 +118,6 @@ class MLflowRun:
             folder = PROFILE_DIR if file.parent.name == PROFILE_DIR else None
             self.client.log_artifact(self.run_id, str(file), folder)
         self.client.set_terminated(self.run_id, _STATUSES[end])
-
-
-def open_mlflow(run: TrackedRun, files: RunFiles, log: Log) -> TrackerQueue | None:
-    """Start the tracker of an attempt, with the rows that it may lack, or None without a usable store."""
-    if (uri := tracking_uri(run.config)) is None:
-        return None
-    tracker = TrackerQueue(MLflow, run, log, f"MLflow at {uri}", "MLflow is off")
-    tracker.rows(files.kept_rows)
-    return tracker
 
 
 class MLflow(MLflowRun):
@@ -253,7 +244,7 @@ def _is_beside(uri: str, directory: Location) -> bool:
     return uri.startswith(SQLITE) and database.name == _DATABASE and in_storage
 
 
-def mark_killed(directory: Location, config: Config) -> None:
+def mark_interrupted(directory: Location, config: Config) -> None:
     """End a directory's MLflow run, if any, as interrupted; may raise any error."""
     record = read_tracking(directory)
     if "run_id" in record and record["uri"] == tracking_uri(config):

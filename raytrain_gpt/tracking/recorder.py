@@ -83,9 +83,7 @@ class Recorder:
         self._training = False
         self._unwritten: list[Row] = []
         self._pushing: asyncio.Task[None] | None = None
-        self._files = RunFiles(run.directory, run.step, spec.saved_rows)
-        for line in self._files.left_out:
-            self._news.put(line)
+        self._files = RunFiles(run.directory, run.step, spec.saved_rows, self._news.put)
         self._trackers = open_trackers(run, self._files, self._news.put)
         self._files.kept_rows = []
         lost = {"lost_steps": self._files.lost_steps, "lost_s": self._files.lost_s}

@@ -8,7 +8,6 @@ are taken from the checkpoints; events are never dropped. log.txt is derived fro
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -30,8 +29,6 @@ RUN_ID_FILE = "run_id.txt"
 PROFILE_DIR = "profile"
 TRACKERS_DIR = "trackers"
 """Files of `trackers`, which a run in an object store fetches when it resumes."""
-_TELLING = ("train/loss", "optim/lr", "optim/grad_norm", "data/order_hash")
-"""Values of a training step that differ between runs."""
 _SAMPLES_HEADER = re.compile(r"^=== step (\d{1,15}) ===$", re.MULTILINE)
 
 
@@ -66,37 +63,6 @@ def merge_rows(rows: list[Row], saved: list[Row], step: int) -> list[Row]:
     merged |= {key(row): row for row in saved if row["step"] <= step and "event" not in row}
     events = [row for row in rows if "event" in row]
     return sorted([*merged.values(), *events], key=lambda row: (*key(row), row.get("time", 0)))
-
-
-def check_rows(run_dir: Path, saved: list[Row], tell: Log) -> None:
-    """Compare the training steps of metrics.jsonl with those in the run's checkpoints.
-
-    If no common step matches, the file is a different run's and is renamed. Otherwise the checkpoints' rows
-    replace those that differ.
-    """
-
-    def steps(rows: list[Row]) -> dict[int, Row]:
-        return {row["step"]: row for row in rows if "train/loss" in row}
-
-    actual, expected = steps(read_rows(run_dir)), steps(saved)
-    both = sorted(actual.keys() & expected.keys())
-    differ = [at for at in both if any(actual[at].get(k) != expected[at].get(k) for k in _TELLING)]
-    if not differ:
-        return
-    path = run_dir / METRICS_FILE
-    if len(differ) < len(both):
-        tell(
-            f"replaced {count(len(differ), 'row')} of {path}, from step {differ[0]}, by those of the "
-            "checkpoints, which differ"
-        )
-        return
-    names = (f"broken-{number}-{METRICS_FILE}" for number in itertools.count(1))
-    aside = next(run_dir / name for name in names if not (run_dir / name).exists())
-    path.rename(aside)
-    tell(
-        f"moved {path} to {aside.name}: it is a different run's, since its losses or data differ from "
-        f"the checkpoints' in all {len(both)} common steps; using the checkpoints' rows"
-    )
 
 
 def log_text(row: Row) -> str:
@@ -139,25 +105,23 @@ class RunFiles:
     Args:
         step: Step to resume at; rows and samples above it are dropped.
         saved_rows: Rows stored in the checkpoints up to that step.
+        tell: Receives a warning about damaged rows.
 
     Attributes:
         kept_rows: Rows of metrics.jsonl at the start.
-        found_rows: Evaluations that only the checkpoints had.
         lost_steps: Steps above the resumed one, dropped to be repeated.
         lost_s: Duration of the lost steps.
-        left_out: Warnings about damaged rows.
     """
 
-    def __init__(self, run_dir: Path, step: int, saved_rows: list[Row]) -> None:
+    def __init__(
+        self, run_dir: Path, step: int, saved_rows: list[Row], tell: Log | None = None
+    ) -> None:
         self._dir = run_dir
-        self.left_out: list[str] = []
-        on_disk = read_rows(run_dir, self.left_out.append)
+        on_disk = read_rows(run_dir, tell)
         rows = merge_rows(on_disk, saved_rows, step)
         lost = [row for row in on_disk if "train/loss" in row and row["step"] > step]
         self.lost_steps = len(lost)
         self.lost_s = fsum(row.get("perf/step_time_s") or 0 for row in lost)
-        evaluated = {row["step"] for row in on_disk if "val/loss" in row}
-        self.found_rows = [r for r in rows if "val/loss" in r and r["step"] not in evaluated]
         samples = sorted({at: text for at, text in read_samples(run_dir) if at <= step}.items())
         run_dir.mkdir(parents=True, exist_ok=True)
         Location.of(run_dir / METRICS_FILE).write_text("".join(map(_json_line, rows)))

@@ -14,17 +14,8 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from raytrain_gpt.format import Log
-from raytrain_gpt.tracking.run_files import Row, RunFiles
-from raytrain_gpt.tracking.trackers import End, TrackedRun, TrackerQueue, plottable_values
-
-
-def open_tensorboard(run: TrackedRun, files: RunFiles, log: Log) -> TrackerQueue:
-    """Start the tracker of an attempt, with the rows that it may lack."""
-    off = "no more TensorBoard events"  # its writer cannot recover from a full disk
-    tracker = TrackerQueue(TensorBoard, run, log, "TensorBoard", off, OSError)
-    tracker.rows(files.found_rows)
-    return tracker
+from raytrain_gpt.tracking.run_files import Row
+from raytrain_gpt.tracking.trackers import End, TrackedRun, plottable_values
 
 
 class TensorBoard:

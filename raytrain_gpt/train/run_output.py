@@ -16,7 +16,6 @@ from raytrain_gpt.tracking.run_files import (
     METRICS_FILE,
     SAMPLES_FILE,
     Row,
-    check_rows,
     merge_rows,
     read_rows,
 )
@@ -67,7 +66,6 @@ class RunOutput:
             attempt: Details of the event `attempt`.
         """
         saved_rows = [row for checkpoint in checkpoints for row in checkpoint.rows()]
-        check_rows(self.sync.work_dir, saved_rows, self.log)
         return RecorderSpec(
             sync=self.sync,
             run=TrackedRun(self.sync.work_dir, config, step, self._tracker_tags),

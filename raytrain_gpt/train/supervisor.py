@@ -39,7 +39,7 @@ from raytrain_gpt.format import Log, amount, count
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.lease import LEASE_FILE, Lease, hold_lease
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.configured import mark_interrupted
+from raytrain_gpt.tracking.mlflow_run import mark_interrupted
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, TRACKERS_DIR, Row
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import policy, preflight

@@ -11,15 +11,20 @@ import numpy as np
 import pytest
 
 from raytrain_gpt.cluster.head import HeadFacts
-from raytrain_gpt.cluster.shared_storage import storage_probe
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.mixture import Mixture, read_mixture
 from raytrain_gpt.doctor import examine, node_probe
 from raytrain_gpt.doctor.check import Check
 from raytrain_gpt.doctor.node_probe import NodeFacts, data_problem, judge_token, local_versions
-from raytrain_gpt.doctor.rank_findings import judge_all_reduce, judge_devices, judge_sequences
-from raytrain_gpt.doctor.rank_probe import AllReduceFacts, DeviceFacts, GroupFacts, RankIds
-from raytrain_gpt.errors import ClusterError
+from raytrain_gpt.doctor.rank_probe import (
+    AllReduceFacts,
+    DeviceFacts,
+    GroupFacts,
+    RankIds,
+    judge_all_reduce,
+    judge_devices,
+    judge_sequences,
+)
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location
 from tests.cluster.test_head import HEAD
@@ -51,21 +56,18 @@ def passes(check: Check, *words: str) -> None:
 
 
 def test_strangers_and_other_users_are_kept_out() -> None:
-    private = [replace(SOUND, token_path="/root/.ray/auth_token", token_mode=0o600)]
-    passes(judge_token(HEAD, private, ours=False), "are refused", "1 token files are private")
-    passes(judge_token(HEAD, [SOUND], ours=True))
-    readable = [*private, replace(private[0], name="10.0.0.2", token_mode=0o640)]
-    fails(judge_token(HEAD, readable, ours=False), "token", "10.0.0.2 has mode 0640", "chmod 600")
+    private = replace(SOUND, token_mode=0o600)
+    passes(judge_token(HEAD, [private, OTHER]), "are refused")
+    readable = replace(OTHER, token_mode=0o640)
+    fails(judge_token(HEAD, [private, readable]), "token", "10.0.0.2: mode 0640", "chmod 600")
     is_open = replace(HEAD, asks_for_token=False)
-    fails(judge_token(is_open, private, ours=False), "token", "without a token", "every node")
-    fails(judge_token(is_open, private, ours=True), "token", "unset RAY_AUTH_MODE")
-    silent = judge_token(HeadFacts("10.0.0.1:6379", error="no answer"), private, ours=False)
-    assert (silent.status, silent.name) == ("SKIP", "token")
+    fails(judge_token(is_open, [private]), "token", "without a token", "unset", "every node")
+    fails(judge_token(HeadFacts("10.0.0.1:6379", error="no answer"), []), "token", "no answer")
 
 
 def test_a_node_that_does_not_answer() -> None:
     gone = NodeFacts("10.0.0.2", error="ModuleNotFoundError: No module named 'raytrain_gpt'")
-    fails(node_probe.judge_answers([SOUND, gone]), "nodes", "1 of 2", "10.0.0.2 (Module", "install")
+    fails(node_probe.judge_answers([SOUND, gone]), "nodes", "10.0.0.2: Module", "install")
     passes(node_probe.judge_answers([SOUND, OTHER]), "10.0.0.1, 10.0.0.2")
 
 
@@ -73,20 +75,18 @@ def test_a_node_that_does_not_answer() -> None:
 def test_another_version_of_anything(what: str) -> None:
     other = replace(OTHER, versions={**VERSIONS, what: "9.9"})
     check = node_probe.judge_versions([SOUND, other], VERSIONS)
-    fails(check, "versions", f"{what} {VERSIONS[what]} on the driver, 10.0.0.1 but 9.9 on 10.0.0.2")
-    fails(node_probe.judge_versions([other, other], VERSIONS), "versions", "the driver but 9.9")
+    fails(check, "versions", f"{what} 9.9 on 10.0.0.2, {VERSIONS[what]} on the driver; install")
     passes(node_probe.judge_versions([SOUND, OTHER], VERSIONS))
     assert set(local_versions()) == set(VERSIONS)
 
 
 def test_a_clock_that_is_surely_wrong() -> None:
-    def at(offset_s: float, uncertainty_s: float = 0.001) -> NodeFacts:
-        return replace(OTHER, clock_offset_s=offset_s, clock_uncertainty_s=uncertainty_s)
+    def at(offset_s: float) -> NodeFacts:
+        return replace(OTHER, clock_offset_s=offset_s)
 
-    fails(node_probe.judge_clocks([SOUND, at(1.5)]), "clocks", "by 1.5 s", "10.0.0.2 +1.500", "NTP")
+    fails(node_probe.judge_clocks([SOUND, at(1.5)]), "clocks", "by 1.5 s", "10.0.0.2 +1.5 s", "NTP")
     fails(node_probe.judge_clocks([at(-0.7), at(0.7)]), "clocks", "by 1.4 s")
     passes(node_probe.judge_clocks([at(-0.4), at(0.4)]))
-    passes(node_probe.judge_clocks([at(1.5, uncertainty_s=0.6)]))  # a slow response proves nothing
 
 
 def test_storage_that_is_not_shared() -> None:
@@ -95,16 +95,6 @@ def test_storage_that_is_not_shared() -> None:
     fails(check, "storage", "/nfs/runs is not shared", "10.0.0.2: it does not see", "s3://")
     check = node_probe.judge_storage([SOUND], "/nfs/runs", "the driver cannot write /nfs/runs")
     fails(check, "storage", "the driver cannot write /nfs/runs")
-
-
-def test_storage_that_the_driver_cannot_write(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    storage = Location.of(tmp_path / "file" / "runs")
-    with (
-        pytest.raises(ClusterError, match=f"cannot write storage_path {storage}: Not a directory"),
-        storage_probe(storage, storage),
-    ):
-        pass
 
 
 def test_data_and_disk_of_one_node() -> None:
@@ -116,7 +106,7 @@ def test_data_and_disk_of_one_node() -> None:
     assert examine.check_disk(Config(), None, [SOUND, OTHER]).status == "SKIP"
 
 
-GPU = DeviceFacts(0, "10.0.0.1", "NVIDIA H100", "GPU-a", "0,1")
+GPU = DeviceFacts(0, "10.0.0.1", "NVIDIA H100", "GPU-a")
 
 
 def on(devices: list[DeviceFacts], use_gpu: bool = True) -> GroupFacts:
@@ -125,14 +115,14 @@ def on(devices: list[DeviceFacts], use_gpu: bool = True) -> GroupFacts:
 
 def test_ranks_without_a_gpu_and_two_on_one() -> None:
     second = replace(GPU, rank=1, uuid="GPU-b")
-    passes(judge_devices(on([GPU, second])), "a GPU for each rank")
-    fails(judge_devices(on([GPU, replace(GPU, rank=1)])), "devices", "ranks 0, 1", "GPU-a")
+    passes(judge_devices(on([GPU, second])), "rank 1 NVIDIA H100 on 10.0.0.1")
+    fails(judge_devices(on([GPU, replace(GPU, rank=1)])), "devices", "ranks share a GPU")
     error = "torch 2.13.0+cpu sees no GPU"
-    without = DeviceFacts(1, "10.0.0.2", "cpu", "", None, error)
+    without = DeviceFacts(1, "10.0.0.2", "cpu", "", error)
     check = judge_devices(on([GPU, without]))
-    fails(check, "devices", "no GPU for rank 1 on 10.0.0.2", error, "not set", "nvidia-smi")
+    fails(check, "devices", "no GPU for rank 1 on 10.0.0.2", error, "nvidia-smi")
     assert judge_all_reduce(on([GPU, without])).status == "SKIP"
-    passes(judge_devices(on([without], use_gpu=False)), "CPUs")
+    passes(judge_devices(on([replace(without, error="")], use_gpu=False)), "rank 1 cpu")
 
 
 def test_a_group_that_ends_early(ingest: IngestSpec) -> None:
@@ -140,13 +130,13 @@ def test_a_group_that_ends_early(ingest: IngestSpec) -> None:
     group = GroupFacts(2, use_gpu=False, error="TimeoutError: nobody there")
     fails(judge_devices(group), "devices", "did not connect", "TimeoutError", "_SOCKET_IFNAME")
     assert judge_all_reduce(group).status == "SKIP"
-    assert judge_sequences(group, ingest, range(3)).status == "SKIP"
+    assert judge_sequences(group, ingest).status == "SKIP"
     group = replace(group, devices=[GPU, replace(GPU, rank=1)])
     fails(judge_all_reduce(group), "all_reduce", "did not finish: TimeoutError", "_SOCKET_IFNAME")
-    assert judge_sequences(group, ingest, range(3)).status == "SKIP"
+    assert judge_sequences(group, ingest).status == "SKIP"
     group = replace(group, all_reduce=[reduced("gloo", 0.1)] * 2)
-    fails(judge_sequences(group, ingest, range(3)), "sequences", "reading did not finish: Timeout")
-    assert judge_sequences(group, None, range(3)).status == "SKIP"
+    fails(judge_sequences(group, ingest), "sequences", "reading did not finish: Timeout")
+    assert judge_sequences(group, None).status == "SKIP"
     assert judge_all_reduce(replace(group, world_size=1)).status == "SKIP"
 
 
@@ -195,14 +185,14 @@ def given(*ranks: RankIds) -> GroupFacts:
 
 def planned(ingest: IngestSpec) -> list[RankIds]:
     """Return the sequence ids that two ranks read if all is correct."""
-    shares = [ingest.order().batch_ids(batch).reshape(2, -1) for batch in range(3)]
+    shares = [ingest.order().batch_ids(batch).reshape(2, -1) for batch in range(4)]
     val = ingest.eval_ids().reshape(2, -1)
-    return [RankIds(val[r], {b: shares[b][r] for b in range(3)}) for r in range(2)]
+    return [RankIds(val[r], {b: shares[b][r] for b in range(4)}) for r in range(2)]
 
 
 def test_ranks_that_read_the_same_or_miss_something(ingest: IngestSpec) -> None:
     good, other = planned(ingest)
-    passes(judge_sequences(given(good, other), ingest, range(3)), "2 ranks read 46 sequences")
+    passes(judge_sequences(given(good, other), ingest), "2 ranks read 58 sequences")
     same = {**other.train, 1: good.train[1]}
     early = {**other.train, 1: other.train[2]}
     fewer = {0: other.train[0], 1: other.train[1]}
@@ -214,7 +204,7 @@ def test_ranks_that_read_the_same_or_miss_something(ingest: IngestSpec) -> None:
         (replace(other, train=fewer), "6 of 12 sequences of global batch 2 read by no rank, and 0"),
         (replace(other, train=more), "0 of 12", "1 read twice or unplanned (first 1000000)"),
     ):
-        fails(judge_sequences(given(good, wrong), ingest, range(3)), "sequences", *words)
+        fails(judge_sequences(given(good, wrong), ingest), "sequences", *words)
 
 
 def test_a_sequence_that_a_mixture_has_twice_in_a_batch_is_as_planned(
@@ -225,9 +215,9 @@ def test_a_sequence_that_a_mixture_has_twice_in_a_batch_is_as_planned(
     prepare_here([str(tmp_path / "a.jsonl")], small, "bytes", val_fraction=0.5)
     parts = [(Location.of(path), Fraction(1, 2)) for path in (small, dataset)]
     ingest = spec_of(read_mixture(parts), 48)
-    batches = [ingest.order().batch_ids(batch) for batch in range(3)]
+    batches = [ingest.order().batch_ids(batch) for batch in range(4)]
     assert any(len(np.unique(batch)) < len(batch) for batch in batches)
     good, other = planned(ingest)
-    passes(judge_sequences(given(good, other), ingest, range(3)), "each as planned")
+    passes(judge_sequences(given(good, other), ingest), "each as planned")
     again = replace(other, train={**other.train, 0: good.train[0]})
-    fails(judge_sequences(given(good, again), ingest, range(3)), "sequences", "read twice")
+    fails(judge_sequences(given(good, again), ingest), "sequences", "read twice")

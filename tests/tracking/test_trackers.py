@@ -17,12 +17,13 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.configured import mark_interrupted, open_trackers
+from raytrain_gpt.tracking.configured import open_trackers
 from raytrain_gpt.tracking.mlflow_run import (
     TRACKING_FILE,
     URI_VARIABLE,
     MLflow,
     MLflowRun,
+    mark_interrupted,
     track_export,
     tracking_lines,
 )
@@ -205,14 +206,14 @@ def test_a_slow_and_failing_tracker_neither_slows_nor_ends_the_recorder(
     monkeypatch.setattr("raytrain_gpt.tracking.recorder.open_trackers", open_trackers)
     monkeypatch.setattr("raytrain_gpt.tracking.trackers._RETRY_S", 0.0)
     run = TrackedRun(tmp_path, Config(), 0, {"sweep": "a"})
-    recorder = Recorder(RecorderSpec(RunSync(Location.of(tmp_path)), run, None, [], []))
+    recorder = Recorder(RecorderSpec(RunSync(Location.of(tmp_path)), run, {}, []))
     asyncio.run(recorder.add_rows(rows(1, 3)))
     asyncio.run(recorder.add_samples(3, "To be"))
     assert read_rows(tmp_path) == rows(1, 3)
     assert calls.empty()
     answers.set()
     assert calls.get(timeout=60) == ("make", tmp_path.name, 0, {"sweep": "a"})
-    sent = ("rows", [1, 2, 3])
+    sent = ("rows", [0, 1, 2, 3])  # from the event of the attempt on
     # The text fails once, so the rows come again.
     assert [calls.get(timeout=60) for _ in range(3)] == [
         sent,

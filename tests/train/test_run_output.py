@@ -68,11 +68,9 @@ def test_a_recorder_begins_with_the_rows_that_the_checkpoints_kept(
     assert spec.saved_rows == [{"step": 10}, {"step": 20}]
 
 
-def test_a_recorder_begins_without_the_rows_of_a_different_run(
-    tmp_path: Path, config: FittedConfig
+def test_rows_of_the_checkpoints_replace_those_of_the_file(
+    output: RunOutput, config: FittedConfig
 ) -> None:
-    lines: list[str] = []
-    output = RunOutput(Location.of(tmp_path / "run"), {}, lines.append)
     for step in (10, 20):
         row = {ROWS_FILE: f'{{"step": {step}, "train/loss": 1.0}}\n'}
         place = Catalog(output.run_dir).draft(step, "001").commit(state(step), {}, row)
@@ -80,7 +78,6 @@ def test_a_recorder_begins_without_the_rows_of_a_different_run(
     checkpoints = Catalog(output.run_dir).complete()
     spec = output.recorder_spec(config, 20, checkpoints, attempt={})
     assert [row["train/loss"] for row in output.last_steps(20, spec.saved_rows, 9)] == [1.0, 1.0]
-    assert [line.partition(" ")[0] for line in lines] == ["moved"]
 
     (place.path / ROWS_FILE).write_text('{"step": 20, "train/loss": 3.0}\n')
     damaged = output.recorder_spec(config, 20, checkpoints, attempt={})
