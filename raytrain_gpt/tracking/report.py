@@ -39,11 +39,11 @@ from raytrain_gpt.tracking.sync import RunSync
 
 REPORT_FILE = "report.html"
 _TEMPLATE = "tracking/report_template.html"
-MAX_SAMPLE_SETS = MAX_RANKS = 8
+MAX_SAMPLE_SETS = _MAX_RANKS = 8
 _DASHES, _MARKERS, _NUM_COLORS, _FAINT = ("", "7 3", "2 2", "8 2 2 2"), "Do^svP", 5, 6
 
-HELLASWAG_KEY = "hellaswag/acc_norm"
-HELLASWAG_REFERENCES = (("chance", 0.25, _FAINT, "7 3"), ("GPT-2 124M", 0.2955, 3, "2 2"))
+_HELLASWAG_KEY = "hellaswag/acc_norm"
+_HELLASWAG_REFERENCES = (("chance", 0.25, _FAINT, "7 3"), ("GPT-2 124M", 0.2955, 3, "2 2"))
 """Name, length-normalized accuracy to compare with, color and dash."""
 
 
@@ -168,10 +168,10 @@ class RunHistory:
 
     def _hellaswag(self, marks: list[int]) -> list[Chart]:
         """Chart accuracy with chance and GPT-2 for reference, if it was evaluated."""
-        if not (curves := self.evaluations(HELLASWAG_KEY, "acc_norm", 2, marker="D")):
+        if not (curves := self.evaluations(_HELLASWAG_KEY, "acc_norm", 2, marker="D")):
             return []
         ends = np.array([0, self.last["step"]], np.float64)
-        for name, value, color, dash in HELLASWAG_REFERENCES:
+        for name, value, color, dash in _HELLASWAG_REFERENCES:
             curves.append(Curve(f"{name} {value}", ends, np.full(2, value), color, dash))
         return [Chart("HellaSwag", "fraction right", curves, marks)]
 
@@ -186,7 +186,7 @@ class RunHistory:
         return [Chart(f"Validation loss, {name}", "nats per token", curves, marks)]
 
     def _of_ranks(self, title: str, key: str, marks: list[int]) -> list[Chart]:
-        """Chart the seconds of each rank, of the slowest MAX_RANKS, if any were timed."""
+        """Chart the seconds of each rank, of the slowest _MAX_RANKS, if any were timed."""
         rows = [row for row in self.rows if row.get(key)]
         seconds = np.full((len(rows), max((len(row[key]) for row in rows), default=0)), np.nan)
         for i, row in enumerate(rows):  # the number of ranks may change at a restart
@@ -194,7 +194,7 @@ class RunHistory:
         if not np.nansum(seconds):
             return []
         steps = np.array([row["step"] for row in rows], np.float64)
-        slowest = np.argsort(-np.nanmean(seconds, axis=0), kind="stable")[:MAX_RANKS]
+        slowest = np.argsort(-np.nanmean(seconds, axis=0), kind="stable")[:_MAX_RANKS]
         curves = [
             Curve(f"rank {rank}", steps, seconds[:, rank], *curve_style(i))
             for i, rank in enumerate(sorted(slowest.tolist()))
@@ -270,7 +270,7 @@ def _compared(runs: list[RunHistory], window: int, by_tokens: bool = False) -> l
             loss = running_mean(run.column("train/loss"), window)
             train.append(Curve(run.name, run.column("step") * scale, loss, color, dash))
         val += run.evaluations("val/loss", run.name, color, dash, marker, scale)
-        hellaswag += run.evaluations(HELLASWAG_KEY, run.name, color, dash, marker, scale)
+        hellaswag += run.evaluations(_HELLASWAG_KEY, run.name, color, dash, marker, scale)
         for key, curves in own.items():
             curves += run.evaluations(key, run.name, color, dash, marker, scale)
     mean = f", mean of {window} steps" if window > 1 else ""
