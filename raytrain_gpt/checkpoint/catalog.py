@@ -65,14 +65,12 @@ class Checkpoint:
 
     Attributes:
         size_bytes: Total of all listed files.
-        hash: SHA-256 over their sizes and hashes, in hex.
         file_names: Files that `hashes.json` lists; no other files are read.
     """
 
     path: Location
     state: CheckpointState
     size_bytes: int
-    hash: str = ""
     file_names: frozenset[str] = frozenset()
 
     def verify(self) -> None:
@@ -155,16 +153,16 @@ def read_checkpoint(path: Location) -> Checkpoint:
                 f"name it step={state.step:08d}, or remove it"
             )
         size_bytes = sum(entry.size_bytes for entry in hashes.values())
-        listed = "".join(f"{n} {e.size_bytes} {e.sha256}\n" for n, e in sorted(hashes.items()))
-        digest = hashlib.sha256(listed.encode()).hexdigest()
         if state.val_loss is None and state.config.get("eval", {}).get("eval_mode") == "async":
-            state = dataclasses.replace(state, val_loss=_loss_added_later(path, digest))
-        return Checkpoint(path, state, size_bytes, digest, frozenset(hashes))
+            state = dataclasses.replace(state, val_loss=_loss_added_later(path, hashes))
+        return Checkpoint(path, state, size_bytes, frozenset(hashes))
 
 
-def _loss_added_later(path: Location, checkpoint_hash: str) -> float | None:
+def _loss_added_later(path: Location, hashes: Mapping[str, FileEntry]) -> float | None:
     """Read the validation loss of an earlier version's evaluation, or None if missing or damaged."""
     loss: float | None = None
+    listed = "".join(f"{n} {e.size_bytes} {e.sha256}\n" for n, e in sorted(hashes.items()))
+    checkpoint_hash = hashlib.sha256(listed.encode()).hexdigest()
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         content = parse_json((path / _EVALUATION_FILE).read_bytes())
         if content["checkpoint_hash"] == checkpoint_hash and is_row(content["row"]):

@@ -41,7 +41,7 @@ DOWNLOAD = "download"
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 BATCH_TOKENS = 8192
 """Tokens per batch, padding included; a batch has at least one example."""
-WIDTH_MULTIPLES = {"cuda": 16}
+_WIDTH_MULTIPLES = {"cuda": 16}
 """Device type -> multiple that row widths are padded to (default 1): few shapes for 9% more tokens."""
 
 _WAY_OUT = "use HellaSwag's validation file as it is published (hellaswag_val.jsonl)"
@@ -57,7 +57,7 @@ class Example:
 
 
 @dataclass(frozen=True)
-class ChoiceBatch:
+class _ChoiceBatch:
     """Rows of some examples, four consecutive ones each, padded with zeros.
 
     Attributes:
@@ -91,17 +91,17 @@ class Choices:
     labels: Int64Array
     num_cut: int
 
-    def batches(self, rank: int, world_size: int, device_type: str) -> Iterator[ChoiceBatch]:
+    def batches(self, rank: int, world_size: int, device_type: str) -> Iterator[_ChoiceBatch]:
         """Yield the batches of a rank: every `world_size`-th of those for the device type."""
         widths = np.diff(self.starts).reshape(-1, NUM_ENDINGS).max(1)
-        multiple = WIDTH_MULTIPLES.get(device_type, 1)
+        multiple = _WIDTH_MULTIPLES.get(device_type, 1)
         # At most the widest row, which fits the model's context.
         widths = np.minimum(-(-(widths - 1) // multiple) * multiple + 1, widths.max())
         for number, examples in enumerate(_batched(widths)):
             if number % world_size == rank:
                 yield self._batch(examples, int(widths[examples].max()))
 
-    def _batch(self, examples: NDArray[np.int64], width: int) -> ChoiceBatch:
+    def _batch(self, examples: NDArray[np.int64], width: int) -> _ChoiceBatch:
         rows = (NUM_ENDINGS * examples[:, None] + np.arange(NUM_ENDINGS)).ravel()
         tokens = np.zeros((len(rows), width), np.int64)
         scored = np.zeros((len(rows), width - 1), np.bool_)
@@ -110,7 +110,7 @@ class Choices:
             tokens[at, : len(own)] = own
             scored[at, len(own) - 1 - self.num_scored[row] : len(own) - 1] = True
         parts = (examples, self.labels[examples], tokens, scored)
-        return ChoiceBatch(*map(torch.from_numpy, parts))
+        return _ChoiceBatch(*map(torch.from_numpy, parts))
 
 
 def _batched(widths: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:

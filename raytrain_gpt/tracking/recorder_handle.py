@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raytrain_gpt.format import Log
 from raytrain_gpt.tracking.recorder import Recorder, RecorderSpec
 
-CALLS_AT_ONCE = 10_000
+_CALLS_AT_ONCE = 10_000
 """Concurrent calls of the actor, one waiting heartbeat per rank; Ray's 1,000 could block commands."""
 
 
@@ -42,7 +42,7 @@ class ActorRecorder(RecorderHandle):
 
     def __init__(self, spec: RecorderSpec) -> None:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        options = {"num_cpus": 0, "max_concurrency": CALLS_AT_ONCE, "scheduling_strategy": here}
+        options = {"num_cpus": 0, "max_concurrency": _CALLS_AT_ONCE, "scheduling_strategy": here}
         self._actor: Any = ray.remote(**options)(Recorder).remote(spec)
 
     def send(self, method: str, *args: Any, **kwargs: Any) -> Callable[[], Any]:

@@ -39,7 +39,7 @@ from raytrain_gpt.tracking.sync import RunSync
 
 REPORT_FILE = "report.html"
 _TEMPLATE = "tracking/report_template.html"
-MAX_SAMPLE_SETS = MAX_RANKS = 8
+MAX_SAMPLE_SETS = _MAX_RANKS = 8
 _DASHES, _MARKERS, _NUM_COLORS, _FAINT = ("", "7 3", "2 2", "8 2 2 2"), "Do^svP", 5, 6
 
 _HELLASWAG_KEY = "hellaswag/acc_norm"
@@ -186,7 +186,7 @@ class RunHistory:
         return [Chart(f"Validation loss, {name}", "nats per token", curves, marks)]
 
     def _of_ranks(self, title: str, key: str, marks: list[int]) -> list[Chart]:
-        """Chart the seconds of each rank, of the slowest MAX_RANKS, if any were timed."""
+        """Chart the seconds of each rank, of the slowest _MAX_RANKS, if any were timed."""
         rows = [row for row in self.rows if row.get(key)]
         seconds = np.full((len(rows), max((len(row[key]) for row in rows), default=0)), np.nan)
         for i, row in enumerate(rows):  # the number of ranks may change at a restart
@@ -194,7 +194,7 @@ class RunHistory:
         if not np.nansum(seconds):
             return []
         steps = np.array([row["step"] for row in rows], np.float64)
-        slowest = np.argsort(-np.nanmean(seconds, axis=0), kind="stable")[:MAX_RANKS]
+        slowest = np.argsort(-np.nanmean(seconds, axis=0), kind="stable")[:_MAX_RANKS]
         curves = [
             Curve(f"rank {rank}", steps, seconds[:, rank], *curve_style(i))
             for i, rank in enumerate(sorted(slowest.tolist()))

@@ -38,12 +38,12 @@ from raytrain_gpt.train.worker_group import TorchConfig, WorkerSpec, start_fit, 
 
 POLL_S = 0.5
 WATCH_EVERY_S = 2.0
-STACKS_TIMEOUT_S = 5.0
+_STACKS_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 300.0
 """Longest time until every rank's process has reported; Ray grants resources within 60 s or not at all."""
 END_TIMEOUT_S = 120.0
 """Longest time from the ranks' exit to the end of `fit()`, after which its controller counts as hung."""
-TORCH_TIMEOUT_S = 600
+_TORCH_TIMEOUT_S = 600
 """Longest wait in a torch collective. Survivors of a dead rank would otherwise hang for torch's default of
 30 minutes before Ray Train sees them fail."""
 STOPPING = "stopping: saving a checkpoint first (press Ctrl+C twice more to stop without saving)"
@@ -135,10 +135,10 @@ class OnRay:
         return wait_for_workers(config, current, self.resources, pause, log)
 
     def train(self, attempt: Attempt) -> AttemptEnd:
-        return WatchedFit(attempt).run()
+        return _WatchedFit(attempt).run()
 
 
-class WatchedFit:
+class _WatchedFit:
     """One `fit()` and the driver's watch over it."""
 
     def __init__(self, attempt: Attempt) -> None:
@@ -161,7 +161,7 @@ class WatchedFit:
             name=f"{spec.attempt:03d}",
             directory=spec.run_dir / "ray",
             dataset=ingest_dataset(spec.ingest, steps_left),
-            torch_config=TorchConfig(timeout_s=TORCH_TIMEOUT_S),
+            torch_config=TorchConfig(timeout_s=_TORCH_TIMEOUT_S),
         )
         error = self._fit_and_watch(trainer)
         kill_controllers()
@@ -187,7 +187,7 @@ class WatchedFit:
                 self._watch()
         except ray.exceptions.RayActorError as error:
             # The recorder is dead; the workers notice by their heartbeats and exit.
-            thread.join(TORCH_TIMEOUT_S)
+            thread.join(_TORCH_TIMEOUT_S)
             raised.append(error)
         return raised[0] if raised and not self._controller_hung else None
 
@@ -245,7 +245,7 @@ class WatchedFit:
     def _dump_stacks(self, timeout_s: float) -> None:
         """Log and save the stacks of all ranks, to identify the hung one."""
         self._recorder.send("command", "dump")
-        stacks: dict[int, str] = self._recorder.ask("take_stacks", STACKS_TIMEOUT_S)
+        stacks: dict[int, str] = self._recorder.ask("take_stacks", _STACKS_TIMEOUT_S)
         ranks: dict[int, RankState] = self._recorder.ask("ranks")
         self._log(f"no progress for {timeout_s:g} s (hang_timeout_s); stacks of all ranks:")
         texts = []

@@ -51,14 +51,14 @@ from raytrain_gpt.train.memory_search import (
     gpu_limit_bytes,
 )
 
-OTHER_MEMORY_FIELDS = ("compile", "parallel", "use_gpu", "gpus_per_worker")
+_OTHER_MEMORY_FIELDS = ("compile", "parallel", "use_gpu", "gpus_per_worker")
 """Fields that may change on resume and invalidate a checkpoint's fit."""
-CONTEXT_BYTES = 2**30
+_CONTEXT_BYTES = 2**30
 """GPU memory of a process besides its tensors: 0.9 GB measured with small models on an H100."""
 PROCESS_BYTES = 2**30
 """Reserve for a CPU worker's process: Python, torch, Ray, batches."""
 POLL_S = 0.5
-PROBE_TIMEOUT_S = 1800.0
+_PROBE_TIMEOUT_S = 1800.0
 """Includes the wait for a worker's resources and a few compilations."""
 
 Decision = tuple[MemoryFit, str]
@@ -133,7 +133,7 @@ def fit_from_checkpoint(
 ) -> MemoryFit | None:
     """Memory fit stored in the checkpoint, or None if the setup has changed."""
     before, now = parse_config(state.config, "the checkpoint").field_values(), config.field_values()
-    same = all(before[name] == now[name] for name in OTHER_MEMORY_FIELDS)
+    same = all(before[name] == now[name] for name in _OTHER_MEMORY_FIELDS)
     same &= all(now[name] in ("auto", before[name]) for name in AUTO_MEMORY_FIELDS)
     micro, mode = (before[name] for name in AUTO_MEMORY_FIELDS)
     if not same or state.num_workers != world_size or config.batch_sequences // world_size % micro:
@@ -179,7 +179,7 @@ def fit_sharing(config: SizedConfig, vocab_size: int) -> int:
     assert train.micro_batch_sequences != "auto"
     assert train.activation_checkpointing != "auto"
     needed = search.measure(train.micro_batch_sequences, train.activation_checkpointing, device)
-    return max(1, int(usable * USABLE_FRACTION // (needed + CONTEXT_BYTES)))
+    return max(1, int(usable * USABLE_FRACTION // (needed + _CONTEXT_BYTES)))
 
 
 def _on_gpu(
@@ -190,7 +190,7 @@ def _on_gpu(
     # `max_calls=1` ends the process after the task, which frees its GPU memory.
     needs = {"num_cpus": c.cpus_per_worker, "num_gpus": c.gpus_per_worker}
     task = ray.remote(max_retries=0, max_calls=1, **needs)(measure).remote(config, *args)
-    deadline = time.monotonic() + PROBE_TIMEOUT_S
+    deadline = time.monotonic() + _PROBE_TIMEOUT_S
     while not ray.wait([task], timeout=POLL_S)[0]:
         if stop.is_set():
             ray.cancel(task, force=True)
@@ -200,7 +200,7 @@ def _on_gpu(
         if time.monotonic() > deadline:
             ray.cancel(task, force=True)
             raise ray.exceptions.GetTimeoutError(
-                f"the GPU memory probe timed out after {PROBE_TIMEOUT_S:g} s"
+                f"the GPU memory probe timed out after {_PROBE_TIMEOUT_S:g} s"
             )
     try:
         return ray.get(task)

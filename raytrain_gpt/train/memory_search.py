@@ -42,7 +42,7 @@ MAX_CPU_TOKENS = 2048
 """Tokens per CPU micro-batch; more take memory and gain little speed (docs/training.md)."""
 MAX_GPU_TOKENS = 2**16
 """Tokens per GPU micro-batch; about half are estimated to saturate it."""
-MAX_LOGITS = 2**31 - 1
+_MAX_LOGITS = 2**31 - 1
 """Logits per GPU micro-batch; above it, torch's compiled kernels use slower 64-bit indices."""
 
 Limit = Callable[[Config, int], float]
@@ -102,7 +102,7 @@ class MemorySearch:
             return [micro]
         most_tokens = MAX_CPU_TOKENS
         if self.config.cluster.use_gpu:
-            most_tokens = min(MAX_GPU_TOKENS, MAX_LOGITS // self.memory.shape.padded_vocab_size)
+            most_tokens = min(MAX_GPU_TOKENS, _MAX_LOGITS // self.memory.shape.padded_vocab_size)
         most = max(1, most_tokens // self.config.data.seq_len)
         share = self.config.batch_sequences // self.world_size
         return [sequences for sequences in divisors(share) if sequences <= most]

@@ -30,10 +30,10 @@ from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.storage.location import Location, is_url
 from raytrain_gpt.tracking.configured import absolute_stores, check_packages, tracker_warnings
 
-DEFAULT_TOKENIZER = "bytes"
-VERIFY_CONTENT_BYTES = 2**30
+_DEFAULT_TOKENIZER = "bytes"
+_VERIFY_CONTENT_BYTES = 2**30
 """Data up to this size is hashed at every start; beyond it only sizes and footers are read."""
-RUN_FILES_BYTES = 2**24
+_RUN_FILES_BYTES = 2**24
 """Room for metrics, logs and events."""
 
 
@@ -47,7 +47,7 @@ def prepare_default_data(config: Config, log: Log) -> None:
     if config.data.data_path == DEFAULT_DATA and is_first and not data_is_there(absolute):
         data = location(absolute, absolute.data.data_path)
         log(f"preparing {data} from the Python standard library's source")
-        prepare([STDLIB], data, DEFAULT_TOKENIZER, PrepareOptions(), log=log, in_process=True)
+        prepare([STDLIB], data, _DEFAULT_TOKENIZER, PrepareOptions(), log=log, in_process=True)
 
 
 def expected_vocab_size(config: Config) -> int:
@@ -55,7 +55,7 @@ def expected_vocab_size(config: Config) -> int:
     if data_is_there(config):
         return data_of(config).vocab_size
     if config.data.data_path == DEFAULT_DATA:
-        return int(load_tokenizer(DEFAULT_TOKENIZER).n_vocab)
+        return int(load_tokenizer(_DEFAULT_TOKENIZER).n_vocab)
     return GPT2_VOCAB_SIZE
 
 
@@ -66,7 +66,7 @@ def check_data(config: Config, data: Mixture) -> None:
         DataError: a shard is missing or damaged, the data is too small, or the tokenizer differs.
     """
     shards = [shard for dataset in data.datasets for shard in dataset.manifest.shards]
-    content = sum(shard.file_bytes for shard in shards) <= VERIFY_CONTENT_BYTES
+    content = sum(shard.file_bytes for shard in shards) <= _VERIFY_CONTENT_BYTES
     for dataset in data.datasets:
         check_tokenizer(dataset.directory, dataset.manifest)
         check_shards(dataset.directory, dataset.manifest, content)
@@ -166,7 +166,7 @@ def check_disk(config: Config, run_dir: Location, vocab_size: int, existing: int
     in_all = -(-train.max_steps // train.checkpoint_every_steps)
     # The best one stays besides the newest, and one more exists while it is written.
     num = max(1, min(in_all, train.keep_checkpoints + 2) - existing)
-    needed = num * each + RUN_FILES_BYTES
+    needed = num * each + _RUN_FILES_BYTES
     free = run_dir.free_bytes()
     if free is not None and free < needed:
         raise ClusterError(

@@ -29,8 +29,8 @@ from raytrain_gpt.tracking.run_files import CONFIG_FILE, read_rows
 from raytrain_gpt.tracking.runs import find_run
 from raytrain_gpt.train.resume import read_skipped
 
-SAY_EVERY_S = 10.0
-SHOWN_CHARACTERS = 100
+_SAY_EVERY_S = 10.0
+_SHOWN_CHARACTERS = 100
 _NO_TEXT = b"\xff"
 """Stands for special tokens; it is invalid UTF-8, so no match spans documents."""
 
@@ -222,7 +222,7 @@ class RunProvenance:
                     at = content.find(text, at + 1)
                 first_id += num
                 done += len(tokens)
-                if time.monotonic() - said_at > SAY_EVERY_S:
+                if time.monotonic() - said_at > _SAY_EVERY_S:
                     said_at = time.monotonic()
                     say(
                         f"searched {amount(done)} of {amount(self._data.split_tokens('train'))} tokens"
@@ -254,4 +254,4 @@ def describe_sequence(sequence: TrainedSequence) -> str:
     """Format a sequence on one line, with its text shortened."""
     document = "" if sequence.document is None else f", document {sequence.document}"
     where = f"{sequence.dataset} {sequence.shard} row {sequence.row}{document}"
-    return f"sequence {sequence.id} | {where} | {preview(sequence.text, SHOWN_CHARACTERS)}"
+    return f"sequence {sequence.id} | {where} | {preview(sequence.text, _SHOWN_CHARACTERS)}"

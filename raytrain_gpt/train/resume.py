@@ -30,8 +30,8 @@ from raytrain_gpt.tracking.recorder_handle import RecorderHandle
 from raytrain_gpt.train.policy import AttemptEnd
 
 SKIPPED_FILE = "skipped.json"
-DECIDES_EXACT_SUMS = {"micro_batch_sequences", "compile", "activation_checkpointing"}
-START_FIELDS = ("init_from", "branch_from")
+_DECIDES_EXACT_SUMS = {"micro_batch_sequences", "compile", "activation_checkpointing"}
+_START_FIELDS = ("init_from", "branch_from")
 """Fields that are read only when a run starts."""
 
 
@@ -42,7 +42,7 @@ def keep_start(config: ConfigT, resumed: Checkpoint) -> ConfigT:
         CheckpointError: the configuration names a different start.
     """
     started = _trained(resumed).field_values()
-    for name in START_FIELDS:
+    for name in _START_FIELDS:
         given, original = config.field_values()[name], started[name]
         if given in (None, original) or _same_start(config, name, given, resumed, original):
             continue
@@ -51,7 +51,7 @@ def keep_start(config: ConfigT, resumed: Checkpoint) -> ConfigT:
             f"{name}={given}, but run {_run_dir(resumed).name} started with {name}={original}; set {name} "
             f"to {original}, or use another run_name"
         )
-    return config.updated({name: started[name] for name in START_FIELDS if started[name]})
+    return config.updated({name: started[name] for name in _START_FIELDS if started[name]})
 
 
 def _same_start(
@@ -85,7 +85,7 @@ def check_changes(config: Config, data: Mixture, resumed: Checkpoint, log: Log) 
     trained = _trained(resumed)
     before = trained.field_values()
     changed = changed_fields(before, config.field_values())
-    exact_sums = DECIDES_EXACT_SUMS if config.train.exact else set()
+    exact_sums = _DECIDES_EXACT_SUMS if config.train.exact else set()
     refused = {
         name: change
         for name, change in changed.items()

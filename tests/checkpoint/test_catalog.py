@@ -18,7 +18,7 @@ from raytrain_gpt.checkpoint.catalog import (
     resolve_checkpoint,
 )
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
-from raytrain_gpt.checkpoint.hashes import FileEntry
+from raytrain_gpt.checkpoint.hashes import FileEntry, read_hashes
 from raytrain_gpt.errors import CheckpointError, StorageError
 from raytrain_gpt.storage.location import Location
 from tests.conftest import raises_line
@@ -151,7 +151,11 @@ def test_an_evaluation_that_an_earlier_version_added_later_counts(
     path = catalog.draft(20, "001").commit(
         dataclasses.replace(state(20), config=config), {}, rows(20)
     )
-    (path / "evaluation.json").write_text(text.replace("HASH", read_checkpoint(path).hash))
+    listed = [
+        f"{name} {e.size_bytes} {e.sha256}\n" for name, e in sorted(read_hashes(path).items())
+    ]
+    checkpoint_hash = hashlib.sha256("".join(listed).encode()).hexdigest()
+    (path / "evaluation.json").write_text(text.replace("HASH", checkpoint_hash))
     read = read_checkpoint(path)
     read.verify()
     assert (read.state.val_loss, read.unlisted()) == (loss, [])

@@ -44,8 +44,6 @@ def spiked(cluster: str, make_config: MakeConfig) -> Spiked:
         spike_window_steps=16,
         spike_patience=len(SPIKED),
         skip_before=2,
-        mlflow_uri="auto",
-        experiment="spiked",
     )
     faults = Faults(nan_rank=1, nan_steps=(NAN_STEP,), spiked_batches=SPIKED)
     lines: list[str] = []
@@ -108,22 +106,6 @@ def test_ten_spikes_lead_back_and_their_batches_are_skipped(spiked: Spiked) -> N
     assert told.rolled_back_steps == 14
 
 
-def test_events_stand_in_mlflow(spiked: Spiked, storage: Path) -> None:
-    from mlflow import MlflowClient
-
-    client = MlflowClient(f"sqlite:///{storage / 'mlflow.db'}")
-    (run,) = client.search_runs([client.get_experiment_by_name("spiked").experiment_id])
-    at = {
-        name: sorted(m.step for m in client.get_metric_history(run.info.run_id, f"events/{name}"))
-        for name in ("nonfinite", "spike", "rollback")
-    }
-    assert at == {
-        "nonfinite": [NAN_STEP],
-        "spike": [batch + 1 for batch in SPIKED],
-        "rollback": [34],
-    }
-
-
 @pytest.mark.fault("NaN weights", "never saved; rollback, or exit 1 without `spike_detection`")
 def test_weights_that_are_not_finite_are_not_saved(make_config: MakeConfig) -> None:
     faults = Faults(nan_weight_step=48)  # too late to run out of patience
@@ -148,7 +130,7 @@ def test_spikes_behind_a_resume_lead_back_to_where_it_went_on(
     run, _, config = spiked
     copy = restarted_from(run, 20, storage, "spiked-resumed")
     (copy / SKIPPED_FILE).remove()
-    config = config.updated({"run_name": copy.name, "mlflow_uri": None, "num_workers": 0})
+    config = config.updated({"run_name": copy.name, "num_workers": 0})
     train(config, print, gated(Faults(spiked_batches=SPIKED)))
     assert [event["to_step"] for event in events(copy.path, "rollback")] == [20, 20]
     assert_same_order(copy, run)
@@ -159,7 +141,7 @@ def test_a_run_that_goes_on_from_before_the_spikes_skips_them_again(
 ) -> None:
     run, _, config = spiked
     copy = restarted_from(run, 20, storage, "spiked-again")
-    train(config.updated({"run_name": copy.name, "mlflow_uri": None, "num_workers": 0}), print)
+    train(config.updated({"run_name": copy.name, "num_workers": 0}), print)
     assert_same_order(copy, run)
     newest = Catalog(copy).complete()[-1]
     state = json.loads((newest.path / "state.json").read_text())

@@ -68,7 +68,7 @@ def train_while(config: Any, faults: Faults, action: Callable[[], None]) -> tupl
 def test_a_worker_killed_three_times_costs_no_step(
     straight: Straight, make_config: MakeConfig, gate: MakeGate, optimizer: str
 ) -> None:
-    """tests/train/test_runs.py covers one kill. Muon needs separate runs, as it splits work over ranks."""
+    """Muon needs separate runs, as it splits work over ranks."""
     fields = {"num_workers": 2, "optimizer": optimizer}
     unbroken = straight(2)
     if optimizer == "muon":

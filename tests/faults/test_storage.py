@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +17,7 @@ from raytrain_gpt.cluster.shared_storage import check_ray_disk
 from raytrain_gpt.errors import ClusterError, StorageError, UserError
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import read_rows
-from raytrain_gpt.train.attempt import Attempt
 from raytrain_gpt.train.launch import train
-from raytrain_gpt.train.local_mode import InProcess
-from raytrain_gpt.train.policy import AttemptEnd
 from tests.conftest import raises_line
 from tests.faults.conftest import MakeGate
 from tests.runs import MakeConfig, Straight, assert_same, assert_same_order, steps, weights
@@ -33,7 +29,6 @@ from .test_processes import in_background, train_while
 pytestmark = pytest.mark.faults
 
 OUTAGE_S = 20.0
-AWAY_S = 2.5
 
 
 @pytest.fixture(scope="module")
@@ -129,26 +124,6 @@ def test_an_object_store_that_is_gone_for_good_stops_the_run_with_its_newest_che
     assert any(line.startswith(f"resuming from step {newest.state.step}") for line in lines)
     (bucket / "runs" / "gone" / "metrics.jsonl").download(tmp_path / "metrics.jsonl")
     assert_same_order(tmp_path, straight(0))
-
-
-@pytest.mark.fault("run directory renamed or unmounted", "waits up to 60 s")
-def test_a_run_directory_that_is_away_after_the_last_step_costs_no_run(
-    straight: Straight, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, away, finish = tmp_path / "renamed", tmp_path / "away", InProcess.train
-    whole = straight(0)
-
-    def finish_and_rename(place: InProcess, attempt: Attempt) -> AttemptEnd:
-        end = finish(place, attempt)
-        run.rename(away)
-        threading.Timer(AWAY_S, away.rename, [run]).start()
-        return end
-
-    monkeypatch.setattr(InProcess, "train", finish_and_rename)
-    assert train(make_config(run_name="renamed", storage_path=str(tmp_path)), print).step == 50
-    assert_same(run, whole)
-    assert (run / "report.html").is_file()
-    assert not away.exists()
 
 
 @pytest.mark.fault("storage read-only", "refused before training")

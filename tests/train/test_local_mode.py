@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from raytrain_gpt.errors import ClusterError, ConfigError, Interrupted, Training
 from raytrain_gpt.storage.lease import LEASE_FILE
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.summary import RunSummary
-from raytrain_gpt.train import local_mode
 from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.worker import Worker, train_worker
 from tests.conftest import raises_line
@@ -65,10 +63,13 @@ def test_a_run_has_the_files_of_one_with_workers(straight: Straight) -> None:
     assert not list((run_dir / "checkpoints").glob("unfinished*"))
 
 
-@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt()], ids=repr)
-def test_users_code_that_leaves_ends_the_run_as_failed(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, error: BaseException
+@pytest.mark.parametrize(
+    "error", [SystemExit(0), KeyboardInterrupt(), RuntimeError("of mine")], ids=repr
+)
+def test_an_error_of_the_users_code_ends_the_run_as_failed_with_its_cause(
+    make_config: MakeConfig, error: BaseException
 ) -> None:
+    """Local mode retries nothing; the same command resumes."""
     record = Worker.record
 
     def leave(worker: Worker, result: Any) -> None:
@@ -76,10 +77,16 @@ def test_users_code_that_leaves_ends_the_run_as_failed(
         if result.step == 14:
             raise error
 
-    monkeypatch.setattr(Worker, "record", leave)
-    config = make_config(run_name=f"left-{type(error).__name__}")
-    with raises_line(TrainingFailed, type(error).__name__, "same command", "step=00000010"):
-        train(config, print)
+    config = make_config(run_name=f"left-{type(error).__name__}", max_steps=20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Worker, "record", leave)
+        words = (type(error).__name__, "same command", "step=00000010")
+        with raises_line(TrainingFailed, *words) as raised:
+            train(config, print)
+    assert raised.value.__cause__ is error
+    lines: list[str] = []
+    assert train(config, lines.append).step == 20
+    assert any(line.startswith("resuming from step 10") for line in lines)
 
 
 @pytest.mark.faults
@@ -122,29 +129,6 @@ def test_a_signal_saves_first(
     assert_same(train(config, print).run_dir.path, straight(0))
 
 
-def test_an_error_ends_the_run_with_its_cause(make_config: MakeConfig) -> None:
-    """For example in a changed model. Local mode retries nothing."""
-
-    def fails(spec: Any) -> None:
-        def record(worker: Worker, result: Any) -> None:
-            if result.step == 15:
-                raise RuntimeError("a mistake in the model")
-            Worker_record(worker, result)
-
-        Worker_record = Worker.record  # noqa: N806
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Worker, "record", record)
-            train_worker(spec)
-
-    config = make_config(run_name="local-error")
-    with pytest.raises(TrainingFailed, match="a mistake in the model") as raised:
-        train(config, print, fails)
-    assert isinstance(raised.value.__cause__, RuntimeError)
-    lines: list[str] = []
-    assert train(config, lines.append).step == 50
-    assert any(line.startswith("resuming from step 10") for line in lines)
-
-
 @pytest.mark.faults
 def test_a_run_whose_console_is_gone_saves_and_ends(make_config: MakeConfig) -> None:
     """As in `train … | head`; no run continues without a console."""
@@ -179,28 +163,6 @@ def test_a_run_whose_name_another_process_took_ends(make_config: MakeConfig) -> 
 
     with pytest.raises(ClusterError, match="lost the lease on run local-taken"):
         train(config, print, takes)
-
-
-def test_another_number_of_threads_is_no_other_run(
-    straight: Straight, make_config: MakeConfig
-) -> None:
-    config = make_config(cpus_per_worker=2, max_steps=5, run_name="local-threads")
-    rows = steps(train(config, print).run_dir.path)
-    alone = steps(straight(0).run_dir.path)
-    for row, expected in zip(rows, alone, strict=False):
-        assert row["data/order_hash"] == expected["data/order_hash"]
-        assert abs(row["train/loss"] - expected["train/loss"]) < 1e-4
-
-
-def test_cores_that_other_programs_use_are_told(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(local_mode, "busy_cores", lambda config: 2.0)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    lines: list[str] = []
-    train(make_config(cpus_per_worker="auto", max_steps=2, run_name="crowded"), lines.append)
-    (line,) = [line for line in lines if "other programs" in line]
-    assert line.endswith("--cpus_per_worker 1 is probably faster")
 
 
 @pytest.mark.models

@@ -173,16 +173,3 @@ def test_a_run_with_auto_goes_on_as_the_unbroken_one(
         "changed since that checkpoint: run_name auto -> auto-resumed"
     ]
     assert weights(copy) == weights(whole.run_dir)
-
-
-@pytest.mark.ray
-@pytest.mark.models
-def test_a_run_with_auto_fits_another_world_size_anew(
-    cluster: str, whole: RunSummary, make_config: MakeConfig, storage: Path
-) -> None:
-    copy = restarted_from(whole, 20, storage, "auto-longer")
-    lines: list[str] = []
-    longer = {**AUTO, "num_workers": 2, "max_steps": 30}
-    train(make_config(**longer, run_name="auto-longer"), lines.append)
-    assert sum(line.startswith("micro_batch_sequences auto: 6 of 6") for line in lines) == 1
-    assert Catalog(copy).complete()[-1].state.num_workers == 2

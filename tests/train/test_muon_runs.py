@@ -1,4 +1,4 @@
-"""Runs with Muon: bit-identical resume, and rollback before spikes."""
+"""A run with Muon: rollback before spikes."""
 
 from __future__ import annotations
 
@@ -9,28 +9,9 @@ import pytest
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.train.launch import train
 from tests.faults.gates import Faults, gated
-from tests.runs import MakeConfig, assert_same, events, restarted_from, steps
+from tests.runs import MakeConfig, assert_same, events, restarted_from
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("architecture", ["gpt2", "qwen3"])
-def test_a_resumed_run_ends_with_the_same_bits(
-    make_config: MakeConfig, storage: Path, architecture: str, precision: str
-) -> None:
-    name = f"muon-{architecture}-{precision}"
-    changes = {"optimizer": "muon", "architecture": architecture, "precision": precision}
-    config = make_config(run_name=name, max_steps=30, **changes)
-    whole = train(config, print)
-    rows = steps(whole.run_dir)
-    assert rows[-1]["train/loss"] < rows[0]["train/loss"] - 0.3
-
-    copy = restarted_from(whole, 20, storage, f"{name}-resumed")
-    lines: list[str] = []
-    train(config.updated({"run_name": copy.name}), lines.append)
-    assert any(line.startswith("resuming from step 20") for line in lines)
-    assert_same(copy, whole)
 
 
 @pytest.mark.faults

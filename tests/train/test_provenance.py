@@ -158,13 +158,8 @@ def test_the_command_shows_and_tells(
     }
     for more, words in cases.items():
         assert words in run_cli.refuses(*argv, *more)
-    for argv, words in (
-        (("data", "find", "one"), "required: RUN; see: raytrain-gpt data find --help"),
-        (("data", "show", "a", "b"), "unknown argument b of raytrain-gpt data show"),
-        (("data", "find", "", "shown", "--storage_path", storage), "the text to find is empty"),
-        (("data", "at", "nobody", "--step", 1, "--storage_path", storage), "no run nobody"),
-    ):
-        assert words in run_cli.refuses(*argv)
+    empty = ("data", "find", "", "shown", "--storage_path", storage)
+    assert "the text to find is empty" in run_cli.refuses(*empty)
 
 
 def test_other_data_in_the_place_of_the_runs_is_refused(

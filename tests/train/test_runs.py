@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,7 +15,6 @@ from raytrain_gpt.tracking.run_files import read_samples
 from raytrain_gpt.train.launch import train
 from tests.conftest import RunCli
 from tests.data.shard_tools import prepare_here
-from tests.faults.gates import Faults, Gate, gated, wait_until
 from tests.runs import (
     MakeConfig,
     Straight,
@@ -175,16 +171,6 @@ def test_a_compiled_run_evaluates_and_samples(make_config: MakeConfig, tmp_path:
     assert [step for step, _ in read_samples(summary.run_dir.path)] == [5, 10]
 
 
-def test_weights_of_a_checkpoint_start_a_new_run(
-    straight: Straight, make_config: MakeConfig
-) -> None:
-    source = straight(0)
-    config = make_config(run_name="from-weights", init_from=str(source.run_dir), max_steps=2)
-    summary = train(config, print)
-    first = steps(summary.run_dir)[0]["train/loss"]
-    assert first < steps(source.run_dir)[0]["train/loss"] - 0.5
-
-
 def test_eval_of_a_checkpoint_equals_the_evaluation_in_training(
     straight: Straight, run_cli: RunCli
 ) -> None:
@@ -195,20 +181,6 @@ def test_eval_of_a_checkpoint_equals_the_evaluation_in_training(
     measured = json.loads(out.splitlines()[-1])
     assert measured["val/tokens"] == in_training["val/tokens"]
     assert abs(measured["val/loss"] - in_training["val/loss"]) < 1e-5
-
-
-def test_runs_and_samples_can_be_shown(straight: Straight, storage: Path, run_cli: RunCli) -> None:
-    run_dir = straight(0).run_dir
-    _, out, _ = run_cli("runs", "list", "--storage_path", storage, "--json")
-    runs = {run["run"]: run for run in json.loads(out.splitlines()[-1])["runs"]}
-    assert (runs["straight-0"]["state"], runs["straight-0"]["step"]) == ("finished", 50)
-    _, out, _ = run_cli("runs", "checkpoints", run_dir, "--json")
-    listed = json.loads(out.splitlines()[-1])["checkpoints"]
-    assert [checkpoint["step"] for checkpoint in listed] == [10, 20, 30, 40, 50]
-    assert [checkpoint["best"] for checkpoint in listed].count(True) == 1
-    drawn = [run_cli("sample", run_dir, "--prompt", "To be", "--seed", 7)[1] for _ in range(2)]
-    assert drawn[0] == drawn[1]
-    assert drawn[0].count("To be") == 5
 
 
 @pytest.mark.models
@@ -234,31 +206,3 @@ def test_tinyshakespeare_is_learnt_as_well_as_by_nanogpt(
     )
     summary = train(config, print)
     assert evaluations(summary.run_dir)[-1]["val/loss"] <= 1.79
-
-
-@pytest.mark.fault("worker killed between checkpoints")
-@ON_RAY
-def test_a_killed_worker_costs_time_but_no_step(
-    straight: Straight, make_config: MakeConfig, storage: Path, tmp_path: Path
-) -> None:
-    gate = Gate(str(tmp_path), rank=1, step=35)
-    config = make_config(num_workers=2, run_name="killed")
-    catalog = Catalog(Location.of(storage / "killed"))
-
-    def kill() -> int:
-        pid = gate.reached()
-        # Checkpoints are written during training, here while it waits at the gate.
-        wait_until(lambda: catalog.complete()[-1].state.step == 30, "the checkpoint of step 30")
-        gate.open()
-        os.kill(pid, signal.SIGKILL)
-        return pid
-
-    lines: list[str] = []
-    with ThreadPoolExecutor(1) as hand:
-        killed = hand.submit(kill)
-        summary = train(config, lines.append, gated(Faults((gate,))))
-    assert killed.result() != os.getpid()
-    assert sum(line.startswith("run failed (") for line in lines) == 1
-    assert any(line.startswith("failed; resuming from step 30") for line in lines)
-    assert weights(summary.run_dir) == weights(straight(2).run_dir)
-    assert [row["step"] for row in steps(summary.run_dir)] == list(range(1, 51))

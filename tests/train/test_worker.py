@@ -257,16 +257,3 @@ def test_every_step_of_every_rhythm(log: int, save: int, evaluate: int) -> None:
             step, config, leaving=leaving, profile_edge=profile_edge, is_trial=is_trial
         )
         assert by_the_value(actions) == by_the_loop(step, config, *flags), (step, flags)
-
-
-def test_the_last_step_is_evaluated_then_saved_and_asks_nobody() -> None:
-    config = Config().updated({"max_steps": 7})
-    for leaving in (False, True):
-        actions = step_actions(7, config, leaving=leaving, profile_edge=False, is_trial=True)
-        assert actions == StepActions("all", True, "after_evaluation", False, leaving)
-
-
-def test_a_rank_that_must_leave_saves_before_it_evaluates() -> None:
-    config = Config().updated({"max_steps": 7, "eval_every_steps": 3})
-    actions = step_actions(3, config, leaving=True, profile_edge=False, is_trial=True)
-    assert actions == StepActions("all", True, "before_evaluation", False, True)
