@@ -31,7 +31,6 @@ from raytrain_gpt.checkpoint.collectives import as_bytes, check_size
 from raytrain_gpt.cluster.address import check_no_cluster_named
 from raytrain_gpt.cluster.capacity import Node, Resources, fit_to_process
 from raytrain_gpt.cluster.failures import root_cause
-from raytrain_gpt.cluster.other_load import busy_cores, crowded_cores
 from raytrain_gpt.cluster.process_groups import meet_on_one_host
 from raytrain_gpt.cluster.scaling import Pause
 from raytrain_gpt.cluster.shared_storage import storage_probe
@@ -71,8 +70,6 @@ def train_locally(
     """
     check_no_cluster_named()
     ranks = LaunchRanks.of_environment()
-    # Ranks of one launch would count each other as load from other programs.
-    busy = busy_cores(config) if ranks.world_size == 1 else 0.0
     if config.cluster.use_gpu is False and ranks.world_size > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else they use NCCL, which has no CPU tensors
 
@@ -82,8 +79,6 @@ def train_locally(
         if ranks.rank:
             ranks.run_follower(train_loop, signals, log)
         fitted = fit_to_process(config, ranks.world_size, ranks.in_node, torch.cuda.device_count())
-        if line := crowded_cores(fitted, busy):
-            log(line)
         fitted = preflight.absolute_paths(fitted)
         data = data_of(fitted)
         ranks.init_group()

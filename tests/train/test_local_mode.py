@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from raytrain_gpt.errors import ClusterError, ConfigError, Interrupted, Training
 from raytrain_gpt.storage.lease import LEASE_FILE
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.summary import RunSummary
-from raytrain_gpt.train import local_mode
 from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.worker import Worker, train_worker
 from tests.conftest import raises_line
@@ -190,17 +188,6 @@ def test_another_number_of_threads_is_no_other_run(
     for row, expected in zip(rows, alone, strict=False):
         assert row["data/order_hash"] == expected["data/order_hash"]
         assert abs(row["train/loss"] - expected["train/loss"]) < 1e-4
-
-
-def test_cores_that_other_programs_use_are_told(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(local_mode, "busy_cores", lambda config: 2.0)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    lines: list[str] = []
-    train(make_config(cpus_per_worker="auto", max_steps=2, run_name="crowded"), lines.append)
-    (line,) = [line for line in lines if "other programs" in line]
-    assert line.endswith("--cpus_per_worker 1 is probably faster")
 
 
 @pytest.mark.models
