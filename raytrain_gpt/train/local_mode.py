@@ -28,7 +28,6 @@ from pydantic import TypeAdapter
 from ray._private.utils import estimate_available_memory
 
 from raytrain_gpt.checkpoint.collectives import as_bytes, check_size
-from raytrain_gpt.cluster.address import check_no_cluster_named
 from raytrain_gpt.cluster.capacity import Node, Resources, fit_to_process
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.process_groups import meet_on_one_host
@@ -68,7 +67,11 @@ def train_locally(
         Interrupted: Ctrl+C or SIGTERM, after saving.
         TrainingFailed: the run failed.
     """
-    check_no_cluster_named()
+    if (address := os.environ.get("RAY_ADDRESS", "local")) not in ("", "local"):
+        raise ConfigError(
+            f"num_workers=0 trains in this process without Ray, but RAY_ADDRESS={address} names a cluster; "
+            "set num_workers to 1 or more to train there, or unset RAY_ADDRESS"
+        )
     ranks = LaunchRanks.of_environment()
     if config.cluster.use_gpu is False and ranks.world_size > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else they use NCCL, which has no CPU tensors
