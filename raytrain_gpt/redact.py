@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
-from urllib.parse import parse_qsl, quote, unquote, urlsplit
+from urllib.parse import quote
 
 HIDDEN = "***"
 _SECRET_NAME = re.compile(
@@ -30,39 +30,29 @@ _CONTROLS = re.compile(
     r"|\r(?!\n)"
 )
 
+_USER_INFO = re.compile(
+    r"(?:https?|s3|gs|hf)://[^/@]*@"  # any user
+    r"|://[^/@]*:[^@]*@",  # a password, which may contain slashes
+    re.IGNORECASE,
+)
 _SECRET_FIELD = re.compile(
-    r"key|token(?!iz)|secret|pass|pwd|credential|^sig|^auth|^odbc_connect$", re.IGNORECASE
+    r"[?&;](?:sig|auth|odbc_connect|[^=&;]*(?:key|token(?!iz)|secret|pass|pwd|credential))[^=&;]*=.",
+    re.IGNORECASE,
 )
 
 
 def has_secret(url: str) -> bool:
     """Whether a URL, or one of several separated by commas, has a password, key or token."""
-    return any(has_user_info(one) or _has_secret_field(one) for one in {url, *url.split(",")})
-
-
-def _has_secret_field(url: str) -> bool:
-    query = url.partition("?")[2].replace(";", "&")
-    return any(_SECRET_FIELD.search(name) for name, _ in parse_qsl(query))
+    return has_user_info(url) or _SECRET_FIELD.search(url) is not None
 
 
 def has_user_info(url: str) -> bool:
-    """Whether a URL has a user with a password, or, in stores and on the web, any user.
-
-    User information is the text between `://` and the last `@`; passwords may contain `/`. Keys of a
-    store and paths after `:///` may also contain `@`.
-    """
-    scheme, _, rest = url.partition("://")
-    info, at, _ = rest.rpartition("@")
-    if scheme.lower() in ("http", "https"):
-        return bool(at)
-    if scheme.lower() in ("s3", "gs", "hf"):
-        bucket, slash, _ = info.partition("/")
-        return ":" in bucket or (bool(at) and not slash)
-    return ":" in info and not info.startswith("/")
+    """Whether a URL has a user with a password, or, in stores and on the web, any user."""
+    return _USER_INFO.search(url) is not None
 
 
 def redacted(text: str) -> str:
-    """Replace the values of secret environment variables, and passwords in URLs of others, with `***`.
+    """Replace the values of secret environment variables with `***`.
 
     A variable is secret if its name contains a word such as KEY, TOKEN, SECRET or PASSWORD and does not
     end in FILE, PATH, DIR, URL or URI.
@@ -74,13 +64,11 @@ def redacted(text: str) -> str:
 
 def _secret_values() -> list[str]:
     """Values of secret variables, plain, URL-encoded and JSON-encoded; longest first, as they may nest."""
-    values = set[str]()
-    for name, value in os.environ.items():
-        if _SECRET_NAME.search(name.upper()) and not _IS_LOCATION.search(name.upper()):
-            values.add(value.strip())
-        elif "@" in value:
-            with contextlib.suppress(ValueError):  # not a URL
-                values.add(unquote(urlsplit(value).password or ""))
+    values = {
+        value.strip()
+        for name, value in os.environ.items()
+        if _SECRET_NAME.search(name.upper()) and not _IS_LOCATION.search(name.upper())
+    }
     forms = {form for v in values for form in (v, quote(v, safe=""), json.dumps(v)[1:-1])}
     return sorted((form for form in forms if len(form) >= _SHORTEST), key=len, reverse=True)
 

@@ -69,7 +69,7 @@ def connected(num_cpus_needed: int, log: Log) -> Iterator[Resources]:
 
 def _join_given_cluster(quiet: dict[str, Any], log: Log) -> bool:
     """Join the configured or a local cluster; return False if there is none to join."""
-    if (address := given_address(log)) is None:
+    if (address := given_address()) is None:
         return False
     try:
         check_head(ask_head(address))

@@ -1,4 +1,4 @@
-"""Probe the head of an existing cluster before Ray connects: address, owner, token and version.
+"""Probe the head of an existing cluster before Ray connects: address, token and version.
 
 Ray retries a wrong token for 20 seconds and then only reports that it failed to connect. One direct call
 without and one with the token names the problem at once.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pwd
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,6 @@ from ray.core.generated.gcs_service_pb2 import CheckAliveReply
 
 from raytrain_gpt.cluster.token import token_file
 from raytrain_gpt.errors import ClusterError
-from raytrain_gpt.format import Log
 
 ANSWER_TIMEOUT_S = 5.0
 _CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
@@ -57,7 +55,7 @@ class HeadRefuses(ClusterError):
         self.about = about
 
 
-def given_address(log: Log) -> str | None:
+def given_address() -> str | None:
     """Return RAY_ADDRESS, else the address of a responding `ray start` cluster, else None.
 
     Private clusters of other commands on this machine are ignored.
@@ -70,7 +68,7 @@ def given_address(log: Log) -> str | None:
         return None
     if setting and setting != "auto":
         return setting
-    address = _started_here(log)
+    address = _started_here()
     if setting and not address:
         raise ClusterError(
             "RAY_ADDRESS=auto, but this machine runs no `ray start` cluster; start one, or unset "
@@ -79,34 +77,14 @@ def given_address(log: Log) -> str | None:
     return address
 
 
-def _started_here(log: Log) -> str | None:
-    """Return the HOST:PORT that `ray start` wrote, if it responds and is this user's or root's, else None.
-
-    All users of a machine share that file, and a cluster's owner can run code in processes that join it.
-    """
-    directory = Path(get_default_ray_temp_dir())
-    file, session = directory / "ray_current_cluster", directory / "session_latest"
+def _started_here() -> str | None:
+    """Return the HOST:PORT that `ray start` wrote, if it responds, else None."""
     try:
-        owners = {file.stat().st_uid, session.stat().st_uid}
-        address = file.read_text().strip()
+        address = Path(get_default_ray_temp_dir(), "ray_current_cluster").read_text().strip()
         knock(address)
     except (OSError, ValueError):  # no file, or the cluster of an old file is dead
         return None
-    if strangers := owners - {0, os.getuid()}:
-        log(
-            f"not joining the Ray cluster at {address}: it belongs to "
-            f"{' and '.join(map(_user, sorted(strangers)))}, who could run code as you; to join it anyway, "
-            f"set RAY_ADDRESS={address}"
-        )
-        return None
     return address
-
-
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"user {uid}"
 
 
 def knock(address: str) -> None:

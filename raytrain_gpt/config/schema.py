@@ -24,6 +24,7 @@ from raytrain_gpt.config.kinds import Strict
 from raytrain_gpt.config.open_section import OpenSection
 from raytrain_gpt.config.sections import (
     SAFE,
+    URL,
     ClusterSection,
     DataSection,
     EvalSection,
@@ -34,7 +35,6 @@ from raytrain_gpt.config.sections import (
     SpikesSection,
     TrackingSection,
     TrainSection,
-    Url,
 )
 from raytrain_gpt.config.wording import refusal, suggestion
 from raytrain_gpt.errors import ConfigError
@@ -99,16 +99,15 @@ class Config(Strict):
 
     @model_validator(mode="after")
     def _no_secrets(self) -> Config:
-        values = self.field_values()
-        for name, value in values.items():
-            if name not in _STATIC or not isinstance(value, str):
-                continue
-            field = _STATIC[name][1]
-            url = next((mark for mark in field.metadata if isinstance(mark, Url)), None)
-            if url and (has_secret(value) or redacted(value) != value):
+        for name, value in self.field_values().items():
+            is_url = name in _STATIC and URL in _STATIC[name][1].metadata and isinstance(value, str)
+            if is_url and (has_secret(value) or redacted(value) != value):
+                store = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+                if name != "mlflow_uri":
+                    store = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
                 raise ValueError(
                     f"{name} has a password or key in its URL, which every copy of the configuration "
-                    f"would show; remove it and set {url.credentials}"
+                    f"would show; remove it and set {store}"
                 )
         return self
 

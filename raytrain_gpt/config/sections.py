@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -29,12 +28,8 @@ SAFE = "may change on resume"
 DEFAULT_DATA = "data/stdlib"
 """Dataset that the quickstart prepares if it is missing."""
 
-
-@dataclass(frozen=True)
-class Url:
-    """Marker of fields that may be a URL, with the environment variables for its credentials."""
-
-    credentials: str = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+URL = "may be a URL"
+"""Marker of fields that are checked for passwords."""
 
 
 def _at_least(least: int, value: Any) -> Any:
@@ -64,7 +59,7 @@ class ModelSection(OpenSection):
     """Width of the embedding and of the residual stream."""
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
     """Dropout probability during training."""
-    init_from: Annotated[str | None, SAFE, Url()] = None
+    init_from: Annotated[str | None, SAFE, URL] = None
     """Checkpoint to initialize weights from, and any model size left unset; null: random weights."""
 
     @model_validator(mode="after")
@@ -76,7 +71,7 @@ class ModelSection(OpenSection):
 class DataSection(Strict):
     """Training data."""
 
-    data_path: Annotated[str, SAFE, Url()] = DEFAULT_DATA
+    data_path: Annotated[str, SAFE, URL] = DEFAULT_DATA
     """Prepared dataset; a directory, s3://bucket/prefix, or a mixture: data/web=0.7,data/code=0.3."""
     seq_len: int = Field(128, ge=1, le=2**24)
     """Context length in tokens."""
@@ -209,7 +204,7 @@ class EvalSection(SafeSection, OpenSection):
     """Steps between evaluations; the last step is always evaluated."""
     eval_tokens: int = Field(10_485_760, ge=1)
     """Maximum number of validation tokens per evaluation; always the first of the val split."""
-    hellaswag_path: Annotated[str | None, Url()] = None
+    hellaswag_path: Annotated[str | None, URL] = None
     """HellaSwag .jsonl file to score at each evaluation; download: fetch the public file; null: off."""
     evaluations: Names = ()
     """Further evaluations, by their names in --code, with commas between them."""
@@ -272,15 +267,15 @@ class RunSection(SafeSection):
 
     run_name: Name = Field("quickstart", max_length=200)
     """Directory of the run in storage_path; the same name resumes the run."""
-    storage_path: Annotated[str, Url()] = "runs"
+    storage_path: Annotated[str, URL] = "runs"
     """Directory of all runs, shared by all nodes, or s3://bucket/prefix."""
-    branch_from: Annotated[str | None, Url()] = None
+    branch_from: Annotated[str | None, URL] = None
     """Checkpoint to branch from (RUN@STEP or path), with optimizer state and data position; null: off."""
     resume: Literal["auto", "never"] = "auto"
     """Resume mode; auto: from the newest good checkpoint; never: fail if the run has a checkpoint."""
     retry_for_s: float = Field(300.0, ge=0)
     """Retry time for an unreachable object store before the run stops (seconds)."""
-    s3_endpoint: Annotated[str | None, Url()] = None
+    s3_endpoint: Annotated[str | None, URL] = None
     """Endpoint URL of an S3-compatible store; null: AWS_ENDPOINT_URL, or Amazon S3."""
 
 
@@ -291,9 +286,7 @@ class TrackingSection(SafeSection, OpenSection):
     trackers: Names = ()
     """Further trackers: wandb, trackio, and names in --code, with commas between them."""
 
-    mlflow_uri: Annotated[
-        str | None, Url("MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD")
-    ] = "auto"
+    mlflow_uri: Annotated[str | None, URL] = "auto"
     """MLflow tracking URI; auto: mlflow.db (SQLite) in storage_path; null: off."""
     experiment: str = "raytrain-gpt"
     """Name of the MLflow experiment."""

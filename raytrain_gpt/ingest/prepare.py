@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import shutil
 import tempfile
 import time
@@ -21,7 +22,6 @@ from typing import Any
 import numpy as np
 import tiktoken
 
-from raytrain_gpt.cluster.address import named_cluster
 from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.bad_documents import BadDocuments
@@ -82,7 +82,8 @@ def prepare(
     directory = Location.of(directory)
     plan, encoding = _plan_and_tokenizer(sources, directory, tokenizer, options, log)
     is_small = sum(piece.text_bytes for piece in plan.pieces) < SMALL_BYTES
-    on_ray = not in_process and (named_cluster() is not None or not is_small)
+    names_cluster = os.environ.get("RAY_ADDRESS", "local") not in ("", "local")
+    on_ray = not in_process and (names_cluster or not is_small)
     run, cluster = _on_ray(log) if on_ray else (map, nullcontext())
     lease = directory.parent / f".{directory.name}{LEASE_FILE}"
     with _storage_errors(directory), hold_lease(lease, f"dataset {directory}", log):

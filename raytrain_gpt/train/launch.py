@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from raytrain_gpt.cluster.capacity import cpus_to_start, fit_to_cluster, idle_gpus
 from raytrain_gpt.cluster.connection import connected
-from raytrain_gpt.cluster.other_load import busy_cores, crowded_cores
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config
@@ -51,10 +50,8 @@ def training_session(config: Config, log: Log) -> Iterator[tuple[FittedConfig, i
     """
     config = preflight.absolute_paths(config)
     data = data_of(config)
-    busy = busy_cores(config)
     with connected(cpus_to_start(config), log) as resources:
         fitted, world_size = fit_to_cluster(config, resources)
-        for line in (idle_gpus(config, fitted, resources), crowded_cores(fitted, busy)):
-            if line:
-                log(line)
+        if line := idle_gpus(config, fitted, resources):
+            log(line)
         yield fitted, world_size, data

@@ -28,10 +28,8 @@ from pydantic import TypeAdapter
 from ray._private.utils import estimate_available_memory
 
 from raytrain_gpt.checkpoint.collectives import as_bytes, check_size
-from raytrain_gpt.cluster.address import check_no_cluster_named
 from raytrain_gpt.cluster.capacity import Node, Resources, fit_to_process
 from raytrain_gpt.cluster.failures import root_cause
-from raytrain_gpt.cluster.other_load import busy_cores, crowded_cores
 from raytrain_gpt.cluster.process_groups import meet_on_one_host
 from raytrain_gpt.cluster.scaling import Pause
 from raytrain_gpt.cluster.shared_storage import storage_probe
@@ -69,10 +67,12 @@ def train_locally(
         Interrupted: Ctrl+C or SIGTERM, after saving.
         TrainingFailed: the run failed.
     """
-    check_no_cluster_named()
+    if (address := os.environ.get("RAY_ADDRESS", "local")) not in ("", "local"):
+        raise ConfigError(
+            f"num_workers=0 trains in this process without Ray, but RAY_ADDRESS={address} names a cluster; "
+            "set num_workers to 1 or more to train there, or unset RAY_ADDRESS"
+        )
     ranks = LaunchRanks.of_environment()
-    # Ranks of one launch would count each other as load from other programs.
-    busy = busy_cores(config) if ranks.world_size == 1 else 0.0
     if config.cluster.use_gpu is False and ranks.world_size > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else they use NCCL, which has no CPU tensors
 
@@ -82,8 +82,6 @@ def train_locally(
         if ranks.rank:
             ranks.run_follower(train_loop, signals, log)
         fitted = fit_to_process(config, ranks.world_size, ranks.in_node, torch.cuda.device_count())
-        if line := crowded_cores(fitted, busy):
-            log(line)
         fitted = preflight.absolute_paths(fitted)
         data = data_of(fitted)
         ranks.init_group()

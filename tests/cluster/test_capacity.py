@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 
-from raytrain_gpt.cluster.address import check_no_cluster_named
 from raytrain_gpt.cluster.capacity import (
     DATA_CPUS,
     Node,
@@ -185,14 +184,6 @@ def test_processes_and_gpus_that_do_not_match_are_one_line(
     given = config(num_workers=0, **changes)
     with raises_line(UserError, *words):
         fit_to_process(given, processes, processes, num_gpus)
-
-
-def test_local_mode_and_a_clusters_address_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "local")
-    check_no_cluster_named()
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    with raises_line(ConfigError, "RAY_ADDRESS=10.0.0.1:6379", "num_workers to 1 or more"):
-        check_no_cluster_named()
 
 
 def test_exact_sums_keep_their_micro_batch_so_that_fewer_workers_share_it() -> None:
