@@ -70,14 +70,6 @@ def open_checkpoint(
     check_executable(checkpoint)
     config = recorded(checkpoint.state.config, str(checkpoint.path))
     device = best_device() if device is None else device
-    model, tokenizer = load_checkpoint(checkpoint, config, device)
-    return checkpoint, config, model, tokenizer, device
-
-
-def load_checkpoint(
-    checkpoint: Checkpoint, config: Config, device: torch.device
-) -> tuple[GPT, tiktoken.Encoding]:
-    """Load the model and tokenizer; raises a CheckpointError if damaged or different from `config`."""
     tokenizer, num_ids = read_tokenizer(checkpoint.path), checkpoint.state.vocab_size
     if TOKENIZER_FILE not in checkpoint.file_names or tokenizer.max_token_value + 1 != num_ids:
         raise CheckpointError(
@@ -87,7 +79,7 @@ def load_checkpoint(
         check_model_size(directory, GPTShape.of(config, num_ids))
         model = configured_model(config, num_ids, tokenizer.eot_token)
         load_model(directory, model)
-    return model.to(device), tokenizer
+    return checkpoint, config, model.to(device), tokenizer, device
 
 
 def evaluate_checkpoint(
@@ -237,9 +229,8 @@ def sample_checkpoint(
     if len(ids) > model.shape.seq_len:
         log(f"the prompt has {len(ids)} tokens; the model sees the last {model.shape.seq_len}")
     first = _Lines(tokenizer, prompt, show)
-    prompts = [ids] * num_samples
     with inference_autocast(device), _few_threads(model):
-        drawn = sample_tokens(model, tokenizer.eot_token, prompts, how, on_token=first.add)
+        drawn = sample_tokens(model, tokenizer.eot_token, ids, num_samples, how, first.add)
     texts = [prompt + decode_tokens(tokenizer, tokens) for tokens in drawn]
     first.close()
     for text in texts[1:]:
