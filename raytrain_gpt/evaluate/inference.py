@@ -39,7 +39,7 @@ from raytrain_gpt.data.tokenizer import (
 )
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
 from raytrain_gpt.evaluate.evaluation import Evaluation
-from raytrain_gpt.evaluate.hellaswag import Choices, read_choices
+from raytrain_gpt.evaluate.hellaswag import read_choices
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location, LocationLike
 
@@ -129,7 +129,9 @@ def evaluate_checkpoint(
         if data is not None or not (choices or config.eval.evaluations):
             raise
         log(f"no validation loss: {error}")
-    evaluation = lone_evaluation(config, model, tokenizer, feed, choices)
+    autocast = make_autocast(resolve_precision(config.train.precision, device), device)
+    alone = Collectives(0, 1)
+    evaluation = Evaluation(config, model, tokenizer, feed, alone, autocast, choices)
     return checkpoint.path, {"step": checkpoint.state.step, **evaluation.metrics(log=log)}
 
 
@@ -141,19 +143,6 @@ def _known_evaluations(checkpoint: Checkpoint, config: Config, log: Log) -> str:
         code = shell(checkpoint.path / CODE_FILE)
         log(f"skipping {skipped}: no code was given; if you trust it, pass --code {code}")
     return ",".join(known)
-
-
-def lone_evaluation(
-    config: Config,
-    model: GPT,
-    tokenizer: tiktoken.Encoding,
-    feed: EvalFeed | None,
-    choices: Choices | None,
-) -> Evaluation:
-    """Create an `Evaluation` for this process only."""
-    device = model.device
-    autocast = make_autocast(resolve_precision(config.train.precision, device), device)
-    return Evaluation(config, model, tokenizer, feed, Collectives(0, 1), autocast, choices)
 
 
 def _trained_data(checkpoint: Checkpoint, config: Config) -> Mixture:
