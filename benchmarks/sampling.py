@@ -30,7 +30,7 @@ def main() -> None:
     model = GPT2(SHAPE)
     model.init_weights(0)
     model = model.to(best_device()).eval()
-    prompts = torch.randint(SHAPE.vocab_size, (args.sequences, args.prompt_tokens)).tolist()
+    prompts = [torch.randint(SHAPE.vocab_size, (args.prompt_tokens,)).tolist()] * args.sequences
     ways = {"cached": cached, "uncached": uncached}
     tokens: list[Tokens] = []
 
@@ -52,10 +52,10 @@ def main() -> None:
 
 
 def cached(model: GPT, prompts: Tokens, new_tokens: int) -> Tokens:
-    """Continue prompts as `sample` does."""
+    """Continue a prompt as `sample` does."""
     options = SamplingOptions(max_new_tokens=new_tokens, temperature=0)
     with inference_autocast(model.device):
-        return sample_tokens(model, None, prompts, options)
+        return sample_tokens(model, None, prompts[0], len(prompts), options)
 
 
 @torch.no_grad()

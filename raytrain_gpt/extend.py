@@ -16,8 +16,7 @@ flags, configuration keys and sweep keys.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import Field as Field
 
@@ -27,18 +26,12 @@ from raytrain_gpt.config.kinds import Kind, Selector, register
 from raytrain_gpt.config.kinds import Settings as Settings
 
 if TYPE_CHECKING:
-    import tiktoken
-    import torch
-    from torch import nn
-
     from raytrain_gpt.core.model import GPT as GPT
     from raytrain_gpt.core.model import Block as Block
     from raytrain_gpt.core.model import GPTShape as GPTShape
-    from raytrain_gpt.tracking.trackers import TrackedRun
 
 _MODEL = {"GPT", "Block", "GPTShape"}
 T = TypeVar("T")
-SettingsT = TypeVar("SettingsT", bound=Settings, contravariant=True)
 
 
 def __getattr__(name: str) -> Any:
@@ -48,65 +41,6 @@ def __getattr__(name: str) -> Any:
 
         return getattr(model, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-class OptimizerFunction(Protocol[SettingsT]):
-    """Make an optimizer of a model's parameters, which are on their device."""
-
-    def __call__(
-        self, parameters: list[nn.Parameter], settings: SettingsT, peak_lr: float
-    ) -> torch.optim.Optimizer: ...
-
-
-class ScheduleFunction(Protocol[SettingsT]):
-    """Factor of peak_lr for the update after `step` updates; used after the linear warm-up."""
-
-    def __call__(self, step: int, max_steps: int, settings: SettingsT) -> float: ...
-
-
-class EvaluationFunction(Protocol[SettingsT]):
-    """Evaluate a share of some examples on this rank; called at every evaluation, on every rank.
-
-    The model is unwrapped, in eval mode, under no_grad and autocast. `model.logits(ids)` is (B, T, V),
-    V padded beyond `tokenizer.n_vocab`; `model(ids, targets, reduction="none")` is (B, T) in nats, 0 at
-    targets of -100. ids and targets are int64 (B, T) on `model.device`, T at most `model.shape.seq_len`.
-    Python's, NumPy's and torch's generators have the same seed on all ranks and in every evaluation.
-
-    Returns:
-        Name -> (sum, count), the same names on all ranks; the row's `evaluation/name` is the sum over all
-        ranks by the count over them, or null if that is not finite.
-    """
-
-    def __call__(
-        self,
-        model: GPT,
-        tokenizer: tiktoken.Encoding,
-        rank: int,
-        world_size: int,
-        settings: SettingsT,
-    ) -> dict[str, tuple[float, float]]: ...
-
-
-class TrackerClass(Protocol):
-    """Receives one attempt's rows, texts and files, in a thread of its own; any call may be slow or raise.
-
-    `text` and `finish` are optional.
-    """
-
-    def __init__(self, run: TrackedRun, settings: Any) -> None: ...
-
-    def rows(self, rows: list[dict[str, Any]]) -> None:
-        """Take rows that earlier attempts could not deliver, and those of this one.
-
-        Steps from `run.first_step` on may be there from a killed attempt, and come again after a rollback.
-        After an error, the same rows come again.
-        """
-
-    def text(self, step: int, name: str, text: str) -> None:
-        """Take samples."""
-
-    def finish(self, end: str, files: list[Path]) -> None:
-        """End the attempt: `finished`, `failed` or `interrupted`; `files` may be shown with it."""
 
 
 def architecture(name: str, settings: type[Settings] = Settings) -> Callable[[T], T]:
@@ -134,22 +68,50 @@ def architecture(name: str, settings: type[Settings] = Settings) -> Callable[[T]
 def optimizer(
     name: str, settings: type[Settings] = Settings, elementwise: bool = False
 ) -> Callable[[T], T]:
-    """Register an `OptimizerFunction`; an `elementwise` one also works with `parallel: fsdp`."""
+    """Register a function `(parameters, settings, peak_lr)` that makes a `torch.optim.Optimizer`.
+
+    The parameters are on their device. An `elementwise` optimizer also works with `parallel: fsdp`.
+    """
     return _registered("optimizer", name, settings, elementwise)
 
 
 def schedule(name: str, settings: type[Settings] = Settings) -> Callable[[T], T]:
-    """Register a `ScheduleFunction`."""
+    """Register a function `(step, max_steps, settings)` of the factor of peak_lr after `step` updates.
+
+    It is used after the linear warm-up.
+    """
     return _registered("schedule", name, settings)
 
 
 def evaluation(name: str, settings: type[Settings] = Settings) -> Callable[[T], T]:
-    """Register an `EvaluationFunction`."""
+    """Register a function `(model, tokenizer, rank, world_size, settings)`, called on every rank.
+
+    It evaluates this rank's share of some examples and returns name -> (sum, count), the same names on all
+    ranks; the row's `evaluation/name` is the sum over all ranks by the count over them, or null if that is
+    not finite.
+
+    The model is unwrapped, in eval mode, under no_grad and autocast. `model.logits(ids)` is (B, T, V),
+    V padded beyond `tokenizer.n_vocab`; `model(ids, targets, reduction="none")` is (B, T) in nats, 0 at
+    targets of -100. ids and targets are int64 (B, T) on `model.device`, T at most `model.shape.seq_len`.
+    Python's, NumPy's and torch's generators have the same seed on all ranks and in every evaluation.
+    """
     return _registered("evaluations", name, settings)
 
 
 def tracker(name: str, settings: type[Settings] = Settings) -> Callable[[T], T]:
-    """Register a `TrackerClass`."""
+    """Register a class that receives one attempt's rows, texts and files, in a thread of its own.
+
+    Any call may be slow or raise. `text` and `finish` are optional.
+
+    Methods of the class:
+        __init__(run, settings): `run` is a `tracking.trackers.TrackedRun`.
+        rows(rows): Take rows that earlier attempts could not deliver, and those of this one. Steps from
+            `run.first_step` on may be there from a killed attempt, and come again after a rollback. After an
+            error, the same rows come again.
+        text(step, name, text): Take samples.
+        finish(end, files): End the attempt: `finished`, `failed` or `interrupted`; the files, paths, may be
+            shown with it.
+    """
     return _registered("trackers", name, settings)
 
 

@@ -43,10 +43,6 @@ def section_fields() -> Groups:
     return groups
 
 
-def no_fields() -> Groups:
-    return {}
-
-
 class CodeOptions(Options):
     code: Annotated[str | None, Metavar("FILE")] = None
     """Python file with your own kinds, as in docs/extending.md (default: only built-in ones)."""
@@ -237,7 +233,7 @@ def _add_parser(commands: Any, name: str, doc: str) -> argparse.ArgumentParser:
 
 
 def command(
-    name: str, options: type[OptionsT], groups: Callable[[], Groups] = no_fields
+    name: str, options: type[OptionsT], groups: Callable[[], Groups] = dict
 ) -> Callable[[Callable[[OptionsT], None]], Command[OptionsT]]:
     """Make a function a `Command`."""
     return lambda run: Command(name, options, groups, run)

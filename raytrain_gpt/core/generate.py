@@ -1,11 +1,11 @@
-"""Sampling: continue prompts together, one token per step, without affecting each other.
+"""Sampling: continue a prompt in several ways at once, one token per step, without affecting each other.
 
 Every step samples one token for every sequence:
 
 1. sequences in the cache: one forward pass of their newest tokens;
-2. sequences that outgrew the context: one forward pass of their last seq_len tokens. A cache cannot help,
+2. sequences that outgrew the context: forward passes of their last seq_len tokens. A cache cannot help,
    since keys depend on learned positions and on the token that left the window;
-3. new sequences, as many as `_PREFILL_TOKENS` allow: one forward pass of their padded prompts.
+3. sequences that start, with the prompt or with a document: forward passes of all their tokens.
 
 Every sequence has a separate random generator and draws one number per token. Its tokens therefore depend
 only on its prompt, the options and its index, except for the last bits of sums, which depend on the batch
@@ -18,8 +18,7 @@ starts again at position 0, as in training.
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,9 +30,8 @@ from raytrain_gpt.core.attention import last_document, without_cudnn_sdpa
 from raytrain_gpt.core.kv_cache import KVCache
 from raytrain_gpt.core.model import GPT, GPTShape
 
-_PREFILL_TOKENS = 4096
-"""Padded tokens per forward pass of new sequences, unless a single one is longer. Bounds the memory of the
-pass."""
+_PASS_TOKENS = 4096
+"""Tokens per forward pass of full sequences, unless a single one is longer. Bounds the memory of the pass."""
 _MAX_SEQUENCES = 64
 """Sequences that are continued at a time, if their cache fits `_CACHE_BYTES`."""
 _CACHE_BYTES = 2**31
@@ -47,11 +45,12 @@ _BELOW_1 = 1 - 2**-24
 def sample_tokens(
     model: GPT,
     end_token: int | None,
-    prompts: Sequence[Sequence[int]],
+    prompt: Sequence[int],
+    num_samples: int,
     options: SamplingOptions,
     on_token: Callable[[int, int], None] = lambda index, token: None,
 ) -> list[list[int]]:
-    """Continue each prompt, as many at a time as fit; return the sampled tokens.
+    """Continue a prompt num_samples times, as many at a time as fit; return the sampled tokens.
 
     The model runs eagerly, in evaluation mode and without gradients, even if compiled. Call this in an
     autocast, which casts each weight only once. Sampling uses its own generators, so it never changes
@@ -60,27 +59,22 @@ def sample_tokens(
     Args:
         model: Not wrapped.
         end_token: Ends a continuation and is not part of it; None: all have max_new_tokens.
-        prompts: At least one token each; the model sees the last seq_len of them.
-        on_token: Called with the index of a prompt and a token as soon as it is sampled.
+        prompt: At least one token; the model sees the last seq_len of them.
+        on_token: Called with the index of a sample and its token as soon as it is sampled.
     """
-    shape = model.shape
-    longest = max((len(prompt) for prompt in prompts), default=0) + options.max_new_tokens
-    max_sequences = min(_max_sequences(shape, longest), len(prompts))
-    cache = KVCache(shape, max_sequences, longest, model.device)
-    batch = _Batch(model.eval(), end_token, options, cache, on_token)
+    longest = len(prompt) + options.max_new_tokens
+    at_a_time = _max_sequences(model.shape, longest)
+    visible = last_document(prompt[-model.shape.seq_len :], model.document_end)
     sequences = [
-        _Sequence(
-            index,
-            last_document(prompt[-shape.seq_len :], model.document_end),
-            random.Random(f"{options.seed}/{index}"),
-        )
-        for index, prompt in enumerate(prompts)
+        _Sequence(index, [*visible], random.Random(f"{options.seed}/{index}"))
+        for index in range(num_samples)
     ]
-    upcoming = deque(sequences)
-    while upcoming or batch.num_sequences:
-        while upcoming and batch.num_sequences < max_sequences:
-            batch.waiting.append(upcoming.popleft())
-        batch.step()
+    for start in range(0, num_samples, at_a_time):
+        together = sequences[start : start + at_a_time]
+        cache = KVCache(model.shape, len(together), longest, model.device)
+        batch = _Batch(model.eval(), end_token, options, cache, on_token, together)
+        while batch.is_unfinished:
+            batch.step()
     return [sequence.sampled for sequence in sequences]
 
 
@@ -110,23 +104,23 @@ class _Batch:
         options: SamplingOptions,
         cache: KVCache,
         on_token: Callable[[int, int], None],
+        sequences: list[_Sequence],
     ) -> None:
         self._model, self._cache = model, cache
         self._end_token, self._options, self._on_token = end_token, options, on_token
-        self.waiting: list[_Sequence] = []
-        """Sequences without a forward pass."""
+        self._new = sequences  # of equal lengths, without a forward pass
         self._cached: list[_Sequence] = []  # at its row of the cache
         self._sliding: list[_Sequence] = []
 
     @property
-    def num_sequences(self) -> int:
-        return len(self.waiting) + len(self._cached) + len(self._sliding)
+    def is_unfinished(self) -> bool:
+        return bool(self._new or self._cached or self._sliding)
 
     @torch.no_grad()
     def step(self) -> None:
-        """Sample one token per sequence; new ones may wait for a step with room for their prompt."""
+        """Sample one token per sequence."""
         self._slide()
-        new = self._admitted()
+        new, self._new = self._new, []
         sequences = [*self._cached, *self._sliding, *new]
         with without_cudnn_sdpa(self._model.device):
             hidden = torch.cat([*self._decode(), *self._recompute(), *self._prefill(new)])  # (N, D)
@@ -149,17 +143,6 @@ class _Batch:
             self._remove(sequence)
             self._sliding.append(sequence)
 
-    def _admitted(self) -> list[_Sequence]:
-        """Take the sequences whose prompts fit into this step, in the order of arrival."""
-        count, longest = 0, 0
-        for sequence in self.waiting:
-            longest = max(longest, len(sequence.tokens))
-            if count and (count + 1) * longest > _PREFILL_TOKENS:
-                break
-            count += 1
-        admitted, self.waiting = self.waiting[:count], self.waiting[count:]
-        return admitted
-
     def _decode(self) -> list[Tensor]:
         """Hidden states (N, D) of the newest tokens of the sequences in the cache."""
         if not self._cached:
@@ -170,32 +153,23 @@ class _Batch:
         positions = torch.tensor(lengths, device=device)[:, None]  # (N, 1)
         return [self._model.hidden_with_cache(ids, positions, self._cache.decode(lengths))[:, -1]]
 
-    def _recompute(self) -> list[Tensor]:
+    def _recompute(self) -> Iterator[Tensor]:
         """Hidden states (N, D) of the newest tokens of the sequences that outgrew the context."""
         seq_len = self._model.shape.seq_len
-        at_once = max(1, _PREFILL_TOKENS // seq_len)
-        hidden = []
-        for start in range(0, len(self._sliding), at_once):
-            windows = [s.tokens[-seq_len:] for s in self._sliding[start : start + at_once]]
+        for part in _in_passes(self._sliding, seq_len):
+            windows = [s.tokens[-seq_len:] for s in part]
             ids = torch.tensor(windows, device=self._model.device)  # (n, T)
-            hidden.append(self._model.hidden(ids)[:, -1])
-        return hidden
+            yield self._model.hidden(ids)[:, -1]
 
-    def _prefill(self, new: list[_Sequence]) -> list[Tensor]:
+    def _prefill(self, new: list[_Sequence]) -> Iterator[Tensor]:
         """Hidden states (N, D) of the last tokens of new sequences, which enter the cache."""
-        if not new:
-            return []
         device = self._model.device
-        longest = max(len(s.tokens) for s in new)
-        # Attention is causal, so no token sees the padding on the right.
-        ids = torch.tensor(
-            [s.tokens + [0] * (longest - len(s.tokens)) for s in new], device=device
-        )  # (N, T)
-        attend = self._cache.prefill(len(self._cached))
-        hidden = self._model.hidden_with_cache(ids, torch.arange(longest, device=device), attend)
-        self._cached += new
-        rows = torch.arange(len(new), device=device)
-        return [hidden[rows, torch.tensor([len(s.tokens) - 1 for s in new], device=device)]]
+        for part in _in_passes(new, len(new[0].tokens) if new else 1):
+            ids = torch.tensor([s.tokens for s in part], device=device)  # (n, T)
+            positions = torch.arange(ids.shape[1], device=device)
+            attend = self._cache.prefill(len(self._cached))
+            self._cached += part
+            yield self._model.hidden_with_cache(ids, positions, attend)[:, -1]
 
     def _advance(self, sequence: _Sequence, token: int) -> None:
         """Append a sampled token to its sequence, which may end it."""
@@ -206,7 +180,7 @@ class _Batch:
             # The next document cannot see this one, so it starts with an empty cache.
             self._remove(sequence)
             sequence.tokens.clear()
-            self.waiting.append(sequence)
+            self._new.append(sequence)
         sequence.tokens.append(token)
         sequence.sampled.append(token)
         self._on_token(sequence.index, token)
@@ -215,12 +189,19 @@ class _Batch:
 
     def _remove(self, sequence: _Sequence) -> None:
         if sequence not in self._cached:
-            (self.waiting if sequence in self.waiting else self._sliding).remove(sequence)
+            (self._new if sequence in self._new else self._sliding).remove(sequence)
             return
         row, last = self._cached.index(sequence), self._cached.pop()
         if last is not sequence:
             self._cached[row] = last
             self._cache.move(len(self._cached), row, len(last.tokens))
+
+
+def _in_passes(sequences: list[_Sequence], tokens: int) -> Iterator[list[_Sequence]]:
+    """Split sequences of equal lengths into those of one forward pass each."""
+    at_once = max(1, _PASS_TOKENS // tokens)
+    for start in range(0, len(sequences), at_once):
+        yield sequences[start : start + at_once]
 
 
 def draw_tokens(logits: Tensor, options: SamplingOptions, uniforms: Sequence[float]) -> list[int]:

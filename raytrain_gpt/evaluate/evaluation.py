@@ -178,6 +178,6 @@ class Evaluation:
         sampling = e.model_dump(include={"max_new_tokens", "temperature", "top_k"})
         options = SamplingOptions(**sampling, seed=self._config.train.seed)
         with self._autocast():
-            drawn = sample_tokens(self._model, None, [prompt] * e.num_samples, options)
+            drawn = sample_tokens(self._model, None, prompt, e.num_samples, options)
         texts = [e.sample_prompt + decode_tokens(self._tokenizer, tokens) for tokens in drawn]
         return "\n".join(f"{i}: {text!r}" for i, text in enumerate(texts))

@@ -11,18 +11,18 @@ Source: Zellers et al., "HellaSwag: Can a machine really finish your sentence?" 
 from __future__ import annotations
 
 import http.client
-import json
 import math
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Literal
 
 import numpy as np
 import tiktoken
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from pydantic import BaseModel, StringConstraints
 from torch import Tensor
 
 from raytrain_gpt.checkpoint.collectives import Int64Array, Uint32Array
@@ -32,7 +32,7 @@ from raytrain_gpt.core.loop import Autocast
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.data.locations import location
 from raytrain_gpt.data.tokenizer import encode
-from raytrain_gpt.errors import DataError, failure_as
+from raytrain_gpt.errors import DataError, failure_as, reason
 from raytrain_gpt.storage.location import Location, LocationLike, cache_directory
 
 NUM_ENDINGS = 4
@@ -54,6 +54,19 @@ class Example:
     context: str
     endings: tuple[str, ...]
     label: int
+
+
+_Text = Annotated[str, StringConstraints(pattern=r"\S")]
+
+
+class _Row(BaseModel):
+    """A line of the file, which has the context as one text or in two parts, and in test files no label."""
+
+    ctx: _Text | None = None
+    ctx_a: str = ""
+    ctx_b: str = ""
+    endings: tuple[_Text, _Text, _Text, _Text]
+    label: Literal[0, 1, 2, 3, "0", "1", "2", "3"]
 
 
 @dataclass(frozen=True)
@@ -139,45 +152,21 @@ def _parsed(content: bytes, name: str) -> list[Example]:
         if not line.strip():
             continue
         try:
-            examples.append(_example(json.loads(line)))
+            examples.append(_example(line))
         except ValueError as error:
-            raise DataError(f"{name} line {number}: {error}; {_WAY_OUT}") from None
+            raise DataError(f"{name} line {number}: {reason(error)}; {_WAY_OUT}") from None
     if not examples:
         raise DataError(f"{name} has no examples; {_WAY_OUT}")
     return examples
 
 
-def _example(row: Any) -> Example:
-    """Convert a row; raises ValueError with the problem."""
-    if not isinstance(row, dict):
-        raise ValueError(f"{type(row).__name__} instead of an object")
-    if "ctx" in row:
-        context = _text(row, "ctx")
-    else:
-        context = f"{_text(row, 'ctx_a')} {_text(row, 'ctx_b', may_be_empty=True)}".rstrip()
-    endings = row.get("endings")
-    if not isinstance(endings, list) or len(endings) != NUM_ENDINGS:
-        found = f"{len(endings)}" if isinstance(endings, list) else "no list"
-        raise ValueError(f"endings has {found} instead of {NUM_ENDINGS} texts")
-    if not all(isinstance(ending, str) and ending.strip() for ending in endings):
-        raise ValueError("endings contains one that is empty or not text")
-    return Example(context, tuple(endings), _label(row))
-
-
-def _text(row: dict[str, Any], field: str, may_be_empty: bool = False) -> str:
-    value = row.get(field)
-    if not isinstance(value, str) or not (value.strip() or may_be_empty):
-        raise ValueError(f"no text in field {field}")
-    return value
-
-
-def _label(row: dict[str, Any]) -> int:
-    label = row.get("label")
-    if label is None or label == "":
-        raise ValueError("no label, as in a test file")
-    if str(label) not in map(str, range(NUM_ENDINGS)):
-        raise ValueError(f"label {label!r} is not one of 0 to {NUM_ENDINGS - 1}")
-    return int(label)
+def _example(line: bytes) -> Example:
+    """Read a line; raises ValueError with the problem."""
+    row = _Row.model_validate_json(line)
+    context = row.ctx or f"{row.ctx_a} {row.ctx_b}".rstrip()
+    if not context:
+        raise ValueError("no text in ctx or ctx_a")
+    return Example(context, row.endings, int(row.label))
 
 
 def downloaded() -> Location:

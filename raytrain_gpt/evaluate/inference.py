@@ -39,7 +39,7 @@ from raytrain_gpt.data.tokenizer import (
 )
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
 from raytrain_gpt.evaluate.evaluation import Evaluation
-from raytrain_gpt.evaluate.hellaswag import Choices, read_choices
+from raytrain_gpt.evaluate.hellaswag import read_choices
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location, LocationLike
 
@@ -70,14 +70,6 @@ def open_checkpoint(
     check_executable(checkpoint)
     config = recorded(checkpoint.state.config, str(checkpoint.path))
     device = best_device() if device is None else device
-    model, tokenizer = load_checkpoint(checkpoint, config, device)
-    return checkpoint, config, model, tokenizer, device
-
-
-def load_checkpoint(
-    checkpoint: Checkpoint, config: Config, device: torch.device
-) -> tuple[GPT, tiktoken.Encoding]:
-    """Load the model and tokenizer; raises a CheckpointError if damaged or different from `config`."""
     tokenizer, num_ids = read_tokenizer(checkpoint.path), checkpoint.state.vocab_size
     if TOKENIZER_FILE not in checkpoint.file_names or tokenizer.max_token_value + 1 != num_ids:
         raise CheckpointError(
@@ -87,7 +79,7 @@ def load_checkpoint(
         check_model_size(directory, GPTShape.of(config, num_ids))
         model = configured_model(config, num_ids, tokenizer.eot_token)
         load_model(directory, model)
-    return model.to(device), tokenizer
+    return checkpoint, config, model.to(device), tokenizer, device
 
 
 def evaluate_checkpoint(
@@ -137,7 +129,9 @@ def evaluate_checkpoint(
         if data is not None or not (choices or config.eval.evaluations):
             raise
         log(f"no validation loss: {error}")
-    evaluation = lone_evaluation(config, model, tokenizer, feed, choices)
+    autocast = make_autocast(resolve_precision(config.train.precision, device), device)
+    alone = Collectives(0, 1)
+    evaluation = Evaluation(config, model, tokenizer, feed, alone, autocast, choices)
     return checkpoint.path, {"step": checkpoint.state.step, **evaluation.metrics(log=log)}
 
 
@@ -149,19 +143,6 @@ def _known_evaluations(checkpoint: Checkpoint, config: Config, log: Log) -> str:
         code = shell(checkpoint.path / CODE_FILE)
         log(f"skipping {skipped}: no code was given; if you trust it, pass --code {code}")
     return ",".join(known)
-
-
-def lone_evaluation(
-    config: Config,
-    model: GPT,
-    tokenizer: tiktoken.Encoding,
-    feed: EvalFeed | None,
-    choices: Choices | None,
-) -> Evaluation:
-    """Create an `Evaluation` for this process only."""
-    device = model.device
-    autocast = make_autocast(resolve_precision(config.train.precision, device), device)
-    return Evaluation(config, model, tokenizer, feed, Collectives(0, 1), autocast, choices)
 
 
 def _trained_data(checkpoint: Checkpoint, config: Config) -> Mixture:
@@ -237,9 +218,8 @@ def sample_checkpoint(
     if len(ids) > model.shape.seq_len:
         log(f"the prompt has {len(ids)} tokens; the model sees the last {model.shape.seq_len}")
     first = _Lines(tokenizer, prompt, show)
-    prompts = [ids] * num_samples
     with inference_autocast(device), _few_threads(model):
-        drawn = sample_tokens(model, tokenizer.eot_token, prompts, how, on_token=first.add)
+        drawn = sample_tokens(model, tokenizer.eot_token, ids, num_samples, how, first.add)
     texts = [prompt + decode_tokens(tokenizer, tokens) for tokens in drawn]
     first.close()
     for text in texts[1:]:

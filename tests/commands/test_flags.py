@@ -14,7 +14,6 @@ from raytrain_gpt.commands.flags import (
     Command,
     ConfigOptions,
     StorageOptions,
-    no_fields,
     section_fields,
 )
 from raytrain_gpt.commands.inference import SampleOptions
@@ -34,9 +33,7 @@ def parsed(kind: type[Options], *argv: str, config: bool = False) -> Any:
         found.append(options)
 
     parser = argparse.ArgumentParser(exit_on_error=False)
-    Command("it", kind, section_fields if config else no_fields, run).add_parser(
-        parser.add_subparsers()
-    )
+    Command("it", kind, section_fields if config else dict, run).add_parser(parser.add_subparsers())
     args = parser.parse_args(["it", *argv])
     args.command(args)
     return found[0]

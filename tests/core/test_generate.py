@@ -78,9 +78,9 @@ def reference(
 
 
 def references(
-    model: GPT, prompts: Sequence[Sequence[int]], options: SamplingOptions
+    model: GPT, prompt: Sequence[int], num: int, options: SamplingOptions
 ) -> list[list[int]]:
-    return [reference(model, prompt, options, index) for index, prompt in enumerate(prompts)]
+    return [reference(model, prompt, options, index) for index in range(num)]
 
 
 @pytest.fixture
@@ -102,15 +102,15 @@ def test_as_on_a_gpu_few_shapes_occur_and_the_tokens_stay_the_same(
 ) -> None:
     model = random_model(replace(shape, seq_len=160))
     options = sampling(100, top_k=20)
-    prompts = [[7], [*range(30)], [*range(60)]]
-    wanted = sample_tokens(model, None, prompts, options)
-    assert len(shapes) == 100  # the prompts, then a new number of keys per token
+    prompt = [*range(60)]
+    wanted = sample_tokens(model, None, prompt, 3, options)
+    assert len(shapes) == 100  # the prompt, then a new number of keys per token
     shapes.clear()
     monkeypatch.setitem(kv_cache._KEY_MULTIPLES, "cpu", 64)
-    assert sample_tokens(model, None, prompts, options) == wanted
+    assert sample_tokens(model, None, prompt, 3, options) == wanted
     assert [keys[2] for _, keys in shapes] == [60, 64, 128, 160]
     assert set(shapes.values()) == {2, 2 * 4, 2 * 64, 2 * 31}  # in two layers
-    assert wanted == references(model, prompts, options)
+    assert wanted == references(model, prompt, 3, options)
 
 
 def test_decoding_runs_in_kernels_for_any_shape_and_the_head_outside_autocast(
@@ -128,12 +128,12 @@ def test_decoding_runs_in_kernels_for_any_shape_and_the_head_outside_autocast(
 
     heads: list[bool] = []
     of_torch = torch.nn.functional.linear
-    wanted = sample_tokens(MODEL, None, [[1, 2]], sampling())
+    wanted = sample_tokens(MODEL, None, [1, 2], 1, sampling())
     monkeypatch.setattr(generate, "without_cudnn_sdpa", as_on_a_gpu)
     monkeypatch.setattr(torch.nn.functional, "linear", linear)
     torch.set_autocast_enabled("cuda", True)
     try:
-        assert sample_tokens(MODEL, None, [[1, 2]], sampling()) == wanted
+        assert sample_tokens(MODEL, None, [1, 2], 1, sampling()) == wanted
     finally:
         torch.set_autocast_enabled("cuda", False)
     assert sum(heads) == 20 < len(heads)
@@ -151,8 +151,9 @@ def test_tokens_are_those_without_a_cache_also_past_the_context(
 ) -> None:
     monkeypatch.setitem(kv_cache._KEY_MULTIPLES, "cpu", multiple)
     model, options = random_model(shape), sampling(12, **WAYS[way])
-    prompts = [[7], [1, 2, 3], [*range(12)], [*range(33)], LONG, [5] * 15, [5] * 16, [5] * 17]
-    assert sample_tokens(model, None, prompts, options) == references(model, prompts, options)
+    for prompt in ([7], [*range(12)], [*range(33)], LONG, [5] * 15, [5] * 16, [5] * 17):
+        wanted = references(model, prompt, 2, options)
+        assert sample_tokens(model, None, prompt, 2, options) == wanted
 
 
 @pytest.mark.parametrize("shape", [TINY, QWEN3], ids=str)
@@ -163,45 +164,40 @@ def test_a_document_begins_anew_where_attention_stays_within_documents(
     plain, options = random_model(shape), sampling(**WAYS[way])
     end = reference(plain, [7], options)[4]
     model = random_model(shape, end)
-    prompts = [[7], [end], [end, end], [1, end, 2, 3], [*range(12), end], [*LONG, end, 5], LONG]
-    found = sample_tokens(model, None, prompts, options)
-    assert found == references(model, prompts, options)
-    assert end in found[0][:5]
-    assert found != references(plain, prompts, options)
+    differs = False
+    for prompt in ([7], [end], [end, end], [1, end, 2], [*range(12), end], [*LONG, end, 5], LONG):
+        found = sample_tokens(model, None, prompt, 2, options)
+        assert found == references(model, prompt, 2, options)
+        assert prompt != [7] or end in found[0][:5]
+        differs |= found != references(plain, prompt, 2, options)
+    assert differs
 
 
 @settings(max_examples=25)
 @given(
-    lengths=st.lists(st.integers(1, 20), max_size=12),
+    length=st.integers(1, 20),
+    num=st.integers(0, 12),
     way=st.sampled_from(list(WAYS)),
     document_end=st.sampled_from([None, END, 3]),
     at_a_time=st.sampled_from([1, 3, 64]),
-    prefill_tokens=st.sampled_from([10, 4096]),
+    pass_tokens=st.sampled_from([10, 4096]),
 )
 def test_no_sequence_depends_on_the_others_or_on_what_fits_at_a_time(
-    lengths: list[int], way: str, document_end: int | None, at_a_time: int, prefill_tokens: int
+    length: int, num: int, way: str, document_end: int | None, at_a_time: int, pass_tokens: int
 ) -> None:
-    """The model ends some texts early, so that rows move and later sequences take their place."""
+    """The model ends some texts early, so that rows move."""
     model, options = random_model(TINY, document_end), sampling(12, **WAYS[way])
-    prompts = [[(index + i) % 90 for i in range(length)] for index, length in enumerate(lengths)]
-    endless = references(model, prompts, options)
+    endless = references(model, range(length), num, options)
     end = endless[0][6] if endless else END
-    shown: list[list[int]] = [[] for _ in prompts]
+    shown: list[list[int]] = [[] for _ in endless]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generate, "_MAX_SEQUENCES", at_a_time)
-        patch.setattr(generate, "_PREFILL_TOKENS", prefill_tokens)
+        patch.setattr(generate, "_PASS_TOKENS", pass_tokens)
         found = sample_tokens(
-            model, end, prompts, options, on_token=lambda index, token: shown[index].append(token)
+            model, end, range(length), num, options, lambda index, token: shown[index].append(token)
         )
     assert found == shown
     assert found == [[*itertools.takewhile(lambda t: t != end, tokens)] for tokens in endless]
-
-
-def test_prompts_that_do_not_fit_into_one_forward_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "_PREFILL_TOKENS", 10)
-    prompts, order = [[1, 2, 3, 4], [5, 6], [7], [*range(14)], [8]], []
-    sample_tokens(MODEL, None, prompts, sampling(4), on_token=lambda index, _: order.append(index))
-    assert order[:14] == [0, 1, 0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -211,13 +207,13 @@ def test_padded_ids_are_never_drawn_even_as_the_likeliest(model: GPT, way: str) 
         model.ln_f.bias.fill_(1.0)
         model.wte.weight[100:] = 50.0
         assert model.logits(torch.tensor([[1, 2, 3]]))[0, -1].argmax() >= 100
-    (tokens,) = sample_tokens(model, None, [[1, 2, 3]], sampling(**WAYS[way]))
+    (tokens,) = sample_tokens(model, None, [1, 2, 3], 1, sampling(**WAYS[way]))
     assert max(tokens) < 100
 
 
 def test_seed_and_index_alone_decide_what_is_drawn_and_nothing_of_the_process_changes() -> None:
     def drawn(seed: int) -> list[list[int]]:
-        return sample_tokens(MODEL, None, [[1, 2, 3]] * 2, sampling(temperature=2.0, seed=seed))
+        return sample_tokens(MODEL, None, [1, 2, 3], 2, sampling(temperature=2.0, seed=seed))
 
     one = drawn(7)
     torch.manual_seed(5)
@@ -237,14 +233,14 @@ def test_a_compiled_model_is_run_eagerly(model: GPT) -> None:
     options = sampling(temperature=0)
     wanted = reference(model, [1, 2], options)
     model.compile(backend=backend)
-    assert sample_tokens(model, None, [[1, 2]], options) == [wanted]
+    assert sample_tokens(model, None, [1, 2], 1, options) == [wanted]
 
 
 @pytest.mark.parametrize("model", [MODEL, random_model(QWEN3)], ids=["gpt2", "qwen3"])
 def test_in_bf16_nearly_the_same_is_computed(model: GPT) -> None:
     options = sampling(8, temperature=0)
     with torch.autocast("cpu", torch.bfloat16):
-        (found,) = sample_tokens(model, None, [[1, 2]], options)
+        (found,) = sample_tokens(model, None, [1, 2], 1, options)
     assert found[0] == reference(model, [1, 2], options)[0]
     assert len(found) == 8
 
@@ -252,7 +248,7 @@ def test_in_bf16_nearly_the_same_is_computed(model: GPT) -> None:
 def test_dropout_is_off_while_sampling() -> None:
     model, options = GPT2(replace(TINY, dropout=0.5)), sampling(temperature=0)
     model.load_state_dict(MODEL.state_dict())
-    found = sample_tokens(model.train(), None, [[1, 2, 3]], options)
+    found = sample_tokens(model.train(), None, [1, 2, 3], 1, options)
     assert found == [reference(MODEL, [1, 2, 3], options)]
 
 

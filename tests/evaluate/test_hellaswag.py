@@ -74,28 +74,24 @@ def test_an_example_is_read(tmp_path: Path, fields: dict[str, Any], context: str
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "word"),
     [
-        ('{"ctx": ', ["Expecting value"]),
-        ("[1, 2]", ["list instead of an object"]),
-        (without("ctx"), ["no text in field ctx_a"]),
-        (without("ctx", ctx_a="A dog"), ["no text in field ctx_b"]),
-        (without("ctx", ctx="  "), ["no text in field ctx"]),
-        (without("endings"), ["endings has no list instead of 4"]),
-        (without(endings=ENDINGS[:3]), ["endings has 3 instead of 4"]),
-        (without(endings=[*ENDINGS[:3], " "]), ["one that is empty"]),
-        (without(endings=[*ENDINGS[:3], 7]), ["one that is empty or not text"]),
-        (without("label"), ["no label, as in a test file"]),
-        (without(label=""), ["no label, as in a test file"]),
-        (without(label=4), ["label 4 is not one of 0 to 3"]),
-        (without(label=-1), ["label -1"]),
-        (without(label="b"), ["label 'b'"]),
-        (without(label=True), ["label True"]),
+        ('{"ctx": ', "Invalid JSON"),
+        ("[1, 2]", "must be a mapping"),
+        (without("ctx"), "no text in ctx"),
+        (without("ctx", ctx="  "), "ctx: "),
+        (without("endings"), "endings: "),
+        (without(endings=ENDINGS[:3]), "endings: "),
+        (without(endings=[*ENDINGS[:3], " "]), "endings: 3: "),
+        (without(endings=[*ENDINGS[:3], 7]), "endings: 3: "),
+        (without("label"), "label: "),
+        (without(label=""), "label: "),
+        (without(label=4), "label: "),
     ],
 )
-def test_a_line_that_is_no_example_is_named(tmp_path: Path, line: Any, words: list[str]) -> None:
+def test_a_line_that_is_no_example_is_named(tmp_path: Path, line: Any, word: str) -> None:
     path = write(tmp_path / "a.jsonl", LINE, line)
-    with raises_line(DataError, f"{path} line 2: ", *words, "as it is published"):
+    with raises_line(DataError, f"{path} line 2: ", word, "as it is published"):
         read_examples(path)
 
 
@@ -103,7 +99,7 @@ def test_a_file_without_examples_is_refused(tmp_path: Path) -> None:
     with raises_line(DataError, "no examples"):
         read_examples(write(tmp_path / "a.jsonl", ""))
     (tmp_path / "b.jsonl").write_bytes(b'{"ctx": "\xff\xff"}\n')
-    with raises_line(DataError, "b.jsonl line 1", "utf-8"):
+    with raises_line(DataError, "b.jsonl line 1", "unicode"):
         read_examples(tmp_path / "b.jsonl")
     for missing in (tmp_path / "none.jsonl", tmp_path):
         with raises_line(DataError, f"cannot read HellaSwag {missing}"):
@@ -279,7 +275,7 @@ def test_the_public_file_is_fetched_once(serve: Any, tmp_path: Path) -> None:
     [
         ({"content": b"", "status": 404}, ["cannot download", "404", "its path instead of"]),
         ({"content": CONTENT, "announced": 10 * len(CONTENT)}, ["cannot download", "read"]),
-        ({"content": b"<html>sign in</html>"}, ["line 1", "Expecting value"]),
+        ({"content": b"<html>sign in</html>"}, ["line 1", "Invalid JSON"]),
     ],
 )
 def test_what_is_not_the_file_is_not_kept(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -11,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.evaluate.evaluation import Evaluation
 from raytrain_gpt.evaluate.hellaswag import read_choices
-from raytrain_gpt.evaluate.inference import lone_evaluation, open_checkpoint
+from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.export.huggingface import export_checkpoint
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import Row, read_rows
@@ -127,9 +130,8 @@ def test_a_qwen3_answers_as_transformers_does(
     write_checkpoint(Location.of(tmp_path / "run"), seq_len=SEQ_LEN, **UNTIED)
     export = export_checkpoint(tmp_path / "run", tmp_path / "hf", "fp32", print)
     _, config, model, tokenizer, _ = open_checkpoint(tmp_path / "run")
-    config = config.updated({"precision": "fp32"})
-    choices = read_choices(config, str(examples), tokenizer)
-    evaluation = lone_evaluation(config, model, tokenizer, None, choices)
+    choices, alone = read_choices(config, str(examples), tokenizer), Collectives(0, 1)
+    evaluation = Evaluation(config, model, tokenizer, None, alone, contextlib.nullcontext, choices)
     monkeypatch.setattr("raytrain_gpt.evaluate.evaluation.SHOW_EVERY_S", 0.0)
     lines: list[str] = []
     evaluation.metrics(log=lines.append)

@@ -46,7 +46,7 @@ def test_a_sample_is_as_long_as_those_of_the_run(
     given: dict[str, int], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def drawn(*args: Any, **_: Any) -> list[list[int]]:
-        assert args[3].max_new_tokens == expected
+        assert args[4].max_new_tokens == expected
         return [[1]]
 
     monkeypatch.setattr(inference, "sample_tokens", drawn)

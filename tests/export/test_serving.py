@@ -44,7 +44,7 @@ def test_a_served_export_answers_with_the_text_that_the_checkpoint_samples(tmp_p
     _, _, model, encoding, _ = open_checkpoint(run)
     options = SamplingOptions(max_new_tokens=40, temperature=0)
     prompt = prompt_tokens(encoding, "To be")
-    (tokens,) = sample_tokens(model, encoding.eot_token, [prompt], options)
+    (tokens,) = sample_tokens(model, encoding.eot_token, prompt, 1, options)
     assert answer.choices[0].text == decode_tokens(load_tokenizer("bytes"), tokens)
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == len(prompt)
