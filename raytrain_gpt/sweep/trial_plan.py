@@ -120,9 +120,6 @@ class SweepTrials:
     def shown(self, values: dict[str, Any]) -> dict[str, Any]:
         return tied_values(self.sweep, values, self.config(values))
 
-    def budget_tokens(self, values: dict[str, Any]) -> int:
-        return self.sweep.budget_tokens
-
     def progress(self, trials: list[Trial]) -> str:
         return progress_table(trials, self.sweep.objective, self.sweep.budget_tokens)
 
