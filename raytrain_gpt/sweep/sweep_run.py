@@ -126,8 +126,7 @@ class SweepRun:
             self._end_if_open(stopped, "stopped")
         trials = {trial.name: trial for trial in history.trials()}
         names = [n for n in all_names if n not in trials or trials[n].state not in ENDED]
-        reports = {n: report for n in names if (report := history.last_report(n)) is not None}
-        begun = {name: report["tokens_seen"] for name, report in reports.items()}
+        begun = {name: trials[name].tokens_seen for name in names if name in trials}
         if sweep.searcher == "optuna":
             from raytrain_gpt.sweep.optuna_search import OptunaSearch  # here: few sweeps use it
 
@@ -158,7 +157,7 @@ class SweepRun:
             config = config.updated({name: original[name] for name in restored})
             files[BEST_FILE] = best_yaml(config, best, sweep).encode()
             metrics = {f"best/{objective}": best.objective or 0.0}
-        files[REPORT_FILE] = sweep_page(self._history, SweepFacts.of(sweep)).encode()
+        files[REPORT_FILE] = sweep_page(self._history, SweepFacts.read(self._directory)).encode()
         for name, content in files.items():
             (self._directory / name).write_bytes(content)
         failure = failure_text(trials, sweep.title)
