@@ -26,7 +26,6 @@ TITLES = [
     "Measured minus the law",
     "Hold-out: runs above a quarter of the largest compute",
     "Loss by peak rate, by parameters",
-    "How well each E fits: its error over the best",
 ]
 
 
