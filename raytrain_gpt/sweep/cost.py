@@ -22,7 +22,6 @@ from raytrain_gpt.sweep.spec import Asha, Sweep
 from raytrain_gpt.sweep.trial_plan import (
     base_config,
     check_sweep,
-    checked_configs,
     gpu_share,
     num_trials,
     planned_trials,
@@ -103,7 +102,7 @@ def largest_trial(sweep: Sweep, base: SizedConfig) -> SizedConfig:
         assert train.activation_checkpointing != "auto"
         return memory.predict(train.micro_batch_sequences, train.activation_checkpointing).total
 
-    configs = checked_configs(sweep, 1)
+    configs = check_sweep(sweep, 1)
     # Equal shapes take equal memory, and a prediction may trace the model.
     sized = {f"{shapes_of(c)} {c.optim.optimizer}": c for c in map(one_worker_for_auto, configs)}
     return max(sized.values(), key=needed, default=base)
@@ -138,7 +137,7 @@ def cost_lines(sweep: Sweep) -> list[str]:
     )
     full = number * sweep.budget_tokens
     lines.append(f"tokens: {number} × {amount(sweep.budget_tokens)} = {amount(full)} at most")
-    trials = [one_worker_for_auto(config) for config in configs] or [base] * number
+    trials = [one_worker_for_auto(config) for config in configs] if planned else [base] * number
     vocab_size = expected_vocab_size(base)
     flop_s = seconds_per_flop(trials, vocab_size)
     if flop_s is None:
