@@ -151,21 +151,13 @@ def fit_law(
     return Law(law.e, law.a, law.b, law.alpha, law.beta, law.objective, held_out)
 
 
-def profile(parameters: Floats, tokens: Floats, losses: Floats, values: Floats) -> Floats:
-    """Return the lowest objective for each fixed value of E, (len(values),)."""
-    n, d, seen = (np.asarray(column, float) for column in (parameters, tokens, losses))
-    return np.array([_fitted(n, d, seen, _HUBER_THRESHOLD, e).objective for e in values])
-
-
-def _fitted(
-    n: Floats, d: Floats, seen: Floats, threshold: float, e_fixed: float | None = None
-) -> Law:
+def _fitted(n: Floats, d: Floats, seen: Floats, threshold: float) -> Law:
     low, high = np.log(EXPONENTS)
     alphas = betas = np.exp(np.linspace(low, high, _GRID))
     step = (high - low) / (_GRID - 1)
     for _ in range(_ZOOMS + 1):
         grid = np.stack([grid.ravel() for grid in np.meshgrid(alphas, betas)], 1)  # (grid, 2)
-        solutions, objectives = _solve(grid, n, d, seen, threshold, e_fixed)
+        solutions, objectives = _solve(grid, n, d, seen, threshold)
         best = int(objectives.argmin())
         alpha, beta = grid[best]
         steps = np.linspace(-step, step, _ZOOMED_GRID)
@@ -185,14 +177,9 @@ def _fitted(
 
 
 def _solve(
-    exponents: Floats, n: Floats, d: Floats, seen: Floats, threshold: float, e_fixed: float | None
+    exponents: Floats, n: Floats, d: Floats, seen: Floats, threshold: float
 ) -> tuple[Floats, Floats]:
-    """Return the best E, A, B ≥ 0, (grid, 3), and the objective, (grid,), for exponents (grid, 2).
-
-    If E is fixed, only A and B are fitted.
-    """
-    subsets = _SUBSETS if e_fixed is None else _SUBSETS[~_SUBSETS[:, 0]]
-    offset = e_fixed or 0.0
+    """Return the best E, A, B ≥ 0, (grid, 3), and the objective, (grid,), for exponents (grid, 2)."""
     scaled_n, scaled_d = (np.log(values) - np.log(values).mean() for values in (n, d))
     terms = np.stack(
         [
@@ -207,23 +194,22 @@ def _solve(
         # log p ≈ log q + (p − q) / q around the last prediction q: linear in E, A, B.
         error = np.log(predicted / seen)
         weight = np.minimum(1, threshold / np.maximum(np.abs(error), 1e-12)) / predicted**2
-        target = predicted * (1 - error) - offset
+        target = predicted * (1 - error)
         weighted = terms * weight[:, :, None]
         gram = weighted.transpose(0, 2, 1) @ terms
         moment = (weighted.transpose(0, 2, 1) @ target[:, :, None])[:, :, 0]
-        solution = _non_negative(gram, moment, subsets)
-        predicted = np.maximum((terms @ solution[:, :, None])[:, :, 0] + offset, 1e-6 * seen)
+        solution = _non_negative(gram, moment)
+        predicted = np.maximum((terms @ solution[:, :, None])[:, :, 0], 1e-6 * seen)
     error = np.abs(np.log(predicted / seen))
     huber = np.where(error <= threshold, error**2 / 2, threshold * (error - threshold / 2))
-    solution[:, 0] += offset
     return solution, huber.mean(1)
 
 
-def _non_negative(gram: Floats, moment: Floats, subsets: NDArray[np.bool_]) -> Floats:
+def _non_negative(gram: Floats, moment: Floats) -> Floats:
     """Minimize x·G·x / 2 − m·x over x ≥ 0, zero outside a subset; G is (grid, 3, 3), m (grid, 3)."""
     best = np.zeros_like(moment)
     lowest = np.zeros(len(moment))
-    for subset in subsets:
+    for subset in _SUBSETS:
         masked = gram * np.outer(subset, subset) + np.diag(~subset)
         found = np.linalg.solve(masked, (moment * subset)[:, :, None])[:, :, 0]
         value = -(moment * found).sum(1) / 2  # of a stationary point

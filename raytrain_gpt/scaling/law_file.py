@@ -19,7 +19,6 @@ from raytrain_gpt.scaling.law import Floats, Law, fit_law
 from raytrain_gpt.scaling.plan import StudyPlan, doubt_of_extrapolation
 from raytrain_gpt.scaling.rates import RateRule
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.train.preflight import expected_vocab_size
 
 LAW_FILE = "law.json"
 _RECIPE = ("architecture", "optimizer", "seq_len", "global_batch_tokens")
@@ -115,16 +114,6 @@ class LawFile(Strict):
 
     def expected(self, parameters: float, tokens: float, config: Config) -> str:
         """Format the loss to expect of a configuration; raises a ConfigError if the law does not reach it."""
-        (n, d, losses), half = self.columns(), self.half_width or 0.0
-        with np.errstate(all="ignore"):
-            error = np.median(abs(self.law.predict(n, d) / losses - 1)) if len(losses) else 1.0
-            expected = self.predict(parameters, tokens)
-        most = math.log(expected_vocab_size(config))
-        if not (error <= 0.1 and expected + half <= most):  # fits have errors below 0.01
-            raise ConfigError(
-                f"{self.study} misses half of its runs by {error:.1g} times the loss, and forecasts "
-                f"{expected:.3g} ± {half:.3g}, where guessing has {most:.3g}; use a law of runs like this one"
-            )
         times, fields = self.times(parameters, tokens), config.field_values()
         doubts = list(doubt_of_extrapolation(times))
         doubts += [
@@ -134,7 +123,7 @@ class LawFile(Strict):
         ]
         if data_is_there(config) and data_of(config).vocab_hash != self.vocab_hash:
             doubts.append("the law has a different tokenizer")
-        loss = self.loss_text(expected)
+        loss = self.loss_text(self.predict(parameters, tokens))
         text = f"{loss} nats per token, by {self.study}, at {times:.2g} times its largest compute"
         return "; ".join([text, *doubts])
 

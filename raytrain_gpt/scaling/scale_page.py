@@ -11,7 +11,7 @@ from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.format import amount
 from raytrain_gpt.scaling.forecasts import BestRun, Forecasts, bootstrap_half_width, variants
-from raytrain_gpt.scaling.law import Floats, Law, profile
+from raytrain_gpt.scaling.law import Floats, Law
 from raytrain_gpt.scaling.law_file import LawFile, RunResult, Verdict
 from raytrain_gpt.scaling.plan import Size, StudyPlan
 from raytrain_gpt.tracking.charts import Chart, Curve
@@ -57,7 +57,6 @@ def scale_page(
             _residuals(file),
             *_hold_out(law),
             _rates(file),
-            _profile(file),
         ],
         variants=variants(file, best, inner),
         bootstrap=bootstrap_half_width(file, best),
@@ -164,12 +163,3 @@ def _rates(file: LawFile) -> Chart:
         color, dash, marker = curve_style(i)
         curves.append(Curve(amount(parameters), rates, losses, color, dash, marker))
     return Chart("Loss by peak rate, by parameters", _NATS, curves, x="peak_lr", log=True)
-
-
-def _profile(file: LawFile) -> Chart:
-    columns = file.columns()
-    values = np.linspace(0, 0.95 * columns[2].min(), 25)
-    errors = profile(*columns, values) / max(file.objective, 1e-300)
-    ticks = {float(value): f"{value:.2f}" for value in values[::6]}
-    title = "How well each E fits: its error over the best"
-    return Chart(title, "times", [Curve("", values, errors)], x="E (nats per token)", ticks=ticks)

@@ -53,7 +53,6 @@ from raytrain_gpt.sweep.tune import check_unchanged, write_started
 from raytrain_gpt.sweep.tune_session import (
     TuneSession,
     for_trials,
-    new_coordinator,
     remove_tune_files,
 )
 from raytrain_gpt.tracking.configured import tracker_warnings
@@ -139,10 +138,6 @@ class _StudyRuns:
     def shown(self, values: dict[str, Any]) -> dict[str, Any]:
         return values
 
-    def budget_tokens(self, values: dict[str, Any]) -> int:
-        train = self.config(values).train
-        return train.max_steps * train.global_batch_tokens
-
     def progress(self, trials: list[Trial]) -> str:
         running = ", ".join(trial.name for trial in trials if trial.state == "running")
         names = f" ({running})" if running else ""
@@ -216,9 +211,8 @@ class _StudyRun:
                 {r.name: r.trunk for r in rest if r.trunk and r.trunk not in ended}
             )
             values = {"values": tune.grid_search([run.values for run in rest])}
-            coordinator = new_coordinator(session.fitted, after)
             names, at_once = [run.name for run in rest], min(self.at_once, len(rest))
-            session.run(coordinator, names, at_once, {}, {"config": values})
+            session.run(after, names, at_once, {}, {"config": values})
         trials = {trial.name: trial for trial in session.history.trials()}
         found = [self._result(run, trials) for run in runs]
         for run, result in zip(runs, found, strict=True):

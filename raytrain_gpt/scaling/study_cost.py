@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 from raytrain_gpt.core.device import ASSUMED_MFU
 from raytrain_gpt.data.locations import data_is_there, data_of
 from raytrain_gpt.format import amount, duration, table
-from raytrain_gpt.scaling.plan import PlannedRun, StudyPlan, study_base
+from raytrain_gpt.scaling.plan import StudyPlan, study_base
 from raytrain_gpt.scaling.rates import around
 from raytrain_gpt.scaling.study_file import Study
 from raytrain_gpt.sweep import cost
@@ -57,24 +56,10 @@ def cost_lines(study: Study) -> Iterator[str]:
             yield "time: unknown; a model does not fit in this machine's memory"
             return
         flop_s, how = measured_s, "a step of the largest measured here and scaled by FLOPs"
-
-    def seconds(run: PlannedRun) -> float:
-        tokens = run.own_tokens + base.eval.eval_tokens / 3  # without a backward pass
-        return 6 * run.size.parameters * tokens * flop_s / devices
-
-    total_s = sum(_makespan(stage, at_once, seconds) for stage in stages)
+    # An evaluation has no backward pass.
+    flops += sum(6 * run.size.parameters * base.eval.eval_tokens / 3 for run in runs)
+    total_s = flops * flop_s / devices / at_once
     price = ""
     if study.price_per_hour is not None:
         price = f" | price {total_s / 3600 * devices * at_once * study.price_per_hour:,.2f}"
-    yield f"time: about {duration(total_s)} without starts, {at_once} at once, {how}{price}"
-
-
-def _makespan(
-    runs: Sequence[PlannedRun], at_once: int, seconds: Callable[[PlannedRun], float]
-) -> float:
-    """Return the time of runs that start in order, each after its trunk."""
-    free, ends = [0.0] * at_once, {"": 0.0}
-    for run in runs:
-        ends[run.name] = max(heapq.heappop(free), ends[run.trunk]) + seconds(run)
-        heapq.heappush(free, ends[run.name])
-    return max(free)
+    yield f"time: about {duration(total_s)} without starts and waits, {at_once} at once, {how}{price}"

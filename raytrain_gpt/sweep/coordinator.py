@@ -69,11 +69,12 @@ class Coordinator:
     Args:
         rule: Decides before every step of a trial, including the first; None lets all continue.
         hang_timeout_s: Time without progress after which a process counts as hanging, or 0 for never.
+        tokens: Name of a trial that ran before -> tokens of its newest report.
     """
 
-    def __init__(self, rule: Rule | None, hang_timeout_s: float) -> None:
+    def __init__(self, rule: Rule | None, hang_timeout_s: float, tokens: dict[str, int]) -> None:
         self._rule, self._hang_timeout_s = rule, hang_timeout_s
-        self._tokens: dict[str, int] = {}
+        self._tokens = dict(tokens)
         self._inside: dict[str, _Inside] = {}
         self._numbers = itertools.count(1)
         self._changed = asyncio.Condition()
@@ -83,7 +84,7 @@ class Coordinator:
         """Register a run, after the earlier one of the same name has ended.
 
         Returns:
-            The run's number, and the tokens of the trial's newest report in this session.
+            The run's number, and the tokens of the trial's newest report.
         """
         async with self._changed:
             with contextlib.suppress(TimeoutError):

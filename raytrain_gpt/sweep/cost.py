@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import os
-import random
 from collections.abc import Sequence
 from statistics import fmean
 
@@ -19,13 +17,11 @@ from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.registry import count_model, step_flops
 from raytrain_gpt.data.locations import data_is_there, data_of
 from raytrain_gpt.format import amount, count, duration
-from raytrain_gpt.sweep.halving import Halving
 from raytrain_gpt.sweep.results import plan_table
 from raytrain_gpt.sweep.spec import Asha, Sweep
 from raytrain_gpt.sweep.trial_plan import (
     base_config,
     check_sweep,
-    checked_configs,
     gpu_share,
     num_trials,
     planned_trials,
@@ -39,8 +35,6 @@ from raytrain_gpt.train.probe import probe_steps
 
 _PROBE_S, _MAX_STEPS = 3.0, 1000
 """Duration of the speed measurement, which takes at least two steps."""
-_DRAWS = 2000
-"""Trials drawn for the expected tokens of early stopping."""
 
 
 def one_worker_for_auto(config: Config) -> SizedConfig:
@@ -79,21 +73,11 @@ def cpus_to_start(
     """
     c = config.cluster
     gpus = torch.cuda.device_count() if c.use_gpu is not False else 0
-    if gpus and (not shares_gpus or c.gpus_per_worker < 1):
+    if gpus and not shares_gpus:
         fit = int(gpus / (c.num_workers * c.gpus_per_worker) + 1e-9)
     else:
         fit = (os.cpu_count() or 1) // (c.num_workers * c.cpus_per_worker)
     return max(1, min(max_concurrent or fit, number)) * trial_cpus(config)
-
-
-def sweep_cpus(sweep: Sweep, config: SizedConfig) -> int:
-    """Return the logical CPUs to start a cluster with for a sweep."""
-    return cpus_to_start(
-        config,
-        num_trials(sweep),
-        sweep.max_concurrent_trials,
-        shares_gpus=sweep.trials_per_gpu == "auto",
-    )
 
 
 def trials_at_once(
@@ -118,7 +102,7 @@ def largest_trial(sweep: Sweep, base: SizedConfig) -> SizedConfig:
         assert train.activation_checkpointing != "auto"
         return memory.predict(train.micro_batch_sequences, train.activation_checkpointing).total
 
-    configs = checked_configs(sweep, 1)
+    configs = check_sweep(sweep, 1)
     # Equal shapes take equal memory, and a prediction may trace the model.
     sized = {f"{shapes_of(c)} {c.optim.optimizer}": c for c in map(one_worker_for_auto, configs)}
     return max(sized.values(), key=needed, default=base)
@@ -147,17 +131,13 @@ def cost_lines(sweep: Sweep) -> list[str]:
     if sweep.trials_per_gpu == "auto" and not on_gpu:
         gpus = ", with GPUs as many on each as its memory fits"
     for_data = f", {data_cpus(base)} of them for data" if data_cpus(base) else ""
-    at_once = sweep_cpus(sweep, base) // trial_cpus(base)
+    at_once = cpus_to_start(base, number, sweep.max_concurrent_trials) // trial_cpus(base)
     lines.append(
         f"each trial: {count(trial_cpus(base), 'CPU')}{for_data}{gpus} | on this machine: {at_once} at once"
     )
-    full, share, stops = number * sweep.budget_tokens, _trained_share(sweep, number), ""
-    if share < 1:
-        stops = f"; about {amount(share * full)} if early stopping meets losses in any order"
-    lines.append(
-        f"tokens: {number} × {amount(sweep.budget_tokens)} = {amount(full)} at most{stops}"
-    )
-    trials = [one_worker_for_auto(config) for config in configs] or [base] * number
+    full = number * sweep.budget_tokens
+    lines.append(f"tokens: {number} × {amount(sweep.budget_tokens)} = {amount(full)} at most")
+    trials = [one_worker_for_auto(config) for config in configs] if planned else [base] * number
     vocab_size = expected_vocab_size(base)
     flop_s = seconds_per_flop(trials, vocab_size)
     if flop_s is None:
@@ -167,34 +147,12 @@ def cost_lines(sweep: Sweep) -> list[str]:
     else:  # more of them share the same cores
         at_once = min(at_once, max(1, (os.cpu_count() or 1) // (c.num_workers * c.cpus_per_worker)))
     most_s = flop_s * sum(_flops(config, vocab_size) for config in trials) / c.num_workers / at_once
-    most = f" (at most {duration(most_s)})" if share < 1 else ""
+    about = "at most" if isinstance(sweep.scheduler, Asha) else "about"
     lines.append(
-        f"time: about {duration(share * most_s)}{most} of steps and evaluations, without starts; a step of "
-        f"the largest trial measured here, scaled by FLOPs; {at_once} at full speed at once"
+        f"time: {about} {duration(most_s)} of steps and evaluations, without starts; a step of the largest "
+        f"trial measured here, scaled by FLOPs; {at_once} at full speed at once"
     )
     return lines
-
-
-def _trained_share(sweep: Sweep, number: int) -> float:
-    """Return the expected share of the tokens that trials train, if losses come in any order.
-
-    A trial that is better at one rung is so at all of them.
-    """
-    if not isinstance(sweep.scheduler, Asha):
-        return 1.0
-    names, draws = [str(n) for n in range(number)], random.Random(sweep.sweep_seed)
-    shares = []
-    for _ in range(-(-_DRAWS // number)):
-        halving = Halving(sweep.scheduler, sweep.budget_tokens, names)
-        for name in names:
-            loss, rung = draws.random(), sweep.scheduler.grace_tokens
-            while rung < sweep.budget_tokens:
-                halving.report(name, rung, loss)
-                if not halving.passes(name, rung):
-                    break
-                rung *= sweep.scheduler.reduction_factor
-            shares.append(min(rung, sweep.budget_tokens) / sweep.budget_tokens)
-    return fmean(shares)
 
 
 def _flops(config: SizedConfig, vocab_size: int) -> float:
@@ -235,11 +193,11 @@ def seconds_per_flop(configs: Sequence[SizedConfig], vocab_size: int) -> float |
         config, num_workers, GPTShape.of(config, vocab_size), precision != "fp32"
     )
     search = MemorySearch(config.updated({"use_gpu": on_gpu}), num_workers, memory)
-    fit = search.largest(limit_bytes if on_gpu else math.inf) or search.least()
-    micro = config.train.micro_batch_sequences
-    sequences = micro if isinstance(micro, int) else fit.sequences if on_gpu else 1
-    if search.predict(sequences, fit.activation_checkpointing) > limit_bytes:
+    fit = search.largest(limit_bytes)
+    if fit is None:
         return None
+    is_auto = config.train.micro_batch_sequences == "auto"
+    sequences = 1 if is_auto and not on_gpu else fit.sequences
     times: list[float] = []
     eager = config.updated({"compile": False})
     for seconds in probe_steps(

@@ -17,7 +17,6 @@ from typing import Any, Literal
 from pydantic.dataclasses import dataclass
 
 from raytrain_gpt.errors import ConfigError, reason
-from raytrain_gpt.format import preview
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location
 
@@ -92,7 +91,6 @@ class History:
         try:
             event: Event = parse_json(line)
             _after(Trial(event["trial"]), event)
-            _check_numbers(event)
             return event
         except (ValueError, TypeError, LookupError) as error:
             raise ConfigError(
@@ -111,18 +109,6 @@ class History:
             name = event["trial"]
             trials[name] = _after(trials.get(name) or Trial(name, maximize=self._maximize), event)
         return sorted(trials.values(), key=lambda trial: trial.name)
-
-    def last_report(self, trial: str) -> Event | None:
-        reports = [e for e in self.events if (e["event"], e["trial"]) == ("report", trial)]
-        return reports[-1] if reports else None
-
-
-def _check_numbers(event: Event) -> None:
-    """Raise a TypeError for what `Trial` would convert, but the page would not."""
-    objective = event.get("objective")
-    for value in (event["time"], 0.0 if objective is None else objective):
-        if not isinstance(value, float | int):
-            raise TypeError(f"{preview(value, 20)} is no number")
 
 
 def _after(trial: Trial, event: Event) -> Trial:

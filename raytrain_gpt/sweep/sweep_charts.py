@@ -1,14 +1,14 @@
 """Charts of a sweep's page: learning curves, and the objective by learning rate.
 
-Values at fewer tokens than the budget are pale, because they are not comparable. With _MIN_TO_CUT or more
-finished trials outliers are left out, so that one trial does not flatten the others.
+Values at fewer tokens than the budget are pale, because they are not comparable. Losses above the first ones
+are left out, so that one trial does not flatten the others.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,6 @@ from raytrain_gpt.tracking.report import curve_style
 _MAX_DISCRETE_VALUES = 12
 """Maximum number of values of a field that get a curve or a tick each."""
 _MAX_NAMED_CURVES = 10
-_MIN_TO_CUT = 6
-_MIN_SPAN = 0.02  # relative to the lowest value; less would magnify the noise between seeds
 _FAINT = 6  # color of values that are not compared
 _LOG_FROM = 8  # largest value by smallest, above which an axis is logarithmic
 
@@ -41,7 +39,7 @@ def sweep_charts(
         return []
     name, unit = OBJECTIVES.get(objective, (objective, "mean"))
     label = f"{name} ({unit})"
-    named = _curves(drawn, best_trial(ranked, budget_tokens), budget_tokens)
+    named = _curves(drawn, best_trial(ranked, budget_tokens))
     charts = [Chart("Learning curves", label, named, x="tokens")]
     x_field, line_field = _x_and_line(drawn, searched)
     xs = sorted({trial.values[x_field] for trial in drawn if is_number(trial.values[x_field])})
@@ -58,8 +56,8 @@ def sweep_charts(
     return [*charts, by_field] if curves else charts
 
 
-def _curves(drawn: Sequence[Trial], best: Trial | None, budget_tokens: int) -> list[Curve]:
-    curves, limit = [], _curves_limit(drawn, budget_tokens)
+def _curves(drawn: Sequence[Trial], best: Trial | None) -> list[Curve]:
+    curves, limit = [], _limit(drawn)
     for rank, trial in enumerate(drawn):
         tokens, values = _points(trial)
         values = np.where(values <= limit, values, np.nan)
@@ -81,7 +79,7 @@ def _by_field(
     """Return the best objectives over a field, with a curve for each value of another one."""
     maximize = drawn[0].maximize
     full = [score for t in drawn if (score := _full_score(t, budget_tokens)) is not None]
-    limit = _loss_limit(drawn, budget_tokens)
+    limit = _limit(drawn)
     if len(full) > 1 and not maximize:  # the scale is for trials that can be compared
         limit = min(limit, 2 * max(full) - min(full))
     better = max if maximize else min
@@ -97,7 +95,7 @@ def _by_field(
             line = lines.setdefault(trial.values.get(line_field), {})
             line[x] = better(score, line.get(x, score))
     curves = []
-    for i, value in enumerate(_in_order(lines)):
+    for i, value in enumerate(sorted(lines) if all(map(is_number, lines)) else lines):
         color, dash, marker = curve_style(i)
         places, scores = np.array(sorted(lines[value].items()), np.float64).T
         label = f"{line_field} {value_text(value)}" if line_field else objective
@@ -107,12 +105,6 @@ def _by_field(
         places, scores = np.array(sorted(fewer), np.float64).T
         curves.append(Curve("at fewer tokens", places, scores, _FAINT, marker="o", width=0))
     return curves
-
-
-def _in_order(values: Iterable[Any]) -> list[Any]:
-    """Return the distinct values: sorted if they are numbers, else in order of appearance."""
-    distinct = list(dict.fromkeys(values))
-    return sorted(distinct) if all(map(is_number, distinct)) else distinct
 
 
 def _discrete_fields(trials: Sequence[Trial], names: Sequence[str]) -> list[str]:
@@ -144,34 +136,15 @@ def _full_score(trial: Trial, budget_tokens: int) -> float | None:
     return trial.score if compared_tokens(trial, budget_tokens) == budget_tokens else None
 
 
-def _upper_limit(values: Sequence[float]) -> float:
-    """Return the threshold of outliers, or infinity for fewer than _MIN_TO_CUT values."""
-    if len(values) < _MIN_TO_CUT:
-        return math.inf
-    low, middle = np.quantile(values, (0, 0.5), method="lower")
-    return float(middle + max(10 * (middle - low), 0.25 * abs(low)))
-
-
-def _loss_limit(trials: Sequence[Trial], budget_tokens: int) -> float:
-    """Return the upper end of the y axis, for the finished trials if there are enough, else for all.
-
-    Infinity if higher values are better: none of them is an outlier.
-    """
+def _limit(trials: Sequence[Trial]) -> float:
+    """Return the upper end of the y axis: about the first losses, or infinity if higher values are better."""
     if trials[0].maximize:
         return math.inf
-    full = [s for trial in trials if (s := _full_score(trial, budget_tokens)) is not None]
-    if len(full) < _MIN_TO_CUT:
-        return max(trial.score for trial in trials if trial.score is not None)
-    inside = [score for score in full if score <= _upper_limit(full)]
-    low, high = min(inside), max(inside)
-    return high + max(0.5 * (high - low), _MIN_SPAN * abs(low))
-
-
-def _curves_limit(trials: Sequence[Trial], budget_tokens: int) -> float:
-    """Return the upper end of the y axis, about the trials' first losses."""
     curves = [_points(trial)[1] for trial in trials]
-    begins = [float(v[np.isfinite(v)][0]) for v in curves if np.isfinite(v).any()]
-    return max(1.05 * statistics.median_low(begins), _loss_limit(trials, budget_tokens))
+    begin = statistics.median_low(
+        [float(v[np.isfinite(v)][0]) for v in curves if np.isfinite(v).any()]
+    )
+    return begin + 0.05 * abs(begin)
 
 
 def _points(trial: Trial) -> tuple[Floats, Floats]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, ValidationError
 
+from raytrain_gpt.config.kinds import Strict
 from raytrain_gpt.errors import CheckpointError, ConfigError, reason
 from raytrain_gpt.format import Log, amount, cut
 from raytrain_gpt.parsing import parse_yaml
@@ -29,7 +29,7 @@ from raytrain_gpt.sweep.history import (
     value_text,
 )
 from raytrain_gpt.sweep.results import counts_text, field_names
-from raytrain_gpt.sweep.spec import SWEEP_FILE, Asha, NoScheduler, Sweep
+from raytrain_gpt.sweep.spec import SWEEP_FILE, Asha, NoScheduler
 from raytrain_gpt.sweep.sweep_charts import sweep_charts
 from raytrain_gpt.tracking.page import page
 from raytrain_gpt.tracking.report import REPORT_FILE
@@ -37,8 +37,7 @@ from raytrain_gpt.tracking.report import REPORT_FILE
 _TEMPLATE = "sweep/sweep_template.html"
 
 
-@dataclass(frozen=True)
-class SweepFacts:
+class SweepFacts(Strict):
     """What the page needs of a sweep's file.
 
     Attributes:
@@ -53,24 +52,18 @@ class SweepFacts:
     scheduler: NoScheduler | Asha
 
     @classmethod
-    def of(cls, sweep: Sweep) -> SweepFacts:
-        facts = sweep.sweep_name, sweep.objective, sweep.budget_tokens
-        return cls(*facts, sweep.mode == "max", sweep.searched, sweep.scheduler)
-
-    @classmethod
     def read(cls, directory: Location) -> SweepFacts:
         """Read the sweep's file without its user's code; raises a ConfigError if it is damaged."""
         try:
             raw = parse_yaml((directory / SWEEP_FILE).read_text())
+            if (kind := raw["scheduler"]["kind"]) not in ("none", "asha"):
+                raise ConfigError(f"{directory}: scheduler {kind} is no longer supported")
             searched = [name for name, domain in raw["space"].items() if "expression" not in domain]
             facts = {name: raw[name] for name in ("objective", "budget_tokens", "scheduler")}
             more = {"maximize": raw["objective_mode"] == "max", "searched": searched}
-            return _FACTS.validate_python({"name": raw["sweep_name"], **facts, **more})
+            return cls.model_validate({"name": raw["sweep_name"], **facts, **more})
         except (ValueError, LookupError, TypeError, AttributeError, ValidationError) as error:
             raise ConfigError(f"{directory / SWEEP_FILE} is damaged: {reason(error)}") from None
-
-
-_FACTS = TypeAdapter(SweepFacts)
 
 
 def report_sweep(name: str, storage_path: str, as_json: bool, say: Log) -> bool:

@@ -34,7 +34,6 @@ from raytrain_gpt.sweep.trial_plan import SweepTrials, num_trials, planned_trial
 from raytrain_gpt.sweep.tune_session import (
     TuneSession,
     for_trials,
-    new_coordinator,
     remove_tune_files,
 )
 from raytrain_gpt.tracking.configured import tracker_warnings
@@ -55,18 +54,6 @@ class SweepSummary:
     files: tuple[str, ...]
     failure: str | None
     """Message if trials failed, so that `best` is the best of the others."""
-
-
-@dataclass
-class _Remaining:
-    """Trials still to run, with their restored rule."""
-
-    halving: Halving | None
-    names: list[str]
-    begun: dict[str, int]
-    """See `TrialContext`."""
-    values: dict[str, Any]
-    """Arguments of `tune.run`: the planned values, or a restored searcher."""
 
 
 class SweepRun:
@@ -97,15 +84,13 @@ class SweepRun:
         """
         # Trials of one worker only check their own node.
         check_storage(self._directory, [one.directory for one in data_of(self._base).datasets])
-        remaining = self._remaining()
-        # Its process starts while this one imports MLflow.
-        coordinator = new_coordinator(self._fitted, remaining.halving)
+        halving, names, begun, values = self._remaining()
         parent = ParentRun(self._directory, self._base, self._sweep.model_dump(), self._log)
-        if not remaining.names:
+        if not names:
             self._log(f"{self._sweep.title} has already ended")
             return self._finish(parent)
         self._log(
-            f"{self._sweep.title}: {count(len(remaining.names), 'trial')} of "
+            f"{self._sweep.title}: {count(len(names), 'trial')} of "
             f"{count(self._sweep.budget_tokens, 'token', form=',')} to run, {at_once} at once, each "
             f"{count(self._cpus, 'CPU')}{f', {self._data_cpus} of them for data' if self._data_cpus else ''}"
         )
@@ -121,16 +106,11 @@ class SweepRun:
             log=self._log,
         )
         with parent.ended_by_errors():
-            session.run(
-                coordinator,
-                remaining.names,
-                at_once,
-                remaining.begun,
-                remaining.values,
-            )
+            session.run(halving, names, at_once, begun, values)
         return self._finish(parent)
 
-    def _remaining(self) -> _Remaining:
+    def _remaining(self) -> tuple[Halving | None, list[str], dict[str, int], dict[str, Any]]:
+        """Return the arguments of `TuneSession.run` for the trials still to run, with a replayed rule."""
         sweep, history = self._sweep, self._history
         halving = None
         all_names = [f"{number:03d}" for number in range(num_trials(sweep))]
@@ -146,16 +126,15 @@ class SweepRun:
             self._end_if_open(stopped, "stopped")
         trials = {trial.name: trial for trial in history.trials()}
         names = [n for n in all_names if n not in trials or trials[n].state not in ENDED]
-        reports = {n: report for n in names if (report := history.last_report(n)) is not None}
-        begun = {name: report["tokens_seen"] for name, report in reports.items()}
+        begun = {name: trials[name].tokens_seen for name in names if name in trials}
         if sweep.searcher == "optuna":
             from raytrain_gpt.sweep.optuna_search import OptunaSearch  # here: few sweeps use it
 
             search = {"search_alg": OptunaSearch(sweep, history, names), "num_samples": len(names)}
-            return _Remaining(halving, names, begun, search)
+            return halving, names, begun, search
         values = dict(zip(all_names, planned_trials(sweep), strict=True))
         planned = {"values": tune.grid_search([values[name] for name in names])}
-        return _Remaining(halving, names, begun, {"config": planned})
+        return halving, names, begun, {"config": planned}
 
     def _end_if_open(self, names: list[str], state: State) -> None:
         """Record the end of trials that a crash omitted after their last report."""
@@ -178,7 +157,7 @@ class SweepRun:
             config = config.updated({name: original[name] for name in restored})
             files[BEST_FILE] = best_yaml(config, best, sweep).encode()
             metrics = {f"best/{objective}": best.objective or 0.0}
-        files[REPORT_FILE] = sweep_page(self._history, SweepFacts.of(sweep)).encode()
+        files[REPORT_FILE] = sweep_page(self._history, SweepFacts.read(self._directory)).encode()
         for name, content in files.items():
             (self._directory / name).write_bytes(content)
         failure = failure_text(trials, sweep.title)

@@ -13,7 +13,6 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -44,7 +43,9 @@ class _Entry:
         self._is_over = False
         self._lock = threading.Lock()
 
-    def continued(self, start: Callable[[], TrialRun]) -> TrialRun:
+    def continued(
+        self, config: FittedConfig, context: TrialContext, reported_tokens: int
+    ) -> TrialRun:
         """Continue the run, or start it; raises Interrupted if the trial was told to end."""
         with self._lock:
             if self._run is not None:
@@ -52,7 +53,7 @@ class _Entry:
             elif self._is_over:
                 raise Interrupted("stopped before the run started")
             else:
-                self._run = start()
+                self._run = TrialRun(config, context, reported_tokens)
             return self._run
 
     def end(self, killed: bool) -> None:
@@ -96,7 +97,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
     def _begin(self, config: dict[str, Any]) -> None:
         self._entry: _Entry | None = None
         self._values = config["values"]
-        self._reported_tokens = self._context.begun.get(self.trial_name, 0)
+        self._reported_tokens = 0
 
     def step(self) -> Report:
         """Return the next evaluation's report, or one with `END_KEY` if the trial cannot continue."""
@@ -108,7 +109,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
                     return {RESULT_DUPLICATE: True, DONE: True}
                 case "interrupt":
                     raise Interrupted("stopped, or an earlier trial needs its resources")
-            run = entry.continued(lambda: self._new_run(entry.name))
+            run = entry.continued(self._config, self._context, self._reported_tokens)
             report = {**run.next_report(), "values": self._shown_values}
         except (Diverged, UserError) as error:
             diverged = isinstance(error, Diverged)
@@ -126,20 +127,15 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
     def _enter(self) -> _Entry:
         connect(0, print)
         config = self._context.trials.config(self._values)
-        self._config = config
         self._shown_values = self._context.trials.shown(self._values)
         self._forget_other_graphs(config)
         name, actor_id = self.trial_name, ray.get_runtime_context().get_actor_id()
-        number, tokens_seen = ray.get(self._coordinator.enter.remote(name, actor_id))
-        # After a failure in this session, more is known than at its start.
-        self._reported_tokens = max(self._reported_tokens, tokens_seen)
+        self._config = decided(FittedConfig, config, run_name=name)
+        entered = self._coordinator.enter.remote(name, actor_id)
+        number, self._reported_tokens = ray.get(entered)
         self._entry = entry = _Entry(name, number)
         threading.Thread(target=self._beat, args=(entry,), daemon=True).start()
         return entry
-
-    def _new_run(self, name: str) -> TrialRun:
-        fitted = decided(FittedConfig, self._config, run_name=name)
-        return TrialRun(fitted, self._context, self._reported_tokens)
 
     def _forget_other_graphs(self, config: Config) -> None:
         """Drop compiled graphs of other shapes: beyond a limit, torch silently stops to compile."""

@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 from raytrain_gpt.config.arithmetic import nearest_multiples
@@ -28,7 +28,7 @@ from raytrain_gpt.sweep.space import Grid, SampledDomain, Searched, with_express
 from raytrain_gpt.sweep.spec import Sweep
 
 _MAX_CORNERS = 2000
-"""Limit of the corners of the space that are checked before an adaptive search, over all trials."""
+"""Limit of the corners of the space that are checked before an adaptive search."""
 _NUM_DRAWS_CHECKED = 100
 
 
@@ -120,31 +120,19 @@ class SweepTrials:
     def shown(self, values: dict[str, Any]) -> dict[str, Any]:
         return tied_values(self.sweep, values, self.config(values))
 
-    def budget_tokens(self, values: dict[str, Any]) -> int:
-        return self.sweep.budget_tokens
-
     def progress(self, trials: list[Trial]) -> str:
         return progress_table(trials, self.sweep.objective, self.sweep.budget_tokens)
 
 
 def check_sweep(sweep: Sweep, num_workers: int) -> list[Config]:
-    """Check everything possible before the first trial; return the planned trials' configurations.
-
-    For errors see `checked_configs`.
-    """
-    return checked_configs(sweep, num_workers)[: len(planned_trials(sweep))]
-
-
-def checked_configs(sweep: Sweep, num_workers: int) -> list[Config]:
-    """Check the planned trials, then values that Optuna may choose; return their configurations.
+    """Check the planned trials, or else values that Optuna may choose; return their configurations.
 
     Such values are the ends of all domains, and some draws. Raises a ConfigError that names the first
     impossible trial.
     """
     base = base_config(sweep)
-    trials = planned_trials(sweep)
     configs = []
-    for values in (*trials, *_reachable(sweep)):
+    for values in planned_trials(sweep) or _reachable(sweep):
         config = trial_config(sweep, base, values)
         with _naming(values):
             check_shares(config, num_workers)
@@ -198,19 +186,11 @@ def _draw(sweep: Sweep, index: int) -> dict[str, Any]:
 
 
 def _reachable(sweep: Sweep) -> Iterator[dict[str, Any]]:
-    """Yield values that Optuna may choose: the corners of the space, and some draws."""
-    if sweep.searcher != "optuna":
-        return
+    """Yield values that Optuna may choose: the first corners of the space, and some draws."""
     domains = {name: d for name, d in sweep.space.items() if isinstance(d, SampledDomain)}
-    sides = [
-        domain.extremes for domain in reversed(domains.values())
-    ]  # the first one varies fastest
-    corners: Iterable[Sequence[Any]] = product(*sides)
-    if math.prod(map(len, sides)) > _MAX_CORNERS:
-        draws = random.Random(0)
-        corners = ([draws.choice(side) for side in sides] for _ in range(_MAX_CORNERS))
-    for ends in corners:
-        yield dict(zip(domains, reversed(ends), strict=True))
+    corners = product(*(domain.extremes for domain in domains.values()))
+    for corner in islice(corners, _MAX_CORNERS):
+        yield dict(zip(domains, corner, strict=True))
     yield from (_draw(sweep, index) for index in range(_NUM_DRAWS_CHECKED))
 
 

@@ -50,8 +50,6 @@ class TrialSet(Protocol):
     def shown(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return the values to show; raises like `config`."""
 
-    def budget_tokens(self, values: dict[str, Any]) -> int: ...
-
     def progress(self, trials: list[Trial]) -> str:
         """Format the state of all; its first line has the counts."""
 
@@ -62,8 +60,6 @@ class TrialContext:
     tracker_tags: dict[str, str]
     coordinator: Any
     """Handle of the actor."""
-    begun: dict[str, int]
-    """Name of a trial that ran before -> tokens of its newest report."""
     train_loop: TrainLoop
 
 

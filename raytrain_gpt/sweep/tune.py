@@ -27,10 +27,10 @@ from raytrain_gpt.parsing import parse_yaml
 from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.cost import (
+    cpus_to_start,
     data_cpus,
     largest_trial,
     one_worker_for_auto,
-    sweep_cpus,
     trials_at_once,
 )
 from raytrain_gpt.sweep.spec import SWEEP_FILE, Sweep
@@ -70,7 +70,9 @@ def run_sweep(
         data_of(base)  # its errors come before a cluster
         directory = location(base, base.run.storage_path) / sweep.sweep_name
         check_unchanged(sweep.title, SWEEP_FILE, sweep, base, directory, resume, MAY_CHANGE)
-        with connected(sweep_cpus(sweep, base), log) as resources:
+        number, most = num_trials(sweep), sweep.max_concurrent_trials
+        cpus = cpus_to_start(base, number, most, shares_gpus=sweep.trials_per_gpu == "auto")
+        with connected(cpus, log) as resources:
             resources = replace(resources, data_cpus=data_cpus(base))
             fitted, _ = fit_to_cluster(base, resources)
             check_sweep(sweep, fitted.cluster.num_workers)
@@ -81,9 +83,7 @@ def run_sweep(
                 )
                 log(f"trials_per_gpu auto: {together}, by the measured memory of the largest trial")
                 fitted = fitted.updated({"gpus_per_worker": gpu_share(together)})
-            at_once = trials_at_once(
-                fitted, resources, num_trials(sweep), sweep.max_concurrent_trials
-            )
+            at_once = trials_at_once(fitted, resources, number, most)
             with hold_lease(directory / LEASE_FILE, sweep.title, log) as lease:
                 write_started(directory, SWEEP_FILE, sweep, base)
                 sweep_run = SweepRun(sweep, base, fitted, directory, log)

@@ -67,14 +67,6 @@ def for_trials(fitted: FittedConfig, storage: Location) -> FittedConfig:
     return fitted.updated(changes)
 
 
-def new_coordinator(fitted: FittedConfig, rule: Rule | None) -> Any:
-    """Start the coordinator's process, and return its handle at once."""
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    kind: Any = Coordinator
-    hang_timeout_s = fitted.cluster.hang_timeout_s or 0.0
-    return kind.options(scheduling_strategy=here).remote(rule, hang_timeout_s)
-
-
 @dataclass(frozen=True)
 class TuneSession:
     """Runs trials with Ray Tune until all have ended.
@@ -97,7 +89,7 @@ class TuneSession:
 
     def run(
         self,
-        coordinator: Any,
+        rule: Rule | None,
         names: Sequence[str],
         at_once: int,
         begun: dict[str, int],
@@ -106,16 +98,20 @@ class TuneSession:
         """Run trials, `at_once` at the same time.
 
         Args:
-            coordinator: See `new_coordinator`; it ends with the trials.
+            rule: See `Coordinator`.
             names: In the order of `values`.
-            begun: See `TrialContext`.
+            begun: Name of a trial that ran before -> tokens of its newest report.
             values: Arguments of `tune.run` that give the trials their values.
 
         Raises:
             Interrupted: a signal arrived, and all trials have saved.
             UserError: the storage is full, or another process took the sweep over.
         """
-        context = TrialContext(self.trials, self.tags, coordinator, begun, self.train_loop)
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        kind: Any = Coordinator
+        hang_timeout_s = self.fitted.cluster.hang_timeout_s or 0.0
+        coordinator = kind.options(scheduling_strategy=here).remote(rule, hang_timeout_s, begun)
+        context = TrialContext(self.trials, self.tags, coordinator, self.train_loop)
         self.signals.defer(partial(mark_interrupted, self.directory, self.fitted))
         callback = SweepCallback(context, self.history, self.signals.stop, self.lease, self.log)
         try:
@@ -195,16 +191,14 @@ class SweepCallback(tune.Callback):  # type: ignore[misc]
         if END_KEY in result:
             self._ended[str(trial)] = result[END_KEY]
             return
+        if result["done"]:
+            self._ended[str(trial)] = {"state": "finished"}
         self._add("report", trial, **{key: result[key] for key in ("step", *REPORTED)})
         told = str(trial), result[TOKENS_SEEN], result[OBJECTIVE]
         self._coordinator.reported.remote(*told)
 
     def on_trial_complete(self, trial: TuneTrial, **_info: Any) -> None:
-        report = self._history.last_report(str(trial))
-        budget_tokens = self._trials.budget_tokens(trial.config["values"])
-        finished = report is not None and report[TOKENS_SEEN] >= budget_tokens
-        how = {"state": "finished" if finished else "stopped"}
-        self._add("ended", trial, **self._ended.get(str(trial), how))
+        self._add("ended", trial, **self._ended.get(str(trial), {"state": "stopped"}))
         self._coordinator.ended.remote(str(trial))
 
     def on_trial_recover(self, trial: TuneTrial, **_info: Any) -> None:

@@ -62,20 +62,6 @@ def test_a_damaged_law_is_one_line(
     assert str(file) in err
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"half_width": 1e30}, {"e": 1e30}, {"e": 0, "a": 0, "b": 0}, {"e": 9e-3}, {"runs": []}],
-)
-def test_numbers_that_are_no_law_of_this_run_are_refused(
-    forecasts: Forecasts, tmp_path: Path, run_cli: RunCli, changes: dict[str, Any]
-) -> None:
-    file = tmp_path / "law.json"
-    file.write_text(json.dumps({**forecasts.file.model_dump(), **changes}))
-    errors = run_cli.refuses("estimate", "--law", file, "--data_path", tmp_path / "none")
-    assert "small-study misses half of its runs by" in errors
-    assert ", where guessing has 10.8; use a law of runs like" in errors
-
-
 def test_estimate_names_the_loss_to_expect(
     forecasts: Forecasts, dataset: Path, tmp_path: Path, run_cli: RunCli
 ) -> None:

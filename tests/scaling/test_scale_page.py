@@ -10,9 +10,8 @@ from playwright.sync_api import sync_playwright
 
 from raytrain_gpt.scaling.forecasts import Forecasts
 from raytrain_gpt.scaling.law_file import Verdict, law_file
-from raytrain_gpt.scaling.plan import PlannedRun, Size, StudyPlan, study_base
+from raytrain_gpt.scaling.plan import StudyPlan, study_base
 from raytrain_gpt.scaling.scale_page import scale_page
-from raytrain_gpt.scaling.study_cost import _makespan
 from raytrain_gpt.scaling.study_file import load_study
 from tests.browser import installed, launched
 from tests.conftest import RunCli
@@ -27,7 +26,6 @@ TITLES = [
     "Measured minus the law",
     "Hold-out: runs above a quarter of the largest compute",
     "Loss by peak rate, by parameters",
-    "How well each E fits: its error over the best",
 ]
 
 
@@ -86,13 +84,3 @@ def test_the_plan_of_a_gpu_study_has_time_and_price(run_cli: RunCli) -> None:
     assert re.search(
         r"time: about .* 8 × NVIDIA H100 80GB HBM3 each, .* not measured \| price \d", out
     )
-
-
-def test_runs_wait_for_their_trunks() -> None:
-    size = Size(1.0, (1, 1, 1))
-    runs = [
-        PlannedRun(name, size, 0, {}, trunk, own)
-        for name, trunk, own in (("a", "", 40), ("b", "", 10), ("a5", "a", 5), ("b5", "b", 2))
-    ]
-    assert _makespan(runs, 2, lambda run: float(run.own_tokens)) == 45
-    assert _makespan(runs, 1, lambda run: float(run.own_tokens)) == 57

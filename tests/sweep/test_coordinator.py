@@ -32,7 +32,7 @@ def make(clock: SimpleNamespace) -> Callable[[], Any]:
     """Return a function that makes a coordinator of two trials in this process."""
     kind = coordinator.Coordinator.__ray_metadata__.modified_class  # type: ignore[attr-defined]
     rule = Asha(kind="asha", grace_tokens=10, reduction_factor=2)
-    return lambda: kind(Halving(rule, 40, ["000", "001"]), hang_timeout_s=50)
+    return lambda: kind(Halving(rule, 40, ["000", "001"]), hang_timeout_s=50, tokens={})
 
 
 def test_a_verdict_comes_once_the_earlier_trial_has_reported(make: Callable[[], Any]) -> None:

@@ -12,7 +12,7 @@ from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.format import duration
 from raytrain_gpt.sweep import cost
-from raytrain_gpt.sweep.cost import _trained_share, cost_lines, one_worker_for_auto
+from raytrain_gpt.sweep.cost import cost_lines, one_worker_for_auto
 from raytrain_gpt.sweep.spec import Sweep, load_sweep
 from raytrain_gpt.sweep.trial_plan import base_config
 from raytrain_gpt.train.preflight import expected_vocab_size
@@ -39,16 +39,6 @@ def sweep(**changes: Any) -> Sweep:
 ASHA = {"kind": "asha", "grace_tokens": 10 * 512, "reduction_factor": 3}
 
 
-def test_early_stopping_leaves_the_expected_share() -> None:
-    assert _trained_share(sweep(), 9) == 1
-    # Half of the second trials are worse than the first one, which always passes.
-    halves = {"kind": "asha", "grace_tokens": 45 * 512, "reduction_factor": 2}
-    report = {"report_every_tokens": 45 * 512}
-    assert _trained_share(sweep(scheduler=halves, **report), 1) == 1
-    assert _trained_share(sweep(scheduler=halves, **report), 2) == pytest.approx(0.875, abs=0.02)
-    assert 0.25 < _trained_share(sweep(scheduler=ASHA), 9) < 0.6
-
-
 FLOP_S = 1e-9
 """Seconds of a FLOP in tests that do not measure."""
 
@@ -64,22 +54,20 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("measured")
-def test_the_cost_is_said_before_a_sweep_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost, "_trained_share", lambda sweep, number: 0.5)
+def test_the_cost_is_said_before_a_sweep_starts() -> None:
     one = sweep(scheduler=ASHA, max_concurrent_trials=1)
     lines = cost_lines(one)
     assert lines[0].split() == ["trial", "peak_lr", "steps"]
     assert lines[9].split() == ["008", "9e-3", "90"]
     each, tokens, time = lines[10:]
     assert each == "each trial: 1 CPU | on this machine: 1 at once"
-    assert tokens.startswith("tokens: 9 × 46.1k = 414.7k at most; about 207.4k if")
+    assert tokens == "tokens: 9 × 46.1k = 414.7k at most"
     config = base_config(one)
     shape = GPTShape.of(config, expected_vocab_size(config))
     # 9 trials of 90 steps of 512 tokens, and of 9 evaluations, which have a third of the FLOPs.
     all_tokens = 9 * (90 * 512 + 9 * config.eval.eval_tokens / 3)
     most_s = FLOP_S * all_tokens * count_model(shape).flops_per_token
-    expected = f"time: about {duration(most_s / 2)} (at most {duration(most_s)}) of steps"
-    assert time.startswith(expected)
+    assert time.startswith(f"time: at most {duration(most_s)} of steps")
 
 
 @pytest.mark.parametrize("searcher", ["random", "optuna"])

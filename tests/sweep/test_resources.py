@@ -10,10 +10,10 @@ from raytrain_gpt.cluster.capacity import Node, Resources, fit_to_cluster
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.sweep import cost
 from raytrain_gpt.sweep.cost import (
+    cpus_to_start,
     data_cpus,
     largest_trial,
     one_worker_for_auto,
-    sweep_cpus,
     trials_at_once,
 )
 from raytrain_gpt.sweep.spec import Sweep
@@ -103,8 +103,9 @@ def test_a_trial_that_never_fits_is_refused() -> None:
 
 
 def test_a_cluster_of_its_own_has_a_trial_for_each_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sweep_cpus(sweep(max_concurrent_trials=99), base_config(sweep())) == 8
+    config = one_worker_for_auto(base_config(sweep()))
+    assert cpus_to_start(config, 8, 99) == 8
+    assert cpus_to_start(config, 8, 1) == 1
     monkeypatch.setattr(cost.os, "cpu_count", lambda: 6)
-    one = sweep({"num_workers": 2})
-    assert sweep_cpus(one, base_config(one)) == 3 * (2 + 1)
-    assert sweep_cpus(sweep(max_concurrent_trials=1), base_config(sweep())) == 1
+    two_workers = one_worker_for_auto(base_config(sweep({"num_workers": 2})))
+    assert cpus_to_start(two_workers, 8, None) == 3 * (2 + 1)

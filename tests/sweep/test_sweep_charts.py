@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from raytrain_gpt.sweep.history import State, Trial, ranking
-from raytrain_gpt.sweep.sweep_charts import _MAX_NAMED_CURVES, _upper_limit, sweep_charts
+from raytrain_gpt.sweep.sweep_charts import _MAX_NAMED_CURVES, sweep_charts
 from raytrain_gpt.tracking.charts import Chart, Curve
 
 BUDGET = 1_000_000
@@ -108,15 +108,6 @@ def test_what_is_far_off_flattens_nothing() -> None:
     assert max(shown(by_rate.curves)) < 4.5
 
 
-def test_nothing_is_cut_off_with_few_finished_trials() -> None:
-    ends = (3.3579, 3.3555, 4.5003)
-    trials = [trial(i, {"peak_lr": LRS[i]}, end) for i, end in enumerate(ends)]
-    trials += [trial(3, {"peak_lr": 1e-4}, 5.5, BUDGET // 5), trial(4, {"peak_lr": 2e-4}, 80.0)]
-    curves, by_rate = charts(trials, ["peak_lr"])
-    assert max(shown(curves.curves)) == 80
-    assert shown(by_rate.curves) == sorted([*ends, 5.5, 80.0])
-
-
 def test_without_a_rate_the_first_number_is_the_axis() -> None:
     values = [{"schedule": s, "weight_decay": w} for s in ("wsd", "cosine") for w in (0.0, 0.1)]
     trials = [trial(i, v) for i, v in enumerate(values)]
@@ -139,10 +130,3 @@ def test_evaluations_that_were_written_as_null_are_gaps() -> None:
     lost = Trial("001", "stopped", {"peak_lr": 3e-3}, None, 300_000, 1.0, 1.0, "x", None, points)
     _, curve = charts([trial(0, {"peak_lr": 1e-3}), lost], ["peak_lr"])[0].curves
     assert [*np.isnan(curve.values)] == [False, True, True]
-
-
-def test_the_scale_keeps_a_bad_trial_and_not_a_diverged_one() -> None:
-    assert _upper_limit([1.95, 1.96, 1.97, 2.0, 2.1, 2.4]) > 2.4
-    assert _upper_limit([3.0, 3.01, 3.02, 3.05, 3.1, 3.7]) > 3.7
-    assert _upper_limit([1.95, 1.96, 2.0, 2.05, 2.1, 7.81]) < 7.81
-    assert _upper_limit([1.95, 2.0, 2.05, 2.1, 7.81]) == math.inf

@@ -82,6 +82,7 @@ def ended_sweep(directory: Path, states: list[str]) -> SweepSummary:
     base = base_config(sweep).updated({"mlflow_uri": None})
     fitted = decided(FittedConfig, base, use_gpu=False, num_workers=1, cpus_per_worker=1)
     at = Location.of(directory)
+    (directory / SWEEP_FILE).write_text(to_yaml(sweep))
     return SweepRun(sweep, base, fitted, at, print)._finish(ParentRun(at, base, {}, print))
 
 
