@@ -91,7 +91,7 @@ def test_runs_are_listed_and_shown(whole: Path, name: str, damage: Damage) -> No
     ) is None  # fmt: skip
     read_tracking(Location.of(run))
     # A resumed run has the rows of its checkpoint again, and its file is intact.
-    resumed = RunFiles(run, 3, ROWS, [])
+    resumed = RunFiles(run, 3, ROWS)
     assert {row["step"] for row in resumed.kept_rows if "train/loss" in row} >= {1, 2, 3}
     assert read_rows(run, pytest.fail) == resumed.kept_rows
 
