@@ -21,7 +21,6 @@ from raytrain_gpt.core.attention import (
     causal_attention,
     document_starts,
     last_document,
-    masked_attention,
     without_cudnn_sdpa,
 )
 from raytrain_gpt.core.loop import MicroBatch
@@ -309,24 +308,6 @@ def test_the_blocks_that_are_left_out_are_those_in_which_nothing_may_be_seen(
     kept = padded.unflatten(2, (-1, size)).unflatten(1, (-1, size)).any(-1).any(2)
     assert not kept.all()
     assert torch.equal(blocks.to_dense()[:, 0].bool(), kept)
-
-
-@pytest.mark.models
-def test_block_sparse_attention_is_the_masked_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both agree when compiled, which is slow because it needs a C++ compiler.
-
-    Gradients are not compared, because they exist on GPUs only.
-    """
-    compiled = attention._compiled
-    # The block mask is the same without a compiler.
-    monkeypatch.setattr(
-        attention, "_compiled", lambda f: compiled(f) if f.__name__ == "flex_attention" else f
-    )
-    starts = BLOCK_STARTS
-    GENERATOR.manual_seed(0)
-    q, k, v = torch.randn(3, 2, 2, 300, 16, generator=GENERATOR)
-    expected = masked_attention(starts, q.dtype, 0.0)(q, k, v)
-    torch.testing.assert_close(block_sparse_attention(starts)(q, k, v), expected)
 
 
 def test_only_on_gpus_the_kernel_that_plans_each_shape_is_left_out_for_a_while() -> None:

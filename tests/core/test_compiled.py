@@ -100,6 +100,11 @@ def gradients(model: nn.Module, number: int) -> list[Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+def compare(model: nn.Module, expected: nn.Module, number: int) -> None:
+    for pair in zip(gradients(model, number), gradients(expected, number), strict=True):
+        torch.testing.assert_close(*pair)
+
+
 @by_mode
 def test_ddp_cuts_the_graph_at_its_buckets_whatever_is_recomputed(
     one_rank: None, recompute: str
@@ -108,10 +113,7 @@ def test_ddp_cuts_the_graph_at_its_buckets_whatever_is_recomputed(
     model.compile(backend="aot_eager")
     wrapped = replicated(model)
     for number in range(3):
-        for ours, theirs in zip(
-            gradients(wrapped, number), gradients(expected, number), strict=True
-        ):
-            torch.testing.assert_close(ours, theirs)
+        compare(wrapped, expected, number)
 
 
 def test_narrow_gradients_are_rounded_once(one_rank: None) -> None:
@@ -169,9 +171,8 @@ def test_with_ddp_gradients_stay_parts_of_its_buckets(one_rank: None, kind: str)
     assert places[1:] == places[:-1]
 
 
-@pytest.mark.parametrize("in_ddp", [False, True])
-def test_sparse_attention_is_compiled_once_for_all_documents(
-    one_rank: None, in_ddp: bool, monkeypatch: pytest.MonkeyPatch
+def test_sparse_attention_is_the_masked_one_and_is_compiled_once_for_all_documents(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This GPU attention also has a working CPU backward pass, once torch's device check is off."""
     assert SHAPE.seq_len > SPARSE_BLOCK_TOKENS
@@ -179,19 +180,12 @@ def test_sparse_attention_is_compiled_once_for_all_documents(
     model, expected = (made(document_end=DOCUMENT_END) for _ in range(2))
     monkeypatch.setattr(model, "_attend_within", lambda starts, _: block_sparse_attention(starts))
     model.compile(backend="aot_eager")
-    wrapped = replicated(model) if in_ddp else model
-
-    def compare(number: int) -> None:
-        assert (batch(number)[0] == DOCUMENT_END).any()
-        for ours, theirs in zip(
-            gradients(wrapped, number), gradients(expected, number), strict=True
-        ):
-            torch.testing.assert_close(ours, theirs)
-
-    compare(0)
+    wrapped = replicated(model)
+    assert all((batch(number)[0] == DOCUMENT_END).any() for number in range(3))
+    compare(wrapped, expected, 0)
     with never_again():
-        compare(1)
-        compare(2)
+        compare(wrapped, expected, 1)
+        compare(wrapped, expected, 2)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch also suppresses it

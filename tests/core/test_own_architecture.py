@@ -186,30 +186,17 @@ def failing(old: str, new: str) -> str:
         (failing("def embed(", "def embedded("), ["odd.py", "abstract method", "embed"]),
         (failing("class Odd(GPT):", "class Odd(nn.Module):\n    def __init__(self, *args): pass\n"),
          ["architecture odd is not a GPT"]),
+        # Of the forward pass, before the first step:
+        (failing("self.norm(x)", "self.no_norm(x)"), ["line 24: AttributeError", "no_norm"]),
+        (failing("self.wave[", "self.wave[99 + "), ["odd.py, line", "IndexError"]),
+        (failing("nn.init.normal_(p", "nn.init.normal_(q"), ["odd.py, line", "NameError"]),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )  # fmt: skip
 def test_errors_of_the_code_are_one_line(text: str, words: list[str]) -> None:
     kinds.use(Code("odd.py", text))
     with raises_line(ConfigError, *words):
-        count_model(GPTShape(**SHAPE, architecture="odd"))
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (failing("self.norm(x)", "self.no_norm(x)"), ["line 24: AttributeError", "no_norm"]),
-        (failing("self.wave[", "self.wave[99 + "), ["IndexError"]),
-        (failing("nn.init.normal_(p", "nn.init.normal_(q"), ["NameError"]),
-    ],
-)
-def test_errors_of_the_forward_pass_are_one_line_before_the_first_step(
-    text: str, words: list[str]
-) -> None:
-    kinds.use(Code("odd.py", text))
-    model = new_model(GPTShape(**SHAPE, architecture="odd"))
-    with raises_line(ConfigError, "architecture odd, odd.py, line", *words):
-        init_weights(model, 1)
+        init_weights(new_model(GPTShape(**SHAPE, architecture="odd")), 1)
 
 
 def test_changed_code_of_the_same_name_is_counted_again() -> None:

@@ -83,10 +83,6 @@ def test_losses_norms_and_weights_are_those_of_ddp(two: Found, case: str) -> Non
             torch.cat([*map(torch.flatten, w.values())]) for w in (fsdp["weights"], ddp["weights"])
         )
         assert (ours - theirs).norm() < closeness(case) * theirs.norm()
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_all_ranks_have_the_same_norm_and_the_same_weights(two: Found, case: str) -> None:
     first, second = (rank[f"fsdp {case}"] for rank in two)
     norms = [[step["grad_norm"] for step in rank["steps"]] for rank in (first, second)]
     assert norms[0] == pytest.approx(norms[1], rel=0, abs=0, nan_ok=True)
@@ -207,24 +203,6 @@ def test_muon_in_several_ranks_is_muon_in_one(
         assert distance(weights[0], one) < closeness(name)
 
 
-@pytest.mark.parametrize("name", MUON_CASES)
-def test_muons_checkpoint_of_five_is_read_by_one_and_by_two(
-    five_with_muon: tuple[Path, Found], tmp_path: Path, name: str
-) -> None:
-    directory, _ = five_with_muon
-    written = files_of(directory / f"fsdp {name}")
-    model = new_model(CASES[name].shape)
-    load_model(directory / f"fsdp {name}", model)
-    optimizer = build_optimizer(model, CASES[name].optim)
-    load_optimizer(directory / f"fsdp {name}", model, optimizer)
-    copy = HostSnapshot(model, optimizer)
-    copy.refresh()
-    for file in copy.files():
-        copy.write(file, tmp_path / file)
-    assert same(files_of(tmp_path), written)
-    assert files_of(directory / f"ddp {name}").keys() == written.keys()
-
-
 def test_muons_checkpoints_of_five_are_written_again_by_two(
     five_with_muon: tuple[Path, Found], tmp_path: Path
 ) -> None:
@@ -232,6 +210,7 @@ def test_muons_checkpoints_of_five_are_written_again_by_two(
     (tmp_path / "from").symlink_to(directory)
     ranks_of(2, tmp_path, rewrite_muon)
     for name in MUON_CASES:
+        written = files_of(directory / f"fsdp {name}")
+        assert files_of(directory / f"ddp {name}").keys() == written.keys()
         for kind in ("ddp", "fsdp"):
-            written = files_of(directory / f"fsdp {name}")
             assert same(files_of(tmp_path / f"{kind} {name}"), written)
