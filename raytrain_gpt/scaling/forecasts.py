@@ -22,7 +22,6 @@ BEST_FILE = "best.yaml"
 _BUDGETS = (1, 3, 10, 30)
 """Rows of the table, in compute of the largest run."""
 _EVALUATIONS = 20
-_BOOTSTRAP_DRAWS = 60
 
 
 @dataclass(frozen=True)
@@ -159,12 +158,3 @@ def variants(file: LawFile, best: BestRun, inner: dict[float, float]) -> Iterato
         law = fit_law(sizes[rows], d[rows], losses[rows], **options)
         if min(law.a, law.b) > 0:
             yield name, law, float(law.predict(at, tokens)), law.optimal(6 * at * tokens)[0]
-
-
-def bootstrap_half_width(file: LawFile, best: BestRun) -> float:
-    """Return half of the 90% interval of the target's loss over resampled runs, if the law were exact."""
-    n, d, losses = file.columns()
-    draws = np.random.default_rng(0).integers(len(n), size=(_BOOTSTRAP_DRAWS, len(n)))
-    laws = [fit_law(n[rows], d[rows], losses[rows]) for rows in draws]
-    seen = [float(law.predict(best.size.parameters, best.tokens)) for law in laws]
-    return float(np.subtract(*np.quantile(seen, (0.95, 0.05)))) / 2

@@ -10,7 +10,7 @@ import numpy as np
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.format import amount
-from raytrain_gpt.scaling.forecasts import BestRun, Forecasts, bootstrap_half_width, variants
+from raytrain_gpt.scaling.forecasts import BestRun, Forecasts, variants
 from raytrain_gpt.scaling.law import Floats, Law
 from raytrain_gpt.scaling.law_file import LawFile, RunResult, Verdict
 from raytrain_gpt.scaling.plan import Size, StudyPlan
@@ -59,7 +59,6 @@ def scale_page(
             _rates(file),
         ],
         variants=variants(file, best, inner),
-        bootstrap=bootstrap_half_width(file, best),
     )
 
 

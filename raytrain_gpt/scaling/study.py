@@ -50,11 +50,7 @@ from raytrain_gpt.sweep.cost import cpus_to_start, data_cpus, one_worker_for_aut
 from raytrain_gpt.sweep.history import ENDED, History, Trial
 from raytrain_gpt.sweep.results import counts_text
 from raytrain_gpt.sweep.tune import check_unchanged, write_started
-from raytrain_gpt.sweep.tune_session import (
-    TuneSession,
-    for_trials,
-    remove_tune_files,
-)
+from raytrain_gpt.sweep.tune_session import TUNE_DIR, TuneSession, for_trials
 from raytrain_gpt.tracking.configured import tracker_warnings
 from raytrain_gpt.tracking.mlflow_run import ParentRun
 from raytrain_gpt.train import preflight
@@ -119,7 +115,7 @@ def run_study(
                     if validate:
                         run.validate(law)
                         run.write(rule, found, lambda line: None)  # the page has the verdict
-                remove_tune_files(directory)
+                (directory / TUNE_DIR).remove()
                 numbers = {"law/e": law.e, "law/alpha": law.alpha, "law/beta": law.beta}
                 parent.close("finished", numbers, {one.name: one.read_bytes() for one in files})
                 return files

@@ -22,13 +22,11 @@ from raytrain_gpt.sweep.spec import Asha, Sweep
 from raytrain_gpt.sweep.trial_plan import (
     base_config,
     check_sweep,
-    gpu_share,
     num_trials,
     planned_trials,
     shapes_of,
     tied_values,
 )
-from raytrain_gpt.train.memory_fit import fit_sharing
 from raytrain_gpt.train.memory_search import MemorySearch, gpu_limit_bytes
 from raytrain_gpt.train.preflight import expected_vocab_size
 from raytrain_gpt.train.probe import probe_steps
@@ -113,10 +111,6 @@ def cost_lines(sweep: Sweep) -> list[str]:
     base = one_worker_for_auto(base_config(sweep))
     configs = check_sweep(sweep, base.cluster.num_workers)
     on_gpu = base.cluster.use_gpu is not False and torch.cuda.is_available()
-    if sweep.trials_per_gpu == "auto" and on_gpu:
-        largest = largest_trial(sweep, base)
-        together = fit_sharing(largest, expected_vocab_size(largest))
-        base = base.updated({"gpus_per_worker": gpu_share(together)})
     c = base.cluster
     planned = planned_trials(sweep)
     number = num_trials(sweep)
@@ -128,12 +122,14 @@ def cost_lines(sweep: Sweep) -> list[str]:
             f"{count(number, 'trial')}, whose values Optuna chooses from the losses of earlier ones"
         ]
     gpus = "" if c.use_gpu is False else f", with GPUs {c.gpus_per_worker:g} for each worker"
-    if sweep.trials_per_gpu == "auto" and not on_gpu:
-        gpus = ", with GPUs as many on each as its memory fits"
+    least = ""
+    if sweep.trials_per_gpu == "auto":
+        gpus, least = ", with GPUs as many on each as its memory fits", "at least "
     for_data = f", {data_cpus(base)} of them for data" if data_cpus(base) else ""
     at_once = cpus_to_start(base, number, sweep.max_concurrent_trials) // trial_cpus(base)
     lines.append(
-        f"each trial: {count(trial_cpus(base), 'CPU')}{for_data}{gpus} | on this machine: {at_once} at once"
+        f"each trial: {count(trial_cpus(base), 'CPU')}{for_data}{gpus} | on this machine: "
+        f"{least}{at_once} at once"
     )
     full = number * sweep.budget_tokens
     lines.append(f"tokens: {number} × {amount(sweep.budget_tokens)} = {amount(full)} at most")

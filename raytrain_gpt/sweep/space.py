@@ -116,7 +116,7 @@ class Expression(_Domain):
         try:
             numbers = {name: float(value) for name, value in used.items()}
             return float(_Arithmetic(_OPERATORS, _FUNCTIONS, numbers).eval("", self._tree()))
-        except (ArithmeticError, TypeError, ValueError, RecursionError) as error:
+        except (ArithmeticError, TypeError, ValueError) as error:
             at = ", ".join(f"{name}={value:g}" for name, value in used.items())
             raise ConfigError(
                 f"expression {self.expression!r} has no value{f' at {at}' * bool(at)}: {error}"
@@ -125,7 +125,7 @@ class Expression(_Domain):
     def _tree(self) -> ast.expr:
         try:
             tree = ast.parse(self.expression.strip(), mode="eval").body
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
+        except (SyntaxError, ValueError):
             tree = None
         if tree is None or not all(map(_is_arithmetic, ast.walk(tree))):
             raise ConfigError(

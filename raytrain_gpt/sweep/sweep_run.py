@@ -31,11 +31,7 @@ from raytrain_gpt.sweep.results import (
 from raytrain_gpt.sweep.spec import Asha, Sweep
 from raytrain_gpt.sweep.sweep_page import SweepFacts, sweep_page
 from raytrain_gpt.sweep.trial_plan import SweepTrials, num_trials, planned_trials, trial_config
-from raytrain_gpt.sweep.tune_session import (
-    TuneSession,
-    for_trials,
-    remove_tune_files,
-)
+from raytrain_gpt.sweep.tune_session import TUNE_DIR, TuneSession, for_trials
 from raytrain_gpt.tracking.configured import tracker_warnings
 from raytrain_gpt.tracking.mlflow_run import ParentRun
 from raytrain_gpt.tracking.report import REPORT_FILE
@@ -162,7 +158,7 @@ class SweepRun:
             (self._directory / name).write_bytes(content)
         failure = failure_text(trials, sweep.title)
         parent.close("failed" if failure or best is None else "finished", metrics, files)
-        remove_tune_files(self._directory)
+        (self._directory / TUNE_DIR).remove()
         self._log(final_table(trials, objective, budget_tokens))
         if best is None:
             raise TrainingFailed(failure or f"all trials of {sweep.title} diverged")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import sys
 import threading
 import time
@@ -38,11 +37,12 @@ from raytrain_gpt.sweep.trial_run import TrialContext, TrialSet
 from raytrain_gpt.tracking.mlflow_run import mark_interrupted, tracking_uri
 from raytrain_gpt.train.supervisor import TrainLoop
 
-_TUNE_DIR = "tune"
+TUNE_DIR = "tune"
+"""Ray Tune's own files, in the directory of the sweep or study until its end."""
 _ACTOR_BYTES = 2**29
 """Memory that a trial's process reserves."""
-SHOW_EVERY_S = 10.0
-WATCH_EVERY_S = 2.0
+_SHOW_EVERY_S = 10.0
+_WATCH_EVERY_S = 2.0
 
 
 _TUNE_ENVIRONMENT = {
@@ -53,10 +53,6 @@ _TUNE_ENVIRONMENT = {
     # We handle signals, so that runs save before they stop.
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
 }
-
-
-class _SweepStopped(Exception):
-    """A signal arrived, and all runs have saved and stopped."""
 
 
 def for_trials(fitted: FittedConfig, storage: Location) -> FittedConfig:
@@ -118,11 +114,7 @@ class TuneSession:
             self._tune(context, callback, names, values, at_once)
             self.lease.verify()
             if any(trial.state == "running" for trial in self.history.trials()):
-                raise _SweepStopped  # Ray Tune returns at once on SIGUSR1, which batch systems may send
-        except _SweepStopped:
-            raise Interrupted(
-                "interrupted, all trials saved; continue with the same command and --resume"
-            ) from None
+                raise _interrupted()  # Ray Tune returns at once on SIGUSR1, which batch systems may send
         except Exception as error:
             raise user_error_in(error) or error from None
         finally:
@@ -142,7 +134,7 @@ class TuneSession:
         resources: dict[str, float] = {"memory": _ACTOR_BYTES}
         if cluster.is_local:
             resources |= {"cpu": cluster.cpus_per_worker, "gpu": cluster.num_gpus}
-        filesystem, path = (self.directory / _TUNE_DIR).ray_filesystem()
+        filesystem, path = (self.directory / TUNE_DIR).ray_filesystem()
         remaining = iter(names)
         # Not a Tuner, which pickles all its arguments for restarts that we do ourselves.
         tune.run(
@@ -162,16 +154,12 @@ class TuneSession:
         )
 
 
-def remove_tune_files(directory: Location) -> None:
-    """Remove Ray Tune's own directories in a sweep's directory."""
-    tune_dir = directory / _TUNE_DIR
-    for name in filter(re.compile(r"\d{10}").fullmatch, tune_dir.names()):
-        (tune_dir / name).remove()  # named by `_tune`
-    tune_dir.remove_if_empty()
+def _interrupted() -> Interrupted:
+    return Interrupted("interrupted, all trials saved; continue with the same command and --resume")
 
 
 class SweepCallback(tune.Callback):  # type: ignore[misc]
-    """Actions when a trial starts, reports or ends; raises `_SweepStopped` after `stop` was set."""
+    """Actions when a trial starts, reports or ends; raises Interrupted after `stop` was set."""
 
     def __init__(
         self, context: TrialContext, history: History, stop: threading.Event, lease: Lease, log: Log
@@ -223,11 +211,11 @@ class SweepCallback(tune.Callback):  # type: ignore[misc]
             )
             ray.get(self._coordinator.stop_all.remote())
             self._wait_for_runs()
-            raise _SweepStopped
-        if time.monotonic() - self._watched_at >= WATCH_EVERY_S:
+            raise _interrupted()
+        if time.monotonic() - self._watched_at >= _WATCH_EVERY_S:
             self._watched_at = time.monotonic()
             self._watch()
-        if self._changed and time.monotonic() - self._shown_at >= SHOW_EVERY_S:
+        if self._changed and time.monotonic() - self._shown_at >= _SHOW_EVERY_S:
             self._show(trials)
         if all(trial.is_finished() for trial in trials):
             # Ray Tune kills running trials five seconds after the last decision.
@@ -249,7 +237,7 @@ class SweepCallback(tune.Callback):  # type: ignore[misc]
 
     def _wait_for_runs(self) -> None:
         until = time.monotonic() + STOP_TIMEOUT_S
-        while inside := ray.get(self._coordinator.wait_until_empty.remote(WATCH_EVERY_S)):
+        while inside := ray.get(self._coordinator.wait_until_empty.remote(_WATCH_EVERY_S)):
             if time.monotonic() >= until:
                 late = ", ".join(name for name, *_ in inside)
                 self._log(f"trials {late} did not stop in time; unsaved steps are lost")

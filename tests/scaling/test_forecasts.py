@@ -42,24 +42,10 @@ def test_a_study_finds_the_law_that_made_it(forecasts: Forecasts) -> None:
     assert file.recipe["global_batch_tokens"] == 1024
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda law: "{",
-        lambda law: json.dumps({**law, "alpha": -1}),
-        lambda law: json.dumps({**law, "e": math.nan}),
-        lambda law: None,
-    ],
-)
-def test_a_damaged_law_is_one_line(
-    forecasts: Forecasts, tmp_path: Path, run_cli: RunCli, damage: Any
-) -> None:
+def test_a_damaged_law_is_one_line(forecasts: Forecasts, tmp_path: Path, run_cli: RunCli) -> None:
     file = tmp_path / "law.json"
-    if (text := damage(forecasts.file.model_dump())) is not None:
-        file.write_text(text)
-    code, _, err = run_cli("estimate", "--law", file)
-    assert (code, err.count("\n")) == (2, 1)
-    assert str(file) in err
+    file.write_text(json.dumps({**forecasts.file.model_dump(), "e": math.nan}))
+    assert str(file) in run_cli.refuses("estimate", "--law", file)
 
 
 def test_estimate_names_the_loss_to_expect(

