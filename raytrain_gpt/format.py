@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
@@ -15,8 +14,6 @@ Log = Callable[[str], None]
 _MAX_LISTED = 8
 _MAX_NAME = 40
 _PLAIN_NAME = re.compile(r"[\w.:/@+-]+")
-_JOINER = "\u200d"
-_FLAG_LETTERS = "".join(map(chr, range(0x1F1E6, 0x1F200)))
 
 
 def duration(seconds: float) -> str:
@@ -38,33 +35,16 @@ def count(number: float, one: str, many: str = "", form: str = "") -> str:
     return f"{number:{form}} {one if number == 1 else many or one + 's'}"
 
 
-def start_of(text: str, limit: int) -> str:
-    """Take the first `limit` code points, fewer to keep accents and joined emoji together."""
-    stop = min(limit, len(text))
-    while 0 < stop < len(text) and _continues(text, stop):
-        stop -= 1
-    return text[: stop or limit]
-
-
 def cut(text: str, limit: int) -> str:
     """Shorten a text to its start and `…`."""
-    return text if len(text) <= limit else f"{start_of(text, limit)}…"
-
-
-def _continues(text: str, at: int) -> bool:
-    """Whether the code point at an index combines with the one before it."""
-    first, second = text[at - 1], text[at]
-    if first in _FLAG_LETTERS and second in _FLAG_LETTERS:  # a flag is a pair
-        return (at - len(text[:at].rstrip(_FLAG_LETTERS))) % 2 == 1
-    is_mark = unicodedata.category(second) in ("Mn", "Mc", "Me")
-    return is_mark or _JOINER in (first, second) or "\U0001f3fb" <= second <= "\U0001f3ff"
+    return text if len(text) <= limit else f"{text[:limit]}…"
 
 
 def preview(value: object, limit: int) -> str:
     """Python's repr of a value, cut to about `limit` characters."""
     if not isinstance(value, str):
         return cut(repr(value), limit)
-    return repr(value) if len(value) <= limit else f"{start_of(value, limit)!r}…"
+    return repr(value) if len(value) <= limit else f"{value[:limit]!r}…"
 
 
 def listed(names: Iterable[str]) -> str:

@@ -11,14 +11,12 @@ import pytest
 from raytrain_gpt.format import (
     amount,
     count,
-    cut,
     duration,
     event_line,
     preview,
     sample_command,
     shell,
     short_duration,
-    start_of,
     step_line,
     table,
 )
@@ -83,27 +81,6 @@ def test_a_table_is_as_wide_as_it_needs() -> None:
         "b              new       5",
     ]
     assert table(["run"], [], []) == ["run"]
-
-
-@pytest.mark.parametrize(
-    ("text", "limit", "start"),
-    [
-        ("plain", 3, "pla"),
-        ("plain", 5, "plain"),
-        ("cafe\u0301s", 4, "caf"),  # a combining accent
-        ("a👍🏽b", 2, "a"),  # a hand and its color
-        ("a👩\u200d👩\u200d👧b", 3, "a"),  # a family
-        ("a❤\ufe0fb", 2, "a"),
-        ("🇩🇪🇫🇷🇮🇹", 3, "🇩🇪"),  # flags of two letters
-        ("🇩🇪🇫🇷🇮🇹", 4, "🇩🇪🇫🇷"),
-        ("e" + "\u0301" * 50, 10, "e" + "\u0301" * 9),  # one character, so it is cut inside
-        ("\udce9\udce8", 1, "\udce9"),
-        ("", 5, ""),
-    ],
-)
-def test_a_text_is_cut_between_characters(text: str, limit: int, start: str) -> None:
-    assert start_of(text, limit) == start
-    assert cut(text, limit) == (text if len(text) <= limit else f"{start}…")
 
 
 def test_a_preview_is_cut_before_it_is_escaped() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 from typing import Any
 
 from raytrain_gpt.data.bad_documents import BAD_FILE
 from raytrain_gpt.data.shards import SPLITS, Manifest, read_row_group
-from raytrain_gpt.data.tokenizer import first_text, read_tokenizer
+from raytrain_gpt.data.tokenizer import read_tokenizer, token_to_bytes
 from raytrain_gpt.format import Log, amount, count, size
 from raytrain_gpt.storage.location import Location
 
@@ -40,8 +41,10 @@ def describe_dataset(directory: Location, manifest: Manifest, say: Log) -> dict[
     if skipped["duplicates"]:
         say(f"  skipped: {count(skipped['duplicates'], 'duplicate')}")
     first = manifest.split_shards("train")[0]
-    tokens = read_row_group(directory, manifest, first, 0)[: SAMPLE_TOKENS * 2].tolist()
-    sample = first_text(read_tokenizer(directory), tokens, SAMPLE_TOKENS)
+    tokens = read_row_group(directory, manifest, first, 0)[:SAMPLE_TOKENS].tolist()
+    encoding, decoder = read_tokenizer(directory), codecs.getincrementaldecoder("utf-8")("replace")
+    # Without the bytes of an incomplete character at the end.
+    sample = decoder.decode(b"".join(token_to_bytes(encoding, token) for token in tokens))
     say(f"  starts with {sample!r}")
     return {
         "path": str(directory),
