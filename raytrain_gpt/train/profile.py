@@ -14,7 +14,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -28,19 +27,9 @@ from raytrain_gpt.core.loop import StepResult
 STEP_SPAN = "training step"
 _TABLE_ROWS, _NAME_CHARACTERS = 50, 60
 
-
-@dataclass(frozen=True)
-class Profile:
-    """torch's table of the operators in some steps, and their Chrome trace (gzipped JSON)."""
-
-    first_step: int
-    num_steps: int
-    table: str
-    trace: bytes
-
-
-OnProfile = Callable[[Profile | Exception, float], None]
-"""Receives the profile or the error, and the seconds spent on it after the last step."""
+TakeProfile = Callable[[str, bytes, float], None]
+"""Receives torch's table of the operators in the steps, their Chrome trace (gzipped JSON), and the seconds
+spent on both after the last step."""
 
 
 class StepProfile:
@@ -61,7 +50,7 @@ class StepProfile:
         steps_done: int,
         max_steps: int,
         device: torch.device,
-        take: OnProfile | None,
+        take: TakeProfile | None,
     ) -> None:
         self._steps_done, self._device, self._take = steps_done, device, take
         first = steps_done + STEPS_BEFORE_PROFILE + 1
@@ -76,10 +65,12 @@ class StepProfile:
 
     def record_steps(self, results: Iterator[StepResult]) -> Iterator[StepResult]:
         """Pass results through, recording the chosen steps."""
-        return self._record_steps(results, self._take) if self._take and self.steps else results
+        if self._take is not None and self.steps:
+            yield from islice(results, self.slowed.start - 1 - self._steps_done)
+            yield from self._recorded(results, self._take)
+        yield from results
 
-    def _record_steps(self, results: Iterator[StepResult], take: OnProfile) -> Iterator[StepResult]:
-        yield from islice(results, self.slowed.start - 1 - self._steps_done)
+    def _recorded(self, results: Iterator[StepResult], take: TakeProfile) -> Iterator[StepResult]:
         on_gpu = self._device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] * on_gpu)]
         warm_up = schedule(wait=0, warmup=1, active=len(self.steps) + 1, repeat=1)
@@ -93,21 +84,11 @@ class StepProfile:
                 if step < self.steps[-1]:
                     yield result
             done_at = time.perf_counter()
-        outcome: Profile | Exception
-        try:
-            outcome = self._profile(profiler)
-        except Exception as error:  # a failed profile must not stop the run
-            outcome = error
-        take(outcome, time.perf_counter() - done_at)
-        yield result
-        yield from results
-
-    def _profile(self, profiler: profile) -> Profile:
-        on = "cuda" if self._device.type == "cuda" else "cpu"
-        table = profiler.key_averages().table(
-            f"self_{on}_time_total", _TABLE_ROWS, max_name_column_width=_NAME_CHARACTERS
-        )
+        order = f"self_{'cuda' if on_gpu else 'cpu'}_time_total"
+        operators = profiler.key_averages()
+        table = operators.table(order, _TABLE_ROWS, max_name_column_width=_NAME_CHARACTERS)
         with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as directory:
             path = Path(directory, "trace.json.gz")
             profiler.export_chrome_trace(str(path))
-            return Profile(self.steps.start, len(self.steps), table, path.read_bytes())
+            take(table, path.read_bytes(), time.perf_counter() - done_at)
+        yield result

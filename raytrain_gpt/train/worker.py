@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -43,7 +43,7 @@ from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.train.checkpointing import WRITE_TIMEOUT_S, Checkpointing
 from raytrain_gpt.train.heartbeat import RecorderClient
 from raytrain_gpt.train.model_setup import Sharded, set_up_training
-from raytrain_gpt.train.profile import Profile, StepProfile
+from raytrain_gpt.train.profile import StepProfile
 from raytrain_gpt.train.step_log import StepLog
 from raytrain_gpt.train.worker_group import WorkerSpec
 
@@ -283,11 +283,9 @@ class Worker:
         for line in interval_warnings(config, val_tokens, written, step_time_s):
             self.recorder.log(line)
 
-    def _take_profile(self, profile: Profile | Exception, took_s: float) -> None:
-        if isinstance(profile, Profile):
-            self.recorder.call("add_profile", self.spec.attempt, *astuple(profile))
-        else:
-            self.recorder.log(f"no profile: {type(profile).__name__}: {profile}")
+    def _take_profile(self, table: str, trace: bytes, took_s: float) -> None:
+        steps = self.profile.steps
+        self.recorder.call("add_profile", self.spec.attempt, steps.start, len(steps), table, trace)
         self.log.exclude_time(took_s)
 
     def record(self, result: StepResult) -> None:
