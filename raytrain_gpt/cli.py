@@ -8,12 +8,14 @@ so that help and error messages are immediate.
 from __future__ import annotations
 
 import argparse
+import atexit
 import errno
 import itertools
 import os
 import re
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +29,9 @@ _NO_USABLE_PATH = {
     errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM, errno.EROFS
 }  # fmt: skip
 """Errors blamed on a user's path wherever they occur; a missing file (ENOENT) may be our bug."""
+
+LEAVE_AFTER_S = 10.0
+"""Seconds for which threads of the user's code may keep a finished command."""
 
 CODE_DECLARES_FLAGS = ("estimate", "train", "tune", "scale", "doctor")
 CODE_OF_CHECKPOINT = ("eval", "sample", "export")
@@ -76,9 +81,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run one command and exit with its code."""
-    with redacted_output():
-        _run(argv)
+    """Run one command and exit with its code; without `argv` it is all that this process does."""
+    try:
+        with redacted_output():
+            _run(argv)
+    except SystemExit as end:
+        if argv is None:
+            _leave_soon(end.code if isinstance(end.code, int) else 1)
+        raise
 
 
 def _run(argv: Sequence[str] | None) -> NoReturn:
@@ -127,6 +137,28 @@ def _interrupts_end() -> Iterator[None]:
 def _end(*_: object) -> NoReturn:
     _complain("interrupted")
     os._exit(Interrupted.exit_code)
+
+
+def _leave_soon(code: int) -> None:
+    """Leave after LEAVE_AFTER_S or at a signal, where Python would wait for threads without limit."""
+
+    def leave(number: int, _frame: object) -> None:
+        if number == signal.SIGALRM:
+            names = ", ".join(one.name for one in threading.enumerate()[1:] if not one.daemon)
+            _complain(f"left {names} running; end your threads, or start them with daemon=True")
+        atexit._run_exitfuncs()
+        print(end="", flush=True)
+        os._exit(code)
+
+    def arrived() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+    before = {n: signal.signal(n, leave) for n in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM)}
+    # Repeated, since a signal just before Python waits would not wake it.
+    signal.setitimer(signal.ITIMER_REAL, LEAVE_AFTER_S, 1.0)
+    atexit.register(arrived)  # called before those registered earlier
 
 
 def _complain(text: str) -> None:

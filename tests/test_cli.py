@@ -179,3 +179,45 @@ def test_an_interrupt_while_the_commands_are_imported_is_one_line() -> None:
         text=True,
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+WITHIN = """
+import sys
+from raytrain_gpt import cli
+cli.LEAVE_AFTER_S = float(sys.argv.pop(1))
+cli.main()
+"""
+KEPT = """
+import atexit, os, signal, threading
+
+def stay():
+    threading.main_thread().join()  # until Python waits for this thread
+    while True:
+        os.kill(os.getpid(), SIGNAL)
+
+signal.signal(signal.SIGTERM, lambda *_: None)
+atexit.register(print, "at exit")
+threading.Thread(target=stay, name="mine").start()
+"""
+
+
+@pytest.mark.parametrize(
+    ("after_s", "signal", "flags", "code", "words"),
+    [
+        ("0.1", "0", ["--dry_run"], 0, "left mine running; end your threads"),
+        ("1000", "signal.SIGTERM", ["--no"], 2, "error: unknown argument --no"),
+    ],
+)
+def test_a_thread_of_the_users_code_keeps_no_finished_command(
+    tmp_path: Path, after_s: str, signal: str, flags: list[str], code: int, words: str
+) -> None:
+    (file := tmp_path / "my.py").write_text(KEPT.replace("SIGNAL", signal))
+    done = subprocess.run(
+        [sys.executable, "-c", WITHIN, after_s, "train", "--code", file, *flags],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (code, 1), done.stderr
+    assert done.stderr.startswith(words)
+    assert done.stdout.endswith("at exit\n")
