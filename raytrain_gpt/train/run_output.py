@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from raytrain_gpt.checkpoint.catalog import CODE_FILE, Checkpoint
+from raytrain_gpt.config.load import load_recorded
 from raytrain_gpt.config.resolved import FittedConfig
+from raytrain_gpt.errors import CheckpointError, ConfigError
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.recorder import RecorderSpec
-from raytrain_gpt.tracking.report import write_report
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, Row, merge_rows, read_rows
+from raytrain_gpt.tracking.report import REPORT_FILE, write_report
+from raytrain_gpt.tracking.run_files import (
+    CONFIG_FILE,
+    LOG_FILE,
+    METRICS_FILE,
+    SAMPLES_FILE,
+    Row,
+    merge_rows,
+    read_rows,
+)
 from raytrain_gpt.tracking.sync import RunSync
 from raytrain_gpt.tracking.trackers import TrackedRun
 
@@ -19,6 +29,24 @@ class RunOutput:
     def __init__(self, run_dir: Location, tracker_tags: dict[str, str], log: Log) -> None:
         self.run_dir, self.sync = run_dir, RunSync(run_dir)
         self._tracker_tags, self.log = tracker_tags, log
+
+    def check_is_ours(self) -> None:
+        """Check, before the first step, that only files of a run would be replaced.
+
+        Raises:
+            CheckpointError: the directory has files of these names but no run's configuration.
+        """
+        names = (CONFIG_FILE, METRICS_FILE, LOG_FILE, SAMPLES_FILE, REPORT_FILE)
+        existing = [name for name in names if (self.sync.work_dir / name).exists()]
+        if not existing:
+            return
+        try:
+            load_recorded(self.sync.work_dir / CONFIG_FILE)
+        except ConfigError:
+            raise CheckpointError(
+                f"{self.run_dir} has {' and '.join(existing)}, but was not written by a run; use another "
+                "run_name or storage_path"
+            ) from None
 
     def write_config(self, config: FittedConfig) -> None:
         """Write the resolved configuration and the code, so that `--config` and `--code` repeat the run."""

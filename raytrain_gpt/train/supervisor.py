@@ -111,6 +111,7 @@ class Run:
             # Under the lease, no other process writes these files.
             self.output.sync.pull(TRACKERS_DIR)
             if existing is None:
+                self.output.check_is_ours()
                 self.config = preflight.check_init_from(self.config, self.data)
             self.config, resumed = self.resume.start(self.config, self.data, existing)
             if existing is not None and existing.state.step >= self.config.train.max_steps:

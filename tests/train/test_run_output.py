@@ -9,10 +9,12 @@ import pytest
 from raytrain_gpt.checkpoint.catalog import ROWS_FILE, Catalog
 from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.config.resolved import FittedConfig, decided
+from raytrain_gpt.errors import CheckpointError
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import METRICS_FILE
 from raytrain_gpt.train.run_output import RunOutput
 from tests.checkpoint.test_catalog import state, write
+from tests.conftest import raises_line
 from tests.runs import MakeConfig
 
 
@@ -32,6 +34,18 @@ def test_the_configuration_can_be_used_again(output: RunOutput, config: FittedCo
     output.write_config(config)
     written = load_config_file(output.sync.work_dir / "config.yaml")
     assert written.model_dump() == config.model_dump()
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "log.txt", "report.html"])
+def test_files_that_no_run_wrote_are_never_replaced(
+    output: RunOutput, config: FittedConfig, name: str
+) -> None:
+    output.check_is_ours()
+    (output.sync.work_dir / name).write_text("chapter: one")
+    with raises_line(CheckpointError, f"/run has {name}, but was not written by a run", "run_name"):
+        output.check_is_ours()
+    output.write_config(config)
+    output.check_is_ours()  # a run that ended before its first checkpoint
 
 
 def test_every_attempt_has_a_number_that_ray_has_not_seen(output: RunOutput) -> None:
