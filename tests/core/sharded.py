@@ -23,15 +23,10 @@ from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.parallel import full_tensor, gathered_weights, mesh_of, shard, unsharded_twin
 from raytrain_gpt.core.registry import build_optimizer, new_model
 from raytrain_gpt.core.state import HostSnapshot, load_model, load_optimizer
+from tests.core.conftest import QWEN3
+from tests.core.conftest import TINY as SHAPE
 from tests.training import steps
 
-SHAPE = GPTShape(num_layers=2, num_heads=2, embd_size=32, seq_len=16, vocab_size=100)
-QWEN3 = replace(
-    SHAPE,
-    num_heads=4,
-    architecture="qwen3",
-    settings=Qwen3Settings(num_kv_heads=2, mlp_size=48, tied_embeddings=False),
-)
 ODD = replace(
     SHAPE, num_layers=3, architecture="qwen3", settings=Qwen3Settings(num_kv_heads=1, mlp_size=67)
 )

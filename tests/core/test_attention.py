@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from raytrain_gpt.config.built_in import Qwen3Settings
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core import attention
 from raytrain_gpt.core.attention import (
@@ -25,19 +24,14 @@ from raytrain_gpt.core.attention import (
 )
 from raytrain_gpt.core.loop import MicroBatch
 from raytrain_gpt.core.loss import IGNORE_INDEX
-from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.registry import configured_model, new_model
+from tests.core.conftest import QWEN3, TINY
 
 END = 99
-SHAPE = GPTShape(num_layers=2, num_heads=2, embd_size=32, seq_len=48, vocab_size=100)
 SHAPES = {
-    "gpt2": SHAPE,
-    "qwen3": replace(
-        SHAPE,
-        num_heads=4,
-        architecture="qwen3",
-        settings=Qwen3Settings(num_kv_heads=2, mlp_size=48),
-    ),
+    "gpt2": replace(TINY, seq_len=48),
+    "qwen3": replace(QWEN3, seq_len=48),
 }
 BOTH = pytest.mark.parametrize("architecture", SHAPES)
 LAYOUTS = {

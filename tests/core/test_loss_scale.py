@@ -57,10 +57,6 @@ def test_the_factor_halves_with_an_overflow_and_doubles_after_many_steps_without
     scale.adjust(NO)
     scale.adjust(YES)
     assert scale.state() == (4.0, 0)
-
-
-def test_the_factor_stays_at_one() -> None:
-    scale = LossScale(CPU)
     for _ in range(40):
         scale.adjust(YES)
     assert scale.state() == (1.0, 0)

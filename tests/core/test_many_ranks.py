@@ -14,25 +14,19 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from raytrain_gpt.config.built_in import Qwen3Settings
 from raytrain_gpt.config.sections import OptimSection
-from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.optim import update
 from raytrain_gpt.core.parallel import full_tensor, gathered_weights, mesh_of, shard, unsharded_twin
 from raytrain_gpt.core.registry import build_optimizer, count_model, new_model
+from tests.core.conftest import QWEN3, TINY
 
 pytestmark = pytest.mark.slow
 
 WORLD_SIZE = 512
-GPT2 = GPTShape(num_layers=2, num_heads=2, embd_size=32, seq_len=16, vocab_size=1000)
 SHAPES = {
-    "gpt2": GPT2,
-    "qwen3": replace(
-        GPT2,
-        num_layers=3,
-        architecture="qwen3",
-        settings=Qwen3Settings(num_kv_heads=1, mlp_size=67, tied_embeddings=False),
-    ),
+    "gpt2": replace(TINY, vocab_size=1000),
+    "qwen3": replace(QWEN3, vocab_size=1000, num_layers=3),
 }
 """Shapes with 1,024 embedding rows, two per rank; most ranks have no row of any other parameter."""
 RANKS = (0, 1, 2, 31, 400, WORLD_SIZE - 1)

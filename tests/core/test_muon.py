@@ -14,26 +14,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from raytrain_gpt.config.built_in import Qwen3Settings
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core import muon
 from raytrain_gpt.core.loss_scale import LossScale
-from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.muon import newton_schulz, newton_schulz_flops
 from raytrain_gpt.core.optim import AdamW, update
 from raytrain_gpt.core.registry import build_optimizer, new_model
+from tests.core.conftest import QWEN3, TINY
 from tests.core.test_optim import all_equal, put_gradients
 
 MUON = OptimSection(optimizer="muon", weight_decay=0.2, beta1=0.8, beta2=0.9, grad_clip=0.7)
-GPT2_SHAPE = GPTShape(num_layers=3, num_heads=2, embd_size=32, seq_len=16, vocab_size=100)
-SHAPES = {
-    "gpt2": GPT2_SHAPE,
-    "qwen3": replace(
-        GPT2_SHAPE,
-        architecture="qwen3",
-        settings=Qwen3Settings(num_kv_heads=1, mlp_size=67, tied_embeddings=False),
-    ),
-}
+SHAPES = {"gpt2": replace(TINY, num_layers=3), "qwen3": replace(QWEN3, num_layers=3)}
 """Shapes with square, tall and wide matrices."""
 CPU = torch.device("cpu")
 

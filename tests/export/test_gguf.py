@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -276,23 +273,3 @@ def test_a_directory_receives_a_file_with_the_name_of_the_run(
     assert (code, errors) == (2, f"error: {file} exists; set --out to a new file\n")
     assert Path("there", "notes.txt").read_text() == "mine"
     assert len(list(tmp_path.rglob("*.gguf"))) == 1
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """Limit the size of files that this process writes, to simulate a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@pytest.mark.parametrize("size", [100, 50_000])
-def test_a_full_disk_leaves_nothing_behind(size: int, tmp_path: Path) -> None:
-    """This holds for a failure in the names and for one in the tensors."""
-    write_checkpoint(tmp_path / "run", "gpt2", load_tokenizer("bytes"))
-    with largest_file(size), raises_line(CheckpointError, "cannot write", "free space"):
-        export_gguf(tmp_path / "run", tmp_path / "out" / "a.gguf", "fp32", print)
-    assert not list((tmp_path / "out").iterdir())

@@ -39,18 +39,6 @@ def plan(tmp_path: Path) -> Plan:
     return replace(made, tasks=tuple((i, i + 1) for i in range(10)))
 
 
-def test_a_line_has_share_rates_and_eta(plan: Plan, clock: Clock) -> None:
-    lines: list[str] = []
-    progress = _Progress("prepare", plan, set(), lines.append)
-    for task in (3, 0, 7, 1):
-        clock.now += 5
-        progress.add(task, documents=1_000, tokens=250_000)
-    assert lines[-1] == "prepare  40% | 4.0k documents, 200/s | 1.0M tokens, 50.0k/s | eta 30s"
-    clock.now += 5
-    progress.end()
-    assert lines[-1] == "prepare done in 25s | 4.0k documents, 160/s | 1.0M tokens, 40.0k/s"
-
-
 def test_what_was_done_before_counts_as_done_and_not_as_speed(plan: Plan, clock: Clock) -> None:
     lines: list[str] = []
     progress = _Progress("prepare", plan, set(range(8)), lines.append)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -221,23 +220,6 @@ def test_names_that_cannot_be(name: str, words: tuple[str, ...], tmp_path: Path)
     with raises_line(DataError, *words):
         prepare([str(tmp_path / "book.txt")], tmp_path / "data", name, PrepareOptions(), log=print)
     assert not (tmp_path / "data").exists()
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("{", ("is damaged",)),
-        ('{"version": "1.0"}', ("is damaged",)),
-        (
-            json.dumps({"model": {"type": "Unigram"}, "added_tokens": []}),
-            ("not supported", "<|endoftext|>"),
-        ),
-    ],
-)
-def test_files_that_are_no_tokenizer(content: str, words: tuple[str, ...], tmp_path: Path) -> None:
-    (tmp_path / "odd.json").write_text(content)
-    with raises_line(DataError, *words, "odd.json"):
-        open_tokenizer(str(tmp_path / "odd.json"), print)
 
 
 def test_text_is_needed_and_its_tokens_are_not_known_before(tmp_path: Path) -> None:
