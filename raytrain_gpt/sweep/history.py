@@ -121,25 +121,19 @@ def _after(trial: Trial, event: Event) -> Trial:
     return replace(trial, curve=curve, **{name: event[name] for name in REPORTED})
 
 
-def compared_tokens(trial: Trial, budget_tokens: int) -> int:
-    """Return the tokens at which a trial is compared: the full budget if it finished."""
-    return budget_tokens if trial.state == "finished" else min(trial.judged_tokens, budget_tokens)
-
-
-def ranking(trials: Iterable[Trial], budget_tokens: int) -> list[Trial]:
+def ranking(trials: Iterable[Trial]) -> list[Trial]:
     """Rank all trials: by tokens, then score; those without a score; failed ones. Ties are by name."""
 
     def key(trial: Trial) -> tuple[bool, bool, int, float, str]:
-        tokens = compared_tokens(trial, budget_tokens)
         score = math.inf if trial.score is None else trial.score * (-1 if trial.maximize else 1)
-        return trial.state == "failed", trial.score is None, -tokens, score, trial.name
+        return trial.state == "failed", trial.score is None, -trial.judged_tokens, score, trial.name
 
     return sorted(trials, key=key)
 
 
-def best_trial(trials: Iterable[Trial], budget_tokens: int) -> Trial | None:
+def best_trial(trials: Iterable[Trial]) -> Trial | None:
     """Return the trial with the best objective among those with the most tokens, or None."""
-    first = next(iter(ranking(trials, budget_tokens)), None)
+    first = next(iter(ranking(trials)), None)
     return None if first is None or first.score is None else first
 
 

@@ -37,10 +37,10 @@ def plan_table(planned: Sequence[dict[str, Any]], max_steps: Sequence[int]) -> l
 
 def progress_table(trials: Sequence[Trial], objective: str, budget_tokens: int) -> str:
     """Format the state of a sweep: counts, then at most _MAX_PROGRESS_ROWS trials, running ones first."""
-    started = [t for t in ranking(trials, budget_tokens) if t.state != "pending"]
+    started = [t for t in ranking(trials) if t.state != "pending"]
     started.sort(key=lambda trial: _STATES.index(trial.state))
     shown, hidden = started[:_MAX_PROGRESS_ROWS], started[_MAX_PROGRESS_ROWS:]
-    best = best_trial(trials, budget_tokens)
+    best = best_trial(trials)
     lines = [f"{count(len(trials), 'trial')}: {counts_text(trials)}" + _best_text(best, objective)]
     lines += _table(shown, objective, budget_tokens) if shown else []
     lines += [f"and {len(hidden)} more: {counts_text(hidden)}"] if hidden else []
@@ -49,7 +49,7 @@ def progress_table(trials: Sequence[Trial], objective: str, budget_tokens: int) 
 
 def final_table(trials: Sequence[Trial], objective: str, budget_tokens: int) -> str:
     """Format the result of a sweep: trials by rank, errors of failed ones, and tokens used."""
-    ranked = ranking(trials, budget_tokens)
+    ranked = ranking(trials)
     lines = _table(ranked, objective, budget_tokens, ranks=True)
     for trial in ranked:
         if trial.state in ("diverged", "failed"):
@@ -59,7 +59,7 @@ def final_table(trials: Sequence[Trial], objective: str, budget_tokens: int) -> 
     lines.append(
         f"{count(len(trials), 'trial')}: {counts_text(trials)} | {amount(trained)} of {amount(full)} tokens "
         f"trained, stopping early saved {saved / max(full, 1):.0%}"
-        + _best_text(best_trial(trials, budget_tokens), objective)
+        + _best_text(best_trial(trials), objective)
     )
     return "\n".join(lines)
 
@@ -91,14 +91,14 @@ def edge_lines(best: Trial, space: Mapping[str, Domain]) -> list[str]:
     return lines
 
 
-def results_csv(trials: Sequence[Trial], objective: str, budget_tokens: int) -> str:
+def results_csv(trials: Sequence[Trial], objective: str) -> str:
     """Format `results.csv`: full precision, by rank; unknown values and ranks without a score are empty."""
     fields = field_names(trials)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     measured = ("tokens_seen", "tokens_per_s", "elapsed_s")
     writer.writerow(["trial", "state", "rank", objective, *measured, *fields, "run_dir", "error"])
-    for rank, trial in enumerate(ranking(trials, budget_tokens), 1):
+    for rank, trial in enumerate(ranking(trials), 1):
         ranked = [trial.name, trial.state, "" if trial.score is None else rank, trial.objective]
         numbers = [getattr(trial, name) for name in measured]
         values = [_plain(trial.values[n]) if n in trial.values else "" for n in fields]

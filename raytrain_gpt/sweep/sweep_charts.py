@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from raytrain_gpt.sweep.history import Trial, best_trial, compared_tokens, value_text
+from raytrain_gpt.sweep.history import Trial, best_trial, value_text
 from raytrain_gpt.sweep.rules import OBJECTIVES
 from raytrain_gpt.sweep.space import is_number
 from raytrain_gpt.tracking.charts import Chart, Curve, Floats
@@ -34,12 +34,12 @@ def sweep_charts(
     `searched` has at least one field, and none that is tied to others; `budget_tokens` are those of a trial
     that is not stopped.
     """
-    drawn = [t for t in ranked if t.curve and t.values.keys() >= {*searched}]
+    drawn = [trial for trial in ranked if trial.curve]
     if all(trial.score is None for trial in drawn):
         return []
     name, unit = OBJECTIVES.get(objective, (objective, "mean"))
     label = f"{name} ({unit})"
-    named = _curves(drawn, best_trial(ranked, budget_tokens))
+    named = _curves(drawn, best_trial(ranked))
     charts = [Chart("Learning curves", label, named, x="tokens")]
     x_field, line_field = _x_and_line(drawn, searched)
     xs = sorted({trial.values[x_field] for trial in drawn if is_number(trial.values[x_field])})
@@ -78,7 +78,11 @@ def _by_field(
 ) -> list[Curve]:
     """Return the best objectives over a field, with a curve for each value of another one."""
     maximize = drawn[0].maximize
-    full = [score for t in drawn if (score := _full_score(t, budget_tokens)) is not None]
+    full = [
+        trial.score
+        for trial in drawn
+        if trial.score is not None and trial.judged_tokens == budget_tokens
+    ]
     limit = _limit(drawn)
     if len(full) > 1 and not maximize:  # the scale is for trials that can be compared
         limit = min(limit, 2 * max(full) - min(full))
@@ -89,7 +93,7 @@ def _by_field(
         x, score = trial.values[x_field], trial.score
         if score is None or score > limit or not is_number(x):
             continue
-        if _full_score(trial, budget_tokens) is None:
+        if trial.judged_tokens < budget_tokens:
             fewer.append((x, score))
         else:
             line = lines.setdefault(trial.values.get(line_field), {})
@@ -129,11 +133,6 @@ def _x_and_line(trials: Sequence[Trial], names: Sequence[str]) -> tuple[str, str
     others = _discrete_fields(trials, [name for name in names if name != x_field])
     batch = "global_batch_tokens"
     return x_field, batch if batch in others else next(iter(others), "")
-
-
-def _full_score(trial: Trial, budget_tokens: int) -> float | None:
-    """Return the objective of a trial that used its full budget, else None."""
-    return trial.score if compared_tokens(trial, budget_tokens) == budget_tokens else None
 
 
 def _limit(trials: Sequence[Trial]) -> float:

@@ -24,7 +24,6 @@ from raytrain_gpt.sweep.history import (
     History,
     Trial,
     best_trial,
-    compared_tokens,
     ranking,
     value_text,
 )
@@ -86,13 +85,13 @@ def report_sweep(name: str, storage_path: str, as_json: bool, say: Log) -> bool:
 
 def sweep_page(history: History, facts: SweepFacts) -> str:
     trials, budget_tokens = history.trials(), facts.budget_tokens
-    ranked = ranking(trials, budget_tokens)
+    ranked = ranking(trials)
     stopped = [(t, budget_tokens - t.tokens_seen) for t in trials if t.state == "stopped"]
     return page(
         _TEMPLATE,
         facts=facts,
         trials=ranked,
-        best=best_trial(trials, budget_tokens),
+        best=best_trial(trials),
         states=counts_text(trials),
         charts=sweep_charts(ranked, facts.searched, facts.objective, budget_tokens),
         trained_tokens=sum(t.tokens_seen for t in trials),
@@ -112,7 +111,7 @@ def _rows(ranked: list[Trial], facts: SweepFacts) -> list[list[tuple[str, Any]]]
     """Return a row of cells per trial: text, and the value to sort by."""
     rows, fields = [], field_names(ranked)
     for rank, trial in enumerate(ranked, 1):
-        share = compared_tokens(trial, facts.budget_tokens) / facts.budget_tokens
+        share = trial.judged_tokens / facts.budget_tokens
         score, speed, spent_s = trial.score, trial.tokens_per_s, trial.elapsed_s
         row: list[tuple[str, Any]] = [
             (str(rank), rank) if score is not None else ("–", math.inf),

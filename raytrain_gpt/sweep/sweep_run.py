@@ -142,8 +142,8 @@ class SweepRun:
     def _finish(self, parent: ParentRun) -> SweepSummary:
         sweep, trials = self._sweep, self._history.trials()
         objective, budget_tokens = sweep.objective, sweep.budget_tokens
-        files = {RESULTS_FILE: results_csv(trials, objective, budget_tokens).encode()}
-        best, metrics = best_trial(trials, budget_tokens), {}
+        files = {RESULTS_FILE: results_csv(trials, objective).encode()}
+        best, metrics = best_trial(trials), {}
         if best is not None:
             values = {name: best.values[name] for name in sweep.searched}
             config = trial_config(sweep, self._base, values)

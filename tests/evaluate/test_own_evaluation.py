@@ -300,10 +300,10 @@ def test_a_sweep_ranks_and_draws_the_highest_first_if_it_is_told_so(tmp_path: Pa
             at = {"objective": score / part, "tokens_seen": budget // part, "values": values}
             history.add("report", name, **at, **numbers)
         history.add("ended", name, state="finished")
-    best = best_trial(history.trials(), budget)
+    best = best_trial(history.trials())
     assert best is not None
     assert best.name == "001"
-    ranked = ranking(history.trials(), budget)
+    ranked = ranking(history.trials())
     curves, by_rate = sweep_charts(ranked, sweep.searched, "mine/a", budget)
     assert curves.curves[0].label == "001"
     assert [[*curve.values] for curve in by_rate.curves] == [[0.2, 0.3], [0.9, 0.1]]

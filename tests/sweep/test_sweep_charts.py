@@ -47,7 +47,7 @@ def grid(**changes: tuple[float | None, int, State | None]) -> list[Trial]:
 
 
 def charts(trials: list[Trial], space: list[str] = SPACE) -> list[Chart]:
-    return sweep_charts(ranking(trials, BUDGET), space, "val/loss", BUDGET)
+    return sweep_charts(ranking(trials), space, "val/loss", BUDGET)
 
 
 def shown(curves: list[Curve] | Any) -> list[float]:

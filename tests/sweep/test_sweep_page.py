@@ -12,7 +12,7 @@ from playwright.sync_api import expect, sync_playwright
 
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.sweep.history import HISTORY_FILE, History
+from raytrain_gpt.sweep.history import History
 from raytrain_gpt.sweep.spec import SWEEP_FILE, Sweep
 from raytrain_gpt.sweep.sweep_page import SweepFacts, report_sweep, sweep_page
 from raytrain_gpt.sweep.tune import to_yaml
@@ -108,12 +108,6 @@ def test_a_damaged_file_is_one_line(directory: Path, line: str, changed: str, wo
     file.write_text(file.read_text().replace(line, changed))
     with pytest.raises(ConfigError, match=words):
         page_of(directory)
-
-
-def test_trials_that_lack_a_searched_field_are_listed_and_not_drawn(directory: Path) -> None:
-    file = directory / HISTORY_FILE
-    file.write_text(file.read_text().replace("peak_lr", "min_lr"))
-    assert "No evaluation yet" in page_of(directory)
 
 
 @pytest.mark.slow
