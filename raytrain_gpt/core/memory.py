@@ -42,12 +42,6 @@ def checkpoint_bytes(shape: GPTShape, optim: OptimSection) -> int:
     return count_model(shape).num_parameters * _FP32_BYTES + optimizer_state_bytes(shape, optim)
 
 
-def largest_share_bytes(shape: GPTShape, optim: OptimSection, num_ranks: int) -> int:
-    """Bytes of a checkpoint that its busiest rank writes: balanced, but rank 0 writes all weights."""
-    weights = count_model(shape).num_parameters * _FP32_BYTES
-    return max(weights, checkpoint_bytes(shape, optim) // num_ranks)
-
-
 def optimizer_state_bytes(shape: GPTShape, optim: OptimSection) -> int:
     """Bytes of an optimizer's state, without scalars.
 

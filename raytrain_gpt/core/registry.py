@@ -22,7 +22,6 @@ from raytrain_gpt.config import kinds
 from raytrain_gpt.config.kinds import Kind
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import OptimSection
-from raytrain_gpt.core.device import ASSUMED_MFU
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import AdamW, ForeignOptimizer, Optimizer
 from raytrain_gpt.errors import ConfigError
@@ -32,11 +31,6 @@ def optimizer_class(name: str) -> type[AdamW] | None:
     """Class of a built-in optimizer, which counts its own costs, or None."""
     kind = kinds.kind("optimizer", name)
     return cast(type[AdamW], kind.resolve()) if kind.is_built_in else None
-
-
-def assumed_step_time_s(shape: GPTShape, batch_tokens: int, peak_flops: float) -> float:
-    """Seconds of a step without a measurement; `peak_flops` is the FLOP/s of all devices."""
-    return count_model(shape).flops_per_token * batch_tokens / (peak_flops * ASSUMED_MFU)
 
 
 def step_flops(shape: GPTShape, optimizer: str, tokens: int) -> float:

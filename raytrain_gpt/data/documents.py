@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from raytrain_gpt.data.bad_documents import BadDocuments
 from raytrain_gpt.errors import DataError, failure_as, reason
 from raytrain_gpt.format import listed
-from raytrain_gpt.parsing import array_elements
+from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location
 
 STDLIB = "stdlib"
@@ -245,16 +245,17 @@ def _next_line(file: BinaryIO | io.BufferedReader, piece: SourcePiece) -> int:
 
 def _array_documents(path: Location, text_field: str, bad: BadDocuments) -> Iterator[Document]:
     try:
-        with _opened(path) as binary, io.TextIOWrapper(binary, "utf-8") as file:
-            for number, element in enumerate(array_elements(file, MAX_LINE_BYTES)):
-                try:
-                    text = text_in(element, text_field)
-                except (LookupError, TypeError) as error:
-                    bad.add(path, f"element {number}", str(error))
-                else:
-                    yield Document(number, text)
+        with _opened(path) as file:
+            elements = parse_json(file.read())
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {path}: {reason(error)}; fix the file") from None
+    for number, element in enumerate(elements):
+        try:
+            text = text_in(element, text_field)
+        except (LookupError, TypeError) as error:
+            bad.add(path, f"element {number}", str(error))
+        else:
+            yield Document(number, text)
 
 
 def _parquet_documents(

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from raytrain_gpt.config.batch import check_shares
-from raytrain_gpt.config.intervals import interval_warnings
 from raytrain_gpt.config.resolved import ActivationCheckpointing
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import ASSUMED_MFU, GpuSpec
@@ -22,11 +21,11 @@ from raytrain_gpt.core.memory import (
     MemoryModel,
     TrainingMemory,
     checkpoint_bytes,
-    largest_share_bytes,
 )
 from raytrain_gpt.core.model import GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.registry import count_model, step_flops
 from raytrain_gpt.train.memory_search import MemorySearch, Remedy, gpu_limit_bytes
+from raytrain_gpt.train.preflight import evaluation_warnings
 
 _MAX_SEARCHED_SEQUENCES = 2**20
 """Upper bound of micro-batches in sequences; no device has memory for it."""
@@ -72,7 +71,7 @@ class Estimate:
         num_parameters: Counts a tied embedding once, with its padding.
         remedy: Cheapest changes that would make it fit, or None if it fits or no change is enough.
         largest: One entry per GPT-2 size, empty without a device.
-        warnings: Evaluations or checkpoints are too frequent; one line each.
+        warnings: Evaluations are too frequent; one line each.
         train_s: Time of all steps, without evaluations, checkpoints and restarts.
         device_hours: Over all workers.
         price: At the on-demand rate.
@@ -158,7 +157,6 @@ def estimate(config: Config, facts: Facts) -> Estimate:
     speed = _speed(config, shape, facts)
     train_s = None if speed is None else total_tokens / speed.tokens_per_s
     step_time_s = None if train_s is None else train_s / train.max_steps
-    written = largest_share_bytes(shape, config.optim, facts.num_workers)
     device_hours = None if train_s is None else train_s * facts.num_workers / 3600
     steps_per_epoch = None
     if facts.train_tokens is not None:
@@ -182,7 +180,7 @@ def estimate(config: Config, facts: Facts) -> Estimate:
         largest=[] if device is None else _largest_micro_batches(memory, limit_bytes),
         speed=speed,
         step_time_s=step_time_s,
-        warnings=interval_warnings(config, facts.val_tokens or 0, written, step_time_s),
+        warnings=evaluation_warnings(config, facts.val_tokens or 0),
         train_s=train_s,
         device_hours=device_hours,
         price=_price(device_hours, facts.price_per_hour),

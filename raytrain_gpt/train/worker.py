@@ -19,7 +19,6 @@ from raytrain_gpt.checkpoint.catalog import resume_step
 from raytrain_gpt.checkpoint.code_check import check_same_code
 from raytrain_gpt.checkpoint.collectives import Collectives, DelayedFlags
 from raytrain_gpt.cluster.compilers import check_compiler
-from raytrain_gpt.config.intervals import interval_warnings
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import (
     TimedContext,
@@ -30,9 +29,8 @@ from raytrain_gpt.core.device import (
     seed_everything,
 )
 from raytrain_gpt.core.loop import StepResult, train_steps, warm_up_ddp_buckets
-from raytrain_gpt.core.memory import largest_share_bytes
 from raytrain_gpt.core.optim import learning_rate
-from raytrain_gpt.core.registry import assumed_step_time_s, count_model
+from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.core.state import has_finite_parameters
 from raytrain_gpt.errors import Diverged, UserError
 from raytrain_gpt.evaluate.evaluation import Evaluation, watched
@@ -239,8 +237,6 @@ class Worker:
             return
         self.recorder.training_started()
         self._record_start()
-        if self.collectives.rank == 0 and not (self.spec.resumed or self.spec.is_trial):
-            self._warn_of_intervals()
         # Sharded ranks wait for each other in the forward pass too.
         times_forward = self.collectives.world_size > 1 and not isinstance(setup.strategy, Sharded)
         self.log.start_clock()
@@ -270,18 +266,6 @@ class Worker:
             micro_batch_sequences=self.config.train.micro_batch_sequences,
             activation_checkpointing=self.config.train.activation_checkpointing,
         )
-
-    def _warn_of_intervals(self) -> None:
-        config, shape, ranks = self.config, self.setup.raw_model.shape, self.collectives.world_size
-        peak = peak_flops(self._device_name, self.setup.precision)
-        written = largest_share_bytes(shape, config.optim, ranks)
-        step_time_s = None
-        if peak is not None:
-            batch_tokens = config.train.global_batch_tokens
-            step_time_s = assumed_step_time_s(shape, batch_tokens, peak * ranks)
-        val_tokens = self.spec.ingest.data.split_tokens("val")
-        for line in interval_warnings(config, val_tokens, written, step_time_s):
-            self.recorder.log(line)
 
     def _take_profile(self, table: str, trace: bytes, took_s: float) -> None:
         steps = self.profile.steps

@@ -239,13 +239,3 @@ def test_counting_a_model_does_not_load_torchs_compiler() -> None:
         "assert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.parametrize(("num_ranks", "share"), [(1, 7.0), (2, 3.5), (8, 3.0)])
-def test_the_busiest_rank_writes_its_share_but_at_least_the_weights(
-    num_ranks: int, share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weights = count_model(SHAPE).num_parameters * 4
-    monkeypatch.setattr(memory, "optimizer_state_bytes", lambda *_: 4 * weights // 3)
-    found = memory.largest_share_bytes(SHAPE, OptimSection(), num_ranks)
-    assert found == pytest.approx(weights / 3 * share, rel=1e-3)
