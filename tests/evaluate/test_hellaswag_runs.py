@@ -38,7 +38,7 @@ def made_lines() -> Iterator[str]:
     endings = ["goes away.", "sings a song.", "sits down.", "says nothing at all and is gone."]
     for i in range(NUM_EXAMPLES):
         context = " ".join(f"man {i * k % 17}" for k in range(1, 4 + i % 50))
-        row = {"ctx_a": context, "ctx_b": "he", "endings": endings, "label": str(i % 4)}
+        row = {"ctx": f"{context} he", "endings": endings, "label": str(i % 4)}
         yield json.dumps(row)
 
 
@@ -89,8 +89,7 @@ def answers_of_transformers(export: Path, examples: Path) -> Answers:
     answers = {}
     for place, line in enumerate(examples.read_text("utf-8").splitlines()):
         example = json.loads(line)
-        context = example.get("ctx") or f"{example['ctx_a']} {example['ctx_b']}"
-        before = tokenizer(context).input_ids
+        before = tokenizer(example["ctx"]).input_ids
         endings = [tokenizer(f" {ending}").input_ids for ending in example["endings"]]
         rows = [torch.tensor((before + ending)[-SEQ_LEN - 1 :]) for ending in endings]
         with torch.no_grad():
