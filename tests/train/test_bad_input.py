@@ -15,10 +15,9 @@ import pytest
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.data.locations import data_of
 from raytrain_gpt.data.shards import read_manifest, write_manifest
 from raytrain_gpt.errors import ConfigError, DataError
-from raytrain_gpt.evaluate.inference import check_trained_on
+from raytrain_gpt.evaluate.inference import trained_data
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.preflight import absolute_paths
 from tests.conftest import RunCli, raises_line
@@ -174,7 +173,7 @@ def test_data_that_took_the_place_of_what_was_trained_on(
     )
     hashes = other.hash[:12], checkpoint.state.manifest_hash[:12]
     with raises_line(DataError, *hashes, "set --data to the data to validate on"):
-        check_trained_on(checkpoint, data_of(Config(), str(tmp_path / "other")))
+        trained_data(checkpoint, Config().updated({"data_path": str(tmp_path / "other")}))
 
 
 def test_resume_never_refuses_a_name_with_checkpoints(
