@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import math
 import statistics
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -203,81 +203,60 @@ def test_as_on_a_gpu_few_shapes_occur_and_the_scores_stay_the_same(
     assert wanted.all()
 
 
-class Server(ThreadingHTTPServer):
-    """HTTP server of one content, which counts its requests."""
-
-    def __init__(self, content: bytes, announced: int | None = None, status: int = 200) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.content, self.status, self.served = content, status, 0
-        self.announced = len(content) if announced is None else announced
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/data/hellaswag_val.jsonl"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_GET(self) -> None:
-        self.server.served += 1
-        self.send_response(self.server.status)
-        self.send_header("Content-Length", str(self.server.announced))
-        self.end_headers()
-        self.wfile.write(self.server.content)
-
-    def log_message(self, *args: Any) -> None:
-        pass
+CONTENT = f"{json.dumps(LINE)}\n".encode()
+Serve = Callable[[Any], list[str]]
 
 
 @pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """Return a function that serves a content instead of the public URL, with an empty cache."""
-    servers: list[Server] = []
+def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Serve:
+    """Return a function that answers downloads with a content or an error; it returns the URLs asked."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    asked: list[str] = []
 
-    def start(*args: Any, **kwargs: Any) -> Server:
-        servers.append(Server(*args, **kwargs))
-        threading.Thread(target=servers[-1].serve_forever, args=(0.01,)).start()
-        monkeypatch.setattr(hellaswag, "URL", servers[-1].url)
-        return servers[-1]
+    def serve(answer: Any) -> list[str]:
+        def read() -> bytes:
+            if isinstance(answer, Exception):
+                raise answer
+            return bytes(answer)
 
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+        def urlopen(url: str, timeout: float) -> Any:
+            asked.append(url)
+            return contextlib.nullcontext(SimpleNamespace(read=read))
+
+        monkeypatch.setattr(hellaswag.urllib.request, "urlopen", urlopen)
+        return asked
+
+    return serve
 
 
-CONTENT = f"{json.dumps(LINE)}\n".encode()
-
-
-def test_the_public_file_is_fetched_once(serve: Any, tmp_path: Path) -> None:
-    server = serve(CONTENT)
+def test_the_public_file_is_fetched_once(serve: Serve, tmp_path: Path) -> None:
+    asked = serve(CONTENT)
     path = downloaded()
     assert path.path == tmp_path / "cache" / "raytrain-gpt" / "hellaswag_val.jsonl"
     assert read_examples(path) == read_examples(downloaded())
-    assert server.served == 1
+    assert asked == [hellaswag.URL]
     assert [file.name for file in path.path.parent.iterdir()] == ["hellaswag_val.jsonl"]
 
 
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ({"content": b"", "status": 404}, ["cannot download", "404", "its path instead of"]),
-        ({"content": CONTENT, "announced": 10 * len(CONTENT)}, ["cannot download", "read"]),
-        ({"content": b"<html>sign in</html>"}, ["line 1", "Invalid JSON"]),
+        (OSError("HTTP Error 404"), ["cannot download", "404", "its path instead of"]),
+        (http.client.IncompleteRead(CONTENT), ["cannot download", "read"]),
+        (b"<html>sign in</html>", ["line 1", "Invalid JSON"]),
     ],
+    ids=str,
 )
 def test_what_is_not_the_file_is_not_kept(
-    serve: Any, tmp_path: Path, answer: dict[str, Any], words: list[str]
+    serve: Serve, tmp_path: Path, answer: Any, words: list[str]
 ) -> None:
-    server = serve(**answer)
-    with raises_line(DataError, server.url, *words):
+    serve(answer)
+    with raises_line(DataError, hellaswag.URL, *words):
         downloaded()
     assert not list(tmp_path.rglob("*.jsonl"))
 
 
-def test_a_cache_that_cannot_be_written_is_named(serve: Any, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_named(serve: Serve, tmp_path: Path) -> None:
     serve(CONTENT)
     (tmp_path / "cache").write_text("a file")
     with raises_line(DataError, str(tmp_path / "cache"), "XDG_CACHE_HOME"):

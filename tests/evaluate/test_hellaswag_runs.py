@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from raytrain_gpt.checkpoint.collectives import Collectives
-from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.evaluate.evaluation import Evaluation
 from raytrain_gpt.evaluate.hellaswag import read_choices
 from raytrain_gpt.evaluate.inference import open_checkpoint
@@ -21,9 +20,8 @@ from raytrain_gpt.export.huggingface import export_checkpoint
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import Row, read_rows
 from raytrain_gpt.tracking.summary import RunSummary
-from raytrain_gpt.train import preflight
 from raytrain_gpt.train.launch import train
-from tests.conftest import RunCli, raises_line
+from tests.conftest import RunCli
 from tests.export.test_huggingface import UNTIED, write_checkpoint
 
 pytestmark = [pytest.mark.ray, pytest.mark.models]
@@ -169,16 +167,3 @@ def test_without_its_dataset_a_checkpoint_is_still_asked(
         run_cli.refuses("eval", run.run_dir, "--hellaswag", examples, "--data", data)
     finally:
         away.rename(data)
-
-
-def test_a_path_becomes_absolute_and_download_stays(
-    make_config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    config = preflight.absolute_paths(make_config(hellaswag_path="h.jsonl"))
-    assert config.eval.hellaswag_path == str(tmp_path / "h.jsonl")
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
-    download = make_config(hellaswag_path="download")
-    assert preflight.absolute_paths(download) == download
-    with raises_line(ConfigError, "hellaswag_path=h.jsonl is relative"):
-        preflight.absolute_paths(make_config(hellaswag_path="h.jsonl"))

@@ -220,14 +220,6 @@ def test_sums_are_those_of_one_rank_on_any_number(world_size: int) -> None:
     assert all(list(metrics) == ["mine/a", "mine/b"] for metrics in every)
 
 
-def test_the_example_gives_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
-    (file := tmp_path / "held_out.txt").write_text("".join(map(chr, range(32, 127))) * 12)
-    fields = {"evaluations": ["accuracy"], "accuracy_file": str(file), "accuracy_tokens": 1000}
-    (alone,) = measured(EXAMPLE.read_text(), 1, **fields)
-    assert 0 < alone["accuracy/top5"] < 1
-    assert measured(EXAMPLE.read_text(), 2, **fields) == [alone] * 2
-
-
 @pytest.mark.parametrize(
     ("body", "words"),
     [
