@@ -49,7 +49,7 @@ from raytrain_gpt.core import device
 from raytrain_gpt.core.model import GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.data.locations import data_of
-from raytrain_gpt.evaluate.validation_loss import evaluation_sums, loss_metrics
+from raytrain_gpt.evaluate.evaluation import evaluation_sums, loss_metrics
 from raytrain_gpt.ingest.feed import EvalFeed
 from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.tracking.run_files import read_rows

@@ -60,11 +60,9 @@ _Text = Annotated[str, StringConstraints(pattern=r"\S")]
 
 
 class _Row(BaseModel):
-    """A line of the file, which has the context as one text or in two parts, and in test files no label."""
+    """A line of the file."""
 
-    ctx: _Text | None = None
-    ctx_a: str = ""
-    ctx_b: str = ""
+    ctx: _Text
     endings: tuple[_Text, _Text, _Text, _Text]
     label: Literal[0, 1, 2, 3, "0", "1", "2", "3"]
 
@@ -152,21 +150,13 @@ def _parsed(content: bytes, name: str) -> list[Example]:
         if not line.strip():
             continue
         try:
-            examples.append(_example(line))
+            row = _Row.model_validate_json(line)
         except ValueError as error:
             raise DataError(f"{name} line {number}: {reason(error)}; {_WAY_OUT}") from None
+        examples.append(Example(row.ctx, row.endings, int(row.label)))
     if not examples:
         raise DataError(f"{name} has no examples; {_WAY_OUT}")
     return examples
-
-
-def _example(line: bytes) -> Example:
-    """Read a line; raises ValueError with the problem."""
-    row = _Row.model_validate_json(line)
-    context = row.ctx or f"{row.ctx_a} {row.ctx_b}".rstrip()
-    if not context:
-        raise ValueError("no text in ctx or ctx_a")
-    return Example(context, row.endings, int(row.label))
 
 
 def downloaded() -> Location:

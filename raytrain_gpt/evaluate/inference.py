@@ -123,8 +123,8 @@ def evaluate_checkpoint(
     choices = None if hellaswag is None else read_choices(config, hellaswag, tokenizer)
     feed = None
     try:
-        mixture = _trained_data(checkpoint, config) if data is None else data_of(config, str(data))
-        feed = validation_feed(checkpoint, config, device, mixture, eval_tokens)
+        mixture = trained_data(checkpoint, config) if data is None else data_of(config, str(data))
+        feed = _validation_feed(checkpoint, config, device, mixture, eval_tokens)
     except DataError as error:
         if data is not None or not (choices or config.eval.evaluations):
             raise
@@ -145,7 +145,7 @@ def _known_evaluations(checkpoint: Checkpoint, config: Config, log: Log) -> str:
     return ",".join(known)
 
 
-def _trained_data(checkpoint: Checkpoint, config: Config) -> Mixture:
+def trained_data(checkpoint: Checkpoint, config: Config) -> Mixture:
     """Read a checkpoint's training data from its recorded path.
 
     Raises a DataError if it is missing, was replaced, or is in a store that only the user may choose.
@@ -153,26 +153,21 @@ def _trained_data(checkpoint: Checkpoint, config: Config) -> Mixture:
     if not checkpoint.state.manifest_hash:
         raise DataError(f"{checkpoint.path} was imported, so it has no training data; set --data")
     data = recorded_data(config, checkpoint.path)
-    check_trained_on(checkpoint, data)
-    return data
-
-
-def check_trained_on(checkpoint: Checkpoint, data: Mixture) -> None:
-    """Raise a DataError unless the checkpoint was trained on `data`."""
     if data.hash != checkpoint.state.manifest_hash:
         raise DataError(
             f"{', '.join(str(part.directory) for part in data.datasets)} has hash {data.hash[:12]}, "
             f"but {checkpoint.path} was trained on {checkpoint.state.manifest_hash[:12]}; set --data to "
             "the data to validate on"
         )
+    return data
 
 
-def validation_feed(
+def _validation_feed(
     checkpoint: Checkpoint,
     config: Config,
     device: torch.device,
     data: Mixture,
-    eval_tokens: int | None = None,
+    eval_tokens: int | None,
 ) -> EvalFeed:
     """Read the validation sequences of `data`, up to `eval_tokens`.
 

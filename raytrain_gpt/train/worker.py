@@ -60,14 +60,12 @@ class StepActions:
         save: Write a checkpoint, normally after the evaluation, to include its validation loss.
             A preempted or stopped rank saves first, as its node may be gone in seconds.
         await_scheduler: Wait for the sweep's decision on this trial.
-        leave: Whether to exit after this step.
     """
 
     flush: Literal["no", "late", "all"]
     evaluate: bool
     save: Literal["no", "before_evaluation", "after_evaluation"]
     await_scheduler: bool
-    leave: bool
 
 
 def step_actions(
@@ -91,7 +89,6 @@ def step_actions(
         evaluate=evaluate,
         save="no" if not save else "before_evaluation" if first else "after_evaluation",
         await_scheduler=is_trial and evaluate and not is_last and not leaving,
-        leave=leaving,
     )
 
 
@@ -120,7 +117,7 @@ def train_worker(spec: WorkerSpec) -> None:
             worker.evaluate()
         if actions.save == "after_evaluation":
             worker.save_checkpoint()
-        if actions.leave or (actions.await_scheduler and not worker.await_scheduler()):
+        if worker.is_leaving or (actions.await_scheduler and not worker.await_scheduler()):
             break
     worker.finish()
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from raytrain_gpt.checkpoint.collectives import Collectives
-from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.evaluate.evaluation import Evaluation
 from raytrain_gpt.evaluate.hellaswag import read_choices
 from raytrain_gpt.evaluate.inference import open_checkpoint
@@ -21,9 +20,8 @@ from raytrain_gpt.export.huggingface import export_checkpoint
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import Row, read_rows
 from raytrain_gpt.tracking.summary import RunSummary
-from raytrain_gpt.train import preflight
 from raytrain_gpt.train.launch import train
-from tests.conftest import RunCli, raises_line
+from tests.conftest import RunCli
 from tests.export.test_huggingface import UNTIED, write_checkpoint
 
 pytestmark = [pytest.mark.ray, pytest.mark.models]
@@ -38,7 +36,7 @@ def made_lines() -> Iterator[str]:
     endings = ["goes away.", "sings a song.", "sits down.", "says nothing at all and is gone."]
     for i in range(NUM_EXAMPLES):
         context = " ".join(f"man {i * k % 17}" for k in range(1, 4 + i % 50))
-        row = {"ctx_a": context, "ctx_b": "he", "endings": endings, "label": str(i % 4)}
+        row = {"ctx": f"{context} he", "endings": endings, "label": str(i % 4)}
         yield json.dumps(row)
 
 
@@ -89,8 +87,7 @@ def answers_of_transformers(export: Path, examples: Path) -> Answers:
     answers = {}
     for place, line in enumerate(examples.read_text("utf-8").splitlines()):
         example = json.loads(line)
-        context = example.get("ctx") or f"{example['ctx_a']} {example['ctx_b']}"
-        before = tokenizer(context).input_ids
+        before = tokenizer(example["ctx"]).input_ids
         endings = [tokenizer(f" {ending}").input_ids for ending in example["endings"]]
         rows = [torch.tensor((before + ending)[-SEQ_LEN - 1 :]) for ending in endings]
         with torch.no_grad():
@@ -170,16 +167,3 @@ def test_without_its_dataset_a_checkpoint_is_still_asked(
         run_cli.refuses("eval", run.run_dir, "--hellaswag", examples, "--data", data)
     finally:
         away.rename(data)
-
-
-def test_a_path_becomes_absolute_and_download_stays(
-    make_config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    config = preflight.absolute_paths(make_config(hellaswag_path="h.jsonl"))
-    assert config.eval.hellaswag_path == str(tmp_path / "h.jsonl")
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
-    download = make_config(hellaswag_path="download")
-    assert preflight.absolute_paths(download) == download
-    with raises_line(ConfigError, "hellaswag_path=h.jsonl is relative"):
-        preflight.absolute_paths(make_config(hellaswag_path="h.jsonl"))

@@ -14,7 +14,6 @@ from raytrain_gpt.core.attention import attention
 from raytrain_gpt.evaluate import inference
 from raytrain_gpt.evaluate.inference import RULE, sample_checkpoint
 from tests.checkpoints import write_checkpoint
-from tests.conftest import RunCli
 
 
 def test_the_first_sample_is_shown_while_it_is_generated(
@@ -93,19 +92,3 @@ def test_as_on_a_gpu_samples_are_drawn_in_bf16(
     monkeypatch.setattr(inference, "inference_autocast", autocast)
     sample_checkpoint(tmp_path / "run", "a", print, num_samples=1, max_new_tokens=8)
     assert set(types) == {torch.bfloat16}
-
-
-@pytest.mark.parametrize(
-    ("flags", "word"),
-    [
-        ([], "--prompt"),
-        (["--prompt", "a", "--top_p", "1.5"], "top_p='1.5'"),
-        (["--prompt", "a", "--num_samples", "0"], "num_samples='0'"),
-        (["--prompt", "a", "--max_new_tokens", "0"], "max_new_tokens='0'"),
-    ],
-    ids=str,
-)
-def test_flags_out_of_range_are_refused_in_one_line(
-    run_cli: RunCli, flags: list[str], word: str
-) -> None:
-    assert word in run_cli.refuses("sample", "no checkpoint", *flags)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from raytrain_gpt.core.model import GPT
-from raytrain_gpt.evaluate.validation_loss import evaluation_sums, loss_metrics
+from raytrain_gpt.evaluate.evaluation import evaluation_sums, loss_metrics
 from tests.core.conftest import MadeTokens, NewModel
 
 BYTES = torch.tensor([i % 5 + 1 if i < 99 else 0 for i in range(128)])

@@ -15,10 +15,9 @@ import pytest
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.data.locations import data_of
 from raytrain_gpt.data.shards import read_manifest, write_manifest
 from raytrain_gpt.errors import ConfigError, DataError
-from raytrain_gpt.evaluate.inference import check_trained_on
+from raytrain_gpt.evaluate.inference import trained_data
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.preflight import absolute_paths
 from tests.conftest import RunCli, raises_line
@@ -174,7 +173,7 @@ def test_data_that_took_the_place_of_what_was_trained_on(
     )
     hashes = other.hash[:12], checkpoint.state.manifest_hash[:12]
     with raises_line(DataError, *hashes, "set --data to the data to validate on"):
-        check_trained_on(checkpoint, data_of(Config(), str(tmp_path / "other")))
+        trained_data(checkpoint, Config().updated({"data_path": str(tmp_path / "other")}))
 
 
 def test_resume_never_refuses_a_name_with_checkpoints(
@@ -185,22 +184,21 @@ def test_resume_never_refuses_a_name_with_checkpoints(
     assert "resume=never" in run_cli.refuses("train", *flags(config))
 
 
-def test_relative_paths_in_a_submitted_job(
-    monkeypatch: pytest.MonkeyPatch, run_cli: RunCli, dataset: Path
-) -> None:
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
-    assert "storage_path=runs is relative" in run_cli.refuses("train", f"--data_path={dataset}")
-
-
 def test_absolute_paths_in_a_submitted_job_stay_as_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
-    places = {"storage_path": "/mnt/runs/", "data_path": "/d/a=0.7,s3://b/c=0.3"}
+    places = {
+        "storage_path": "/mnt/runs/",
+        "data_path": "/d/a=0.7,s3://b/c=0.3",
+        "hellaswag_path": "download",
+    }
     config = load_preset("quickstart").updated(places)
     assert absolute_paths(config) == config
     with pytest.raises(ConfigError, match="is relative, but a submitted job"):
         absolute_paths(config.updated({"data_path": "/d/a=0.7,c=0.3"}))
+    with pytest.raises(ConfigError, match="hellaswag_path="):
+        absolute_paths(config.updated({"hellaswag_path": "h.jsonl"}))
 
 
 def test_full_disk(refused: Refused, run_cli: RunCli, small_disk: Callable[[str], Path]) -> None:

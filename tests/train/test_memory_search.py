@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -146,37 +145,10 @@ def test_the_largest_that_fits_is_found_however_wrong_the_prediction(
     assert len(search.asked) == len(set(search.asked))
 
 
-def test_more_memory_is_never_used_for_fewer_sequences_at_the_same_recomputing() -> None:
-    search = table(auto(24, 4))
-    found = [search.largest(limit) for limit in range(300)]
-    assert found[0] is None
-    for little, much in itertools.pairwise(f for f in found if f is not None):
-        assert MODES.index(much.activation_checkpointing) <= MODES.index(
-            little.activation_checkpointing
-        )
-        if much.activation_checkpointing == little.activation_checkpointing:
-            assert much.sequences >= little.sequences
-    assert found[-1] == MemoryFit(24, "none", 260)
-
-
 def test_a_right_prediction_costs_two_measurements() -> None:
     search = table(auto(16, 4))
     assert search.largest(70, search.ask) == MemoryFit(4, "none", 60)
     assert search.asked == [(4, "none"), (8, "none")]
-
-
-def test_recomputing_only_where_too_little_fits_without() -> None:
-    config = auto(24, 4)
-    assert [table(config).largest(limit) for limit in (22, 23, 43, 44, 59, 60)] == [
-        None,
-        MemoryFit(1, "full", 23),
-        MemoryFit(6, "full", 38),
-        MemoryFit(4, "selective", 44),
-        MemoryFit(6, "selective", 56),
-        MemoryFit(4, "none", 60),
-    ]
-    fixed = config.updated({"activation_checkpointing": "none"})
-    assert table(fixed).largest(44) == MemoryFit(2, "none", 40)
 
 
 def test_what_is_predicted_grows_and_the_least_is_what_fits_last() -> None:
@@ -188,19 +160,6 @@ def test_what_is_predicted_grows_and_the_least_is_what_fits_last() -> None:
     least = search.least()
     assert search.largest(least.needed_bytes) == least
     assert search.largest(least.needed_bytes - 1) is None
-
-
-def test_prediction_alone_gives_the_largest_that_fits() -> None:
-    values = {"num_layers": 8, "embd_size": 256, "seq_len": 128, "global_batch_tokens": 64 * 128}
-    wanted = config(activation_checkpointing="auto", **values)
-    search = MemorySearch(wanted, 1, model_of(wanted))
-    room_for_32 = search.predict(32, "none")
-    for limit_bytes, sequences in ((math.inf, 64), (room_for_32, 32), (room_for_32 - 1, 16)):
-        found = search.largest(limit_bytes)
-        assert found == MemoryFit(sequences, "none", search.predict(sequences, "none"))
-    least = search.least()
-    assert search.largest(0) is None
-    assert (least.sequences, least.activation_checkpointing) == (1, "full")
 
 
 @pytest.mark.parametrize(("room", "tries"), [(4, [4, 6]), (12, [4, 6, 12]), (2, [4, 3, 2])])

@@ -140,13 +140,6 @@ def test_code_that_no_kind_of_the_weights_comes_from_may_change(
     assert start(None, max_steps=30, **fields).step == 30
 
 
-def test_a_setting_of_the_schedule_cannot_change_on_resume(start: Start, tmp_path: Path) -> None:
-    fields: dict[str, Any] = {"run_name": "setting", "storage_path": tmp_path}
-    start(OWN, **SCHEDULE, **fields)
-    with raises_line(CheckpointError, "inv_steps 7 -> 8"):
-        start(OWN, **{**SCHEDULE, "inv_steps": 8, "max_steps": 30}, **fields)
-
-
 def test_a_rate_that_is_not_finite_ends_the_run_with_one_line(start: Start, tmp_path: Path) -> None:
     words = ["schedule broken returned nan at step 12 of 20", "finite factor"]
     with raises_line(ConfigError, *words):

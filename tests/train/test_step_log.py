@@ -135,11 +135,16 @@ def test_a_step_that_is_not_finite_is_marked_with_the_ranks_that_skipped_it(conf
     assert log.bad_streak is None
 
 
-def test_bad_steps_in_a_row_end_the_log_with_the_batches_they_read(config: Config) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_bad_steps_in_a_row_end_the_log_with_the_batches_they_read(
+    config: Config, late: bool
+) -> None:
     log = make_log(config, feed(ingest(config)), rows=before(config))
+    rows: list[Row] = []
     for step in range(1, 8):
         log.add(result(step, loss=300.0 if step >= 2 else 3.0))
-    rows = log.flush()
+        if late or step == 7:
+            rows += log.flush(late)
     assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 4]
     assert [row["event"] for row in rows if "event" in row] == ["spike"] * 3
     # Step 2 read batch 3; 4 and 5 are skipped; steps 3 and 4 read 6 and 7.
@@ -160,16 +165,6 @@ def test_a_late_flush_reports_the_steps_before_the_last_flush(config: Config) ->
     expected = [[row[c] for c in columns] for row in at_once.flush()]
     assert [[row[c] for c in columns] for row in rows] == expected
     assert late.position == at_once.position
-
-
-def test_a_late_flush_ends_at_bad_steps_too(config: Config) -> None:
-    log = make_log(config, feed(ingest(config)), rows=before(config))
-    rows: list[Row] = []
-    for step in range(1, 8):
-        log.add(result(step, loss=300.0 if step >= 2 else 3.0))
-        rows += log.flush(late=True)
-    assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 4]
-    assert log.bad_streak == BadStreak(first_step=2, last_step=4, first_batch=3, last_batch=7)
 
 
 def test_all_ranks_report_the_same_means(config: Config) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -199,61 +198,29 @@ def test_a_signal_is_a_reason_to_leave(rank_0: Any) -> None:
     assert rank_0._leaves_for == "stopped"
 
 
-# Actions of a worker after a step, compared with the original rule, a loop with booleans.
-
-MAX_STEPS = 24
-
-
-def by_the_loop(
-    step: int, config: Config, leave: bool, profile_edge: bool, is_trial: bool
-) -> list[str]:
-    """Return the calls that the first version of the worker's loop makes after a step."""
-    train, evaluation, done = config.train, config.eval, list[str]()
-    last = step == train.max_steps
-    evaluate = last or step % evaluation.eval_every_steps == 0
-    save = last or leave or step % train.checkpoint_every_steps == 0
-    log = step % train.log_every_steps == 0 or profile_edge
-    if evaluate or save or log:
-        done.append("flush")
-    if leave and not last:
-        done.append("save")
-    if evaluate:
-        done.append("evaluate")
-    if save and (last or not leave):
-        done.append("save")
-    if not leave and evaluate and not last and is_trial:
-        done.append("await_scheduler")
-    if leave:
-        done.append("leave")
-    return done
-
-
-def by_the_value(actions: StepActions) -> list[str]:
-    """Return the actions in the order in which `train_worker` executes them."""
-    flags = [
-        ("flush", actions.flush != "no"),
-        ("save", actions.save == "before_evaluation"),
-        ("evaluate", actions.evaluate),
-        ("save", actions.save == "after_evaluation"),
-        ("await_scheduler", actions.await_scheduler),
-        ("leave", actions.leave),
-    ]
-    return [name for name, is_due in flags if is_due]
-
-
-@pytest.mark.parametrize(("log", "save", "evaluate"), product((1, 3, 100), (4, 24, 100), (6, 100)))
-def test_every_step_of_every_rhythm(log: int, save: int, evaluate: int) -> None:
-    config = Config().updated(
-        {
-            "max_steps": MAX_STEPS,
-            "log_every_steps": log,
-            "checkpoint_every_steps": save,
-            "eval_every_steps": evaluate,
-        }
-    )
-    for step, *flags in product(range(1, MAX_STEPS + 1), *[(False, True)] * 3):
-        leaving, profile_edge, is_trial = flags
-        actions = step_actions(
-            step, config, leaving=leaving, profile_edge=profile_edge, is_trial=is_trial
-        )
-        assert by_the_value(actions) == by_the_loop(step, config, *flags), (step, flags)
+@pytest.mark.parametrize(
+    ("step", "flags", "flush", "evaluate", "save", "await_scheduler"),
+    [
+        (5, "", "no", False, "no", False),
+        (3, "", "late", False, "no", False),
+        (4, "", "all", False, "after_evaluation", False),
+        (6, "", "all", True, "no", False),
+        (12, "", "all", True, "after_evaluation", False),
+        (24, "", "all", True, "after_evaluation", False),
+        (3, "profile_edge", "all", False, "no", False),
+        (5, "is_trial", "no", False, "no", False),
+        (6, "is_trial", "all", True, "no", True),
+        (24, "is_trial", "all", True, "after_evaluation", False),
+        (5, "leaving", "all", False, "before_evaluation", False),
+        (6, "leaving is_trial", "all", True, "before_evaluation", False),
+        (24, "leaving is_trial", "all", True, "after_evaluation", False),
+    ],
+)
+def test_what_is_due_after_a_step(
+    step: int, flags: str, flush: Any, evaluate: bool, save: Any, await_scheduler: bool
+) -> None:
+    periods = {"log_every_steps": 3, "checkpoint_every_steps": 4, "eval_every_steps": 6}
+    config = Config().updated({"max_steps": 24, **periods})
+    given = {name: name in flags.split() for name in ("leaving", "profile_edge", "is_trial")}
+    expected = StepActions(flush, evaluate, save, await_scheduler)
+    assert step_actions(step, config, **given) == expected
