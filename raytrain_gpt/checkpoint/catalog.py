@@ -33,7 +33,7 @@ from pydantic import TypeAdapter
 
 from raytrain_gpt.checkpoint.checkpoint_state import STATE_VERSION, CheckpointState
 from raytrain_gpt.checkpoint.hashes import HASHES_FILE, FileEntry, read_hashes
-from raytrain_gpt.checkpoint.rows import is_row, parse_rows
+from raytrain_gpt.checkpoint.rows import parse_rows
 from raytrain_gpt.checkpoint.run_names import DEFAULT_STORAGE, near_run
 from raytrain_gpt.errors import CheckpointError, damage_as
 from raytrain_gpt.format import Log, shell
@@ -44,8 +44,6 @@ CHECKPOINTS_DIR = "checkpoints"
 STATE_FILE = "state.json"
 ROWS_FILE = "rows.jsonl"
 CODE_FILE = "code.py"
-_EVALUATION_FILE = "evaluation.json"
-"""An evaluation that earlier versions added to a checkpoint later; `hashes.json` does not list it."""
 _NAME = re.compile(r"step=(\d{8}|[1-9]\d{8,})")
 _UNFINISHED = re.compile(rf"unfinished-(removed-)?{_NAME.pattern}(-[\w-]+)?")
 _NEEDED = {STATE_FILE, "model.safetensors"}
@@ -116,14 +114,6 @@ class Checkpoint:
                 return parse_rows(content)[0]
         return []
 
-    def unlisted(self) -> list[str]:
-        """Return unlisted files, such as those of a different checkpoint copied over this one.
-
-        Empty in an object store, where a dead attempt may have left some at the same step.
-        """
-        names = set(self.path.names()) if self.path.is_local else set()
-        return sorted(names - self.file_names - {HASHES_FILE, _EVALUATION_FILE})
-
 
 _STATE = TypeAdapter(CheckpointState)
 
@@ -153,21 +143,7 @@ def read_checkpoint(path: Location) -> Checkpoint:
                 f"name it step={state.step:08d}, or remove it"
             )
         size_bytes = sum(entry.size_bytes for entry in hashes.values())
-        if state.val_loss is None and state.config.get("eval", {}).get("eval_mode") == "async":
-            state = dataclasses.replace(state, val_loss=_loss_added_later(path, hashes))
         return Checkpoint(path, state, size_bytes, frozenset(hashes))
-
-
-def _loss_added_later(path: Location, hashes: Mapping[str, FileEntry]) -> float | None:
-    """Read the validation loss of an earlier version's evaluation, or None if missing or damaged."""
-    loss: float | None = None
-    listed = "".join(f"{n} {e.size_bytes} {e.sha256}\n" for n, e in sorted(hashes.items()))
-    checkpoint_hash = hashlib.sha256(listed.encode()).hexdigest()
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        content = parse_json((path / _EVALUATION_FILE).read_bytes())
-        if content["checkpoint_hash"] == checkpoint_hash and is_row(content["row"]):
-            loss = content["row"]["val/loss"]
-    return loss
 
 
 class Draft:
@@ -283,7 +259,7 @@ class Catalog:
         """The newest checkpoint whose hashes all match, or None if the run has no checkpoints.
 
         Args:
-            on_skip: Logs damaged newer checkpoints, and unlisted files of the returned one.
+            on_skip: Logs damaged newer checkpoints.
             before_step: Limits the search to earlier steps unless None.
 
         Raises:
@@ -294,9 +270,6 @@ class Catalog:
             try:
                 checkpoint = read_checkpoint(path)
                 checkpoint.verify()
-                if extra := checkpoint.unlisted():
-                    names = ", ".join(name if name.isprintable() else repr(name) for name in extra)
-                    on_skip(f"ignoring {names} in {path}: not listed in {HASHES_FILE}")
                 return checkpoint
             except _NewerVersionError:
                 raise
