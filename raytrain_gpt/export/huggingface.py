@@ -102,8 +102,7 @@ def export_checkpoint(path: str | Path, out: str | Path, dtype: DType, log: Log)
     log(
         f"exported {checkpoint.path}: {shape_line(model.shape)}, {dtype}, tokenizer {encoding.name}"
     )
-    run_dir = checkpoint.path.parent.parent
-    track_export(run_dir, config.tracking.experiment, place.path, log)
+    track_export(checkpoint.path.parent.parent, place.path, log)
     return place.path
 
 
