@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import errno
 import hashlib
 import json
@@ -25,26 +26,39 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from raytrain_gpt.checkpoint.checkpoint_state import STATE_VERSION, CheckpointState
-from raytrain_gpt.checkpoint.hashes import HASHES_FILE, FileEntry, read_hashes
 from raytrain_gpt.checkpoint.rows import parse_rows
-from raytrain_gpt.checkpoint.run_names import DEFAULT_STORAGE, near_run
-from raytrain_gpt.errors import CheckpointError, damage_as
+from raytrain_gpt.config.sections import RunSection
+from raytrain_gpt.errors import CheckpointError, RaytrainGptError, damage_as
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, force_to_disk
 
 CHECKPOINTS_DIR = "checkpoints"
 STATE_FILE = "state.json"
+HASHES_FILE = "hashes.json"
 ROWS_FILE = "rows.jsonl"
 CODE_FILE = "code.py"
 _NAME = re.compile(r"step=(\d{8}|[1-9]\d{8,})")
 _UNFINISHED = re.compile(rf"unfinished-(removed-)?{_NAME.pattern}(-[\w-]+)?")
 _NEEDED = {STATE_FILE, "model.safetensors"}
+_DEFAULT_STORAGE: str = RunSection.model_fields["storage_path"].default
+_MARKS = ("config.yaml", CHECKPOINTS_DIR, STATE_FILE)
+"""A run or checkpoint has at least one of these entries."""
+# Files are downloaded to these names.
+_FileName = Annotated[str, Field(pattern=r"^\w[\w.-]{0,99}$")]
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Size and SHA-256 (hex) of a file of a checkpoint."""
+
+    size_bytes: Annotated[int, Field(ge=0, lt=2**53, alias="bytes")]
+    sha256: str
 
 
 class _NewerVersionError(CheckpointError):
@@ -110,6 +124,17 @@ class Checkpoint:
 
 
 _STATE = TypeAdapter(CheckpointState)
+_HASHES = TypeAdapter(dict[_FileName, FileEntry])
+
+
+def read_hashes(directory: Location) -> dict[str, FileEntry]:
+    """The entries of a checkpoint by file name.
+
+    Raises:
+        CheckpointError: the file is damaged or cannot be read.
+    """
+    with damage_as(CheckpointError, directory / HASHES_FILE):
+        return _HASHES.validate_python(parse_json((directory / HASHES_FILE).read_bytes()))
 
 
 def read_checkpoint(path: Location) -> Checkpoint:
@@ -318,10 +343,10 @@ def resume_step(checkpoint: Checkpoint | None) -> int:
 
 def best_by_loss(checkpoints: list[Checkpoint]) -> Checkpoint | None:
     """Return the checkpoint with the lowest validation loss, or None if none was evaluated."""
-    return next((c for c in by_preference(checkpoints) if c.state.val_loss is not None), None)
+    return next((c for c in _by_preference(checkpoints) if c.state.val_loss is not None), None)
 
 
-def by_preference(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+def _by_preference(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
     """Sort by validation loss, then earlier step; checkpoints without a loss last, newest first."""
 
     def rank(checkpoint: Checkpoint) -> tuple[bool, float, int]:
@@ -348,7 +373,7 @@ def resolve_checkpoint(path: Location, on_skip: Log | None = None) -> Checkpoint
         checkpoint = read_checkpoint(path)
         checkpoint.verify()
         return checkpoint
-    complete = by_preference(Catalog(path).complete(on_skip))
+    complete = _by_preference(Catalog(path).complete(on_skip))
     for checkpoint in complete:
         try:
             checkpoint.verify()
@@ -367,7 +392,17 @@ def resolve_checkpoint(path: Location, on_skip: Log | None = None) -> Checkpoint
             f"{path} holds Hugging Face weights; import them first: "
             f"raytrain-gpt import {shell(path)} --out CHECKPOINT"
         )
-    hint = near_run(path.name, path.parent, path.parent / DEFAULT_STORAGE)
+    hint = near_run(path.name, path.parent, path.parent / _DEFAULT_STORAGE)
     raise CheckpointError(
         f"{path} is neither a checkpoint nor a run with one{hint or '; see: raytrain-gpt runs list'}"
     )
+
+
+def near_run(name: str, *storages: Location) -> str:
+    """Suggest the run or checkpoint with the most similar name, or return an empty string."""
+    for storage in storages:
+        with contextlib.suppress(OSError, RaytrainGptError):  # one that may not be listed
+            for similar in difflib.get_close_matches(name, storage.names(), n=5):
+                if any((storage / similar / mark).exists() for mark in _MARKS):
+                    return f"; did you mean {similar}?"
+    return ""

@@ -19,9 +19,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from raytrain_gpt.checkpoint.catalog import ROWS_FILE, Draft
+from raytrain_gpt.checkpoint.catalog import HASHES_FILE, ROWS_FILE, Draft
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
-from raytrain_gpt.checkpoint.hashes import HASHES_FILE
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.model import GPT, GPT2_VOCAB_SIZE, GPTShape

@@ -14,11 +14,11 @@ import pytest
 from raytrain_gpt.checkpoint.catalog import (
     Catalog,
     Checkpoint,
+    FileEntry,
     read_checkpoint,
     resolve_checkpoint,
 )
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
-from raytrain_gpt.checkpoint.hashes import FileEntry
 from raytrain_gpt.errors import CheckpointError, StorageError
 from raytrain_gpt.storage.location import Location
 from tests.conftest import raises_line
