@@ -21,10 +21,10 @@ from raytrain_gpt.checkpoint.catalog import (
     STATE_FILE,
     Catalog,
     Checkpoint,
+    near_run,
     read_checkpoint,
 )
 from raytrain_gpt.checkpoint.code_check import check_unchanged, code_hash, replaced_code
-from raytrain_gpt.checkpoint.run_names import near_run
 from raytrain_gpt.config.batch import for_workers
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config, changed_fields, parse_config
@@ -44,7 +44,7 @@ _FIXED_ON_BRANCH = (*SHAPE_FIELDS, "seq_len", "global_batch_tokens", "optimizer"
 
 
 @dataclass(frozen=True)
-class Branch:
+class _Branch:
     """Origin of a branched run.
 
     Attributes:
@@ -65,7 +65,7 @@ class Branch:
         return f"branched from {self.checkpoint} at step {self.step}, changed: {', '.join(changes)}"
 
 
-def read_branch(directory: Location) -> Branch | None:
+def read_branch(directory: Location) -> _Branch | None:
     """Read the origin of a run, or None if it is not a branch.
 
     Raises:
@@ -75,7 +75,7 @@ def read_branch(directory: Location) -> Branch | None:
     if not file.is_file():
         return None
     with damage_as(CheckpointError, file):
-        return TypeAdapter(Branch).validate_python(parse_json(file.read_bytes()))
+        return TypeAdapter(_Branch).validate_python(parse_json(file.read_bytes()))
 
 
 def create_branch(config: FittedConfig, data: Mixture, log: Log) -> Checkpoint | None:
@@ -113,7 +113,7 @@ def create_branch(config: FittedConfig, data: Mixture, log: Log) -> Checkpoint |
     trained = config.updated({name: before[name] for name in autos})
     run_fields = {"run_name", "storage_path", "branch_from"}
     changed = changed_fields(before, for_workers(trained, state.num_workers).field_values())
-    branch = Branch(
+    branch = _Branch(
         checkpoint=str(origin.path),
         step=state.step,
         next_batch=state.next_batch,

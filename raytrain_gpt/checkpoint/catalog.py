@@ -4,8 +4,7 @@
                                        code.py if the run has code of the user's,
                                        state.json, rows.jsonl and, last, hashes.json
     checkpoints/unfinished-…           being written or removed; never read
-    checkpoints/broken-step=00000250/  damaged, or written in a loss spike, and set aside
-    checkpoints/misnamed-step=…        a copy or link of a different step, set aside, never removed
+    checkpoints/broken-step=00000250/  damaged, misnamed, or written in a loss spike, and set aside
 
 On a file system a checkpoint is written under an unfinished name, with every file forced to disk;
 `hashes.json` with all sizes and SHA-256 comes last, and one rename completes it. Object stores cannot rename:
@@ -17,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import errno
 import hashlib
 import json
@@ -26,37 +26,43 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from secrets import token_hex
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from raytrain_gpt.checkpoint.checkpoint_state import STATE_VERSION, CheckpointState
-from raytrain_gpt.checkpoint.hashes import HASHES_FILE, FileEntry, read_hashes
-from raytrain_gpt.checkpoint.rows import is_row, parse_rows
-from raytrain_gpt.checkpoint.run_names import DEFAULT_STORAGE, near_run
-from raytrain_gpt.errors import CheckpointError, damage_as
+from raytrain_gpt.checkpoint.rows import parse_rows
+from raytrain_gpt.config.sections import RunSection
+from raytrain_gpt.errors import CheckpointError, RaytrainGptError, damage_as
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, force_to_disk
 
 CHECKPOINTS_DIR = "checkpoints"
 STATE_FILE = "state.json"
+HASHES_FILE = "hashes.json"
 ROWS_FILE = "rows.jsonl"
 CODE_FILE = "code.py"
-_EVALUATION_FILE = "evaluation.json"
-"""An evaluation that earlier versions added to a checkpoint later; `hashes.json` does not list it."""
 _NAME = re.compile(r"step=(\d{8}|[1-9]\d{8,})")
 _UNFINISHED = re.compile(rf"unfinished-(removed-)?{_NAME.pattern}(-[\w-]+)?")
 _NEEDED = {STATE_FILE, "model.safetensors"}
+_DEFAULT_STORAGE: str = RunSection.model_fields["storage_path"].default
+_MARKS = ("config.yaml", CHECKPOINTS_DIR, STATE_FILE)
+"""A run or checkpoint has at least one of these entries."""
+# Files are downloaded to these names.
+_FileName = Annotated[str, Field(pattern=r"^\w[\w.-]{0,99}$")]
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Size and SHA-256 (hex) of a file of a checkpoint."""
+
+    size_bytes: Annotated[int, Field(ge=0, lt=2**53, alias="bytes")]
+    sha256: str
 
 
 class _NewerVersionError(CheckpointError):
     """Checkpoint of a later version: not damaged, so it must not be skipped."""
-
-
-class _Misnamed(CheckpointError):
-    """Checkpoint whose state and name disagree on the step; its files may be intact."""
 
 
 @dataclass(frozen=True)
@@ -116,16 +122,19 @@ class Checkpoint:
                 return parse_rows(content)[0]
         return []
 
-    def unlisted(self) -> list[str]:
-        """Return unlisted files, such as those of a different checkpoint copied over this one.
-
-        Empty in an object store, where a dead attempt may have left some at the same step.
-        """
-        names = set(self.path.names()) if self.path.is_local else set()
-        return sorted(names - self.file_names - {HASHES_FILE, _EVALUATION_FILE})
-
 
 _STATE = TypeAdapter(CheckpointState)
+_HASHES = TypeAdapter(dict[_FileName, FileEntry])
+
+
+def read_hashes(directory: Location) -> dict[str, FileEntry]:
+    """The entries of a checkpoint by file name.
+
+    Raises:
+        CheckpointError: the file is damaged or cannot be read.
+    """
+    with damage_as(CheckpointError, directory / HASHES_FILE):
+        return _HASHES.validate_python(parse_json((directory / HASHES_FILE).read_bytes()))
 
 
 def read_checkpoint(path: Location) -> Checkpoint:
@@ -148,26 +157,12 @@ def read_checkpoint(path: Location) -> Checkpoint:
             content["numerics_environment"] = content.pop("computed_by")
         state = _STATE.validate_python(content)
         if _NAME.fullmatch(path.name) and _step(path) != state.step:
-            raise _Misnamed(
+            raise CheckpointError(
                 f"checkpoint {path} was copied, renamed or linked: its {STATE_FILE} says step {state.step}; "
                 f"name it step={state.step:08d}, or remove it"
             )
         size_bytes = sum(entry.size_bytes for entry in hashes.values())
-        if state.val_loss is None and state.config.get("eval", {}).get("eval_mode") == "async":
-            state = dataclasses.replace(state, val_loss=_loss_added_later(path, hashes))
         return Checkpoint(path, state, size_bytes, frozenset(hashes))
-
-
-def _loss_added_later(path: Location, hashes: Mapping[str, FileEntry]) -> float | None:
-    """Read the validation loss of an earlier version's evaluation, or None if missing or damaged."""
-    loss: float | None = None
-    listed = "".join(f"{n} {e.size_bytes} {e.sha256}\n" for n, e in sorted(hashes.items()))
-    checkpoint_hash = hashlib.sha256(listed.encode()).hexdigest()
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        content = parse_json((path / _EVALUATION_FILE).read_bytes())
-        if content["checkpoint_hash"] == checkpoint_hash and is_row(content["row"]):
-            loss = content["row"]["val/loss"]
-    return loss
 
 
 class Draft:
@@ -283,7 +278,7 @@ class Catalog:
         """The newest checkpoint whose hashes all match, or None if the run has no checkpoints.
 
         Args:
-            on_skip: Logs damaged newer checkpoints, and unlisted files of the returned one.
+            on_skip: Logs damaged newer checkpoints.
             before_step: Limits the search to earlier steps unless None.
 
         Raises:
@@ -294,9 +289,6 @@ class Catalog:
             try:
                 checkpoint = read_checkpoint(path)
                 checkpoint.verify()
-                if extra := checkpoint.unlisted():
-                    names = ", ".join(name if name.isprintable() else repr(name) for name in extra)
-                    on_skip(f"ignoring {names} in {path}: not listed in {HASHES_FILE}")
                 return checkpoint
             except _NewerVersionError:
                 raise
@@ -323,7 +315,7 @@ class Catalog:
                 (self._dir / name).remove()
         for path in paths:
             if _step(path) > good_until:
-                self._set_aside(path)
+                self._retire(path, f"broken-{path.name}")
 
     def prune(self, keep: int) -> None:
         """Remove all checkpoints but the newest `keep` and the best."""
@@ -332,17 +324,6 @@ class Catalog:
         for checkpoint in complete[:-keep]:
             if checkpoint is not best:
                 self._retire(checkpoint.path, f"unfinished-removed-{checkpoint.path.name}").remove()
-
-    def _set_aside(self, path: Location) -> None:
-        """Rename an unused checkpoint; a copy made by the user is never removed."""
-        with contextlib.suppress(CheckpointError):
-            try:
-                read_checkpoint(path)
-            except _Misnamed:
-                if self._dir.is_local:  # in a store the run overwrites it, hashes.json last
-                    path.path.rename(path.path.with_name(f"misnamed-{path.name}-{token_hex(4)}"))
-                return
-        self._retire(path, f"broken-{path.name}")
 
     def _retire(self, path: Location, name: str) -> Location:
         """Retire a checkpoint atomically (rename); returns the new location."""
@@ -362,10 +343,10 @@ def resume_step(checkpoint: Checkpoint | None) -> int:
 
 def best_by_loss(checkpoints: list[Checkpoint]) -> Checkpoint | None:
     """Return the checkpoint with the lowest validation loss, or None if none was evaluated."""
-    return next((c for c in by_preference(checkpoints) if c.state.val_loss is not None), None)
+    return next((c for c in _by_preference(checkpoints) if c.state.val_loss is not None), None)
 
 
-def by_preference(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+def _by_preference(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
     """Sort by validation loss, then earlier step; checkpoints without a loss last, newest first."""
 
     def rank(checkpoint: Checkpoint) -> tuple[bool, float, int]:
@@ -392,7 +373,7 @@ def resolve_checkpoint(path: Location, on_skip: Log | None = None) -> Checkpoint
         checkpoint = read_checkpoint(path)
         checkpoint.verify()
         return checkpoint
-    complete = by_preference(Catalog(path).complete(on_skip))
+    complete = _by_preference(Catalog(path).complete(on_skip))
     for checkpoint in complete:
         try:
             checkpoint.verify()
@@ -411,7 +392,17 @@ def resolve_checkpoint(path: Location, on_skip: Log | None = None) -> Checkpoint
             f"{path} holds Hugging Face weights; import them first: "
             f"raytrain-gpt import {shell(path)} --out CHECKPOINT"
         )
-    hint = near_run(path.name, path.parent, path.parent / DEFAULT_STORAGE)
+    hint = near_run(path.name, path.parent, path.parent / _DEFAULT_STORAGE)
     raise CheckpointError(
         f"{path} is neither a checkpoint nor a run with one{hint or '; see: raytrain-gpt runs list'}"
     )
+
+
+def near_run(name: str, *storages: Location) -> str:
+    """Suggest the run or checkpoint with the most similar name, or return an empty string."""
+    for storage in storages:
+        with contextlib.suppress(OSError, RaytrainGptError):  # one that may not be listed
+            for similar in difflib.get_close_matches(name, storage.names(), n=5):
+                if any((storage / similar / mark).exists() for mark in _MARKS):
+                    return f"; did you mean {similar}?"
+    return ""

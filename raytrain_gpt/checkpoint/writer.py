@@ -21,10 +21,9 @@ from typing import Any, TypeVar
 from torch import nn
 
 from raytrain_gpt import errors
-from raytrain_gpt.checkpoint.catalog import Catalog, Draft
+from raytrain_gpt.checkpoint.catalog import Catalog, Draft, FileEntry
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.checkpoint.collectives import Collectives
-from raytrain_gpt.checkpoint.hashes import FileEntry
 from raytrain_gpt.core.optim import Optimizer
 from raytrain_gpt.core.state import HostSnapshot
 from raytrain_gpt.errors import ClusterError, RaytrainGptError
@@ -151,10 +150,10 @@ class CheckpointWriter:
     def _exchanged(self, outcome: Any, kind: Any) -> list[Any]:
         """Exchange outcomes; returns every rank's outcome or exception."""
         failed = isinstance(outcome, Exception)
-        sent = Failure(type(outcome).__name__, str(outcome)) if failed else outcome
-        received = self._ranks.all_gather_json(sent, kind | Failure)
+        sent = _Failure(type(outcome).__name__, str(outcome)) if failed else outcome
+        received = self._ranks.all_gather_json(sent, kind | _Failure)
         received[self._ranks.rank] = outcome  # with its traceback
-        return [each.error() if isinstance(each, Failure) else each for each in received]
+        return [each.error() if isinstance(each, _Failure) else each for each in received]
 
     def _add_files(self, draft: Draft) -> dict[str, FileEntry]:
         self._may_write()
@@ -164,7 +163,7 @@ class CheckpointWriter:
 
 
 @dataclass(frozen=True)
-class Failure:
+class _Failure:
     """A serializable exception: type name and text."""
 
     type_name: str

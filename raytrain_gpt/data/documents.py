@@ -34,7 +34,7 @@ MAX_LINE_BYTES = 2**26
 _READ_BYTES = 2**23
 """Size of a store request, and of a step when skipping an overlong line."""
 _PARQUET_BATCH_ROWS = 1024
-MAX_LISTED_DEPTH = 8
+_MAX_LISTED_DEPTH = 8
 """Nesting depth to which error messages list fields."""
 
 
@@ -183,7 +183,7 @@ def _text_fields(content: dict[str, object], depth: int = 1) -> Iterator[str]:
     for name, value in content.items():
         if isinstance(value, str):
             yield name
-        elif isinstance(value, dict) and depth < MAX_LISTED_DEPTH:
+        elif isinstance(value, dict) and depth < _MAX_LISTED_DEPTH:
             yield from (f"{name}.{inner}" for inner in _text_fields(value, depth + 1))
 
 

@@ -19,13 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain_gpt.config.call_options import PrepareOptions
-from raytrain_gpt.data.documents import (
-    COMPRESSIONS,
-    MAX_LISTED_DEPTH,
-    STDLIB,
-    SourcePiece,
-    stdlib_root,
-)
+from raytrain_gpt.data.documents import COMPRESSIONS, STDLIB, SourcePiece, stdlib_root
 from raytrain_gpt.data.imports import COLUMNS, Layout, id_column, read_layout
 from raytrain_gpt.errors import DataError, failure_as
 from raytrain_gpt.format import Log, listed
@@ -256,40 +250,18 @@ def _parquet_pieces(piece: SourcePiece, text_field: str) -> Iterator[SourcePiece
     if twice := [n for n in names if schema.names.count(n) > 1 or paths.count(n) > 1]:
         raise DataError(f"source {path} has two columns {twice[0]}; rename or remove one")
     ids = None if "." in text_field and text_field in paths else id_column(schema, text_field)
-    if ids is None and not _has_column(schema, text_field):
-        raise DataError(
-            f"source {path} has no column {text_field}, only {listed(_columns(schema))}; set "
-            "--text_field"
-        )
     column = text_field if ids is None else ids
-    leaf = next(i for i, p in enumerate(paths) if p == column or p.startswith(f"{column}."))
+    leaves = [i for i, p in enumerate(paths) if p == column or p.startswith(f"{column}.")]
+    if not leaves:
+        raise DataError(
+            f"source {path} has no column {text_field}, only {listed(paths)}; set --text_field"
+        )
     for i in range(metadata.num_row_groups):
-        chunk = metadata.row_group(i).column(leaf)
+        chunk = metadata.row_group(i).column(leaves[0])
         tokens, text_bytes = 0, chunk.total_uncompressed_size
         if ids is not None:
             tokens, text_bytes = chunk.num_values, chunk.num_values * _TEXT_BYTES_PER_ID
         yield replace(piece, start=i, stop=i + 1, text_bytes=text_bytes, ids=ids, tokens=tokens)
-
-
-def _has_column(schema: pa.Schema, field: str) -> bool:
-    """Whether a parquet file has a column, or a field inside struct columns, of this name."""
-    if field in schema.names:
-        return True
-    fields = pa.struct(schema)
-    for key in field.split("."):
-        if not pa.types.is_struct(fields) or fields.get_field_index(key) < 0:
-            return False
-        fields = fields.field(key).type
-    return True
-
-
-def _columns(schema: Iterable[pa.Field], depth: int = 1) -> Iterator[str]:
-    """Yield names of columns, and of fields in structs as in `meta.text`."""
-    for one in schema:
-        if pa.types.is_struct(one.type) and depth < MAX_LISTED_DEPTH:
-            yield from (f"{one.name}.{inner}" for inner in _columns(one.type, depth + 1))
-        else:
-            yield one.name
 
 
 def _stdlib_names() -> list[str]:

@@ -19,9 +19,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from raytrain_gpt.checkpoint.catalog import ROWS_FILE, Draft
+from raytrain_gpt.checkpoint.catalog import HASHES_FILE, ROWS_FILE, Draft
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
-from raytrain_gpt.checkpoint.hashes import HASHES_FILE
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.model import GPT, GPT2_VOCAB_SIZE, GPTShape
@@ -102,8 +101,7 @@ def export_checkpoint(path: str | Path, out: str | Path, dtype: DType, log: Log)
     log(
         f"exported {checkpoint.path}: {shape_line(model.shape)}, {dtype}, tokenizer {encoding.name}"
     )
-    run_dir = checkpoint.path.parent.parent
-    track_export(run_dir, config.tracking.experiment, place.path, log)
+    track_export(checkpoint.path.parent.parent, place.path, log)
     return place.path
 
 

@@ -40,7 +40,7 @@ LOST_TO = {
 
 
 @dataclass(frozen=True)
-class AttemptSpan:
+class _AttemptSpan:
     """One `fit()`, reconstructed from the rows.
 
     Attributes:
@@ -236,7 +236,7 @@ def run_speed(rows: list[Row]) -> RunSpeed:
     )
 
 
-def read_attempts(rows: list[Row]) -> list[AttemptSpan]:
+def read_attempts(rows: list[Row]) -> list[_AttemptSpan]:
     groups: list[list[Row]] = []
     for event in sorted((row for row in rows if "event" in row), key=lambda row: row["time"]):
         if event["event"] == "attempt":
@@ -244,7 +244,7 @@ def read_attempts(rows: list[Row]) -> list[AttemptSpan]:
         if groups:
             groups[-1].append(event)
     until = max((row["step"] for row in rows if "train/loss" in row), default=0)
-    attempts: list[AttemptSpan] = []
+    attempts: list[_AttemptSpan] = []
     # Backwards, since a later attempt replaces all steps above its first one.
     for events in reversed(groups):
         begin, after = events[0], attempts[-1].row if attempts else None
@@ -260,7 +260,7 @@ def read_attempts(rows: list[Row]) -> list[AttemptSpan]:
             end_s = min(end_s, after["time"])
         if first_step is not None:
             until = min(until, begin["step"])
-        span = AttemptSpan(
+        span = _AttemptSpan(
             row={**begin, **(first_step or {"event": "no step"}), "time": begin["time"]},
             events=events,
             kept=kept,

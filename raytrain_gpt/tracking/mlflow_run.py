@@ -14,7 +14,6 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from raytrain_gpt.data.locations import location
 from raytrain_gpt.errors import ConfigError, Interrupted, reason
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.parsing import parse_json
-from raytrain_gpt.storage.location import Location, is_url
+from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.delivered import Delivered
 from raytrain_gpt.tracking.run_files import PROFILE_DIR, Row
 from raytrain_gpt.tracking.trackers import End, TrackedRun, plottable_values
@@ -37,24 +36,10 @@ _REDONE_TAG = "raytrain_gpt_redone_from"
 _EXPORT_DIR = "exported"
 """Artifact directory of the last exported model."""
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
-_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file", "databricks")
 _DATABASE, _ARTIFACTS = "mlflow.db", "mlartifacts"
 _STATUSES: dict[End, str] = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 _PARAMETER_LENGTH = 6000  # characters, MLflow's limit
 _BATCH_POINTS = 1000
-
-
-def check_uri(uri: str) -> None:
-    """Raise a ConfigError if MLflow does not support the scheme of a tracking URI."""
-    scheme = uri.partition("://")[0].partition("+")[0].lower()
-    if not is_url(uri) or scheme in _SCHEMES:
-        return
-    plugins = {entry.name for entry in entry_points(group="mlflow.tracking_store")}
-    if scheme not in plugins:
-        schemes = ", ".join(f"{one}://" for one in (*_SCHEMES, *sorted(plugins)))
-        raise ConfigError(
-            f"mlflow_uri={uri} has the unknown scheme {scheme}; use {schemes}, or null for no MLflow"
-        )
 
 
 def tracking_uri(config: Config) -> str | None:
@@ -98,7 +83,9 @@ class MLflowRun:
             else self.client.create_experiment(experiment, store and str(store / _ARTIFACTS))
         )
         texts = {name: str(value)[:_PARAMETER_LENGTH] for name, value in parameters.items()}
-        run = _find(self.client, experiment_id, _identity(directory, uri))
+        tag = f"tags.{_IDENTITY_TAG} = '{_identity(directory, uri)}'"
+        found = self.client.search_runs([experiment_id], tag, max_results=1)
+        run = found[0] if found else None
         if run is not None and starts_over and not texts.items() >= run.data.params.items():
             (directory / TRACKING_FILE).remove()
             run = None
@@ -208,14 +195,15 @@ class ParentRun:
             self._log(f"cannot log the sweep's results to MLflow: {error}")
 
 
-def track_export(run_dir: Location, experiment: str, directory: Path, log: Log) -> None:
+def track_export(run_dir: Location, directory: Path, log: Log) -> None:
     """Log an exported model as artifacts of its run if that is tracked; never fails.
 
     Anyone may have written the run's files, so a server gets the export and its credentials only if the
     environment names it too.
     """
     try:
-        if not (record := read_tracking(run_dir)):
+        record = read_tracking(run_dir)
+        if "run_id" not in record:
             return
         uri = record["uri"]
         if uri != os.environ.get(URI_VARIABLE) and not _is_beside(uri, run_dir):
@@ -224,13 +212,7 @@ def track_export(run_dir: Location, experiment: str, directory: Path, log: Log) 
                 f"{URI_VARIABLE} to log it there"
             )
             return
-        client = _client(uri)
-        existing = client.get_experiment_by_name(experiment)
-        run = _find(client, existing.experiment_id, record["identity"]) if existing else None
-        if run is None:
-            log(f"MLflow at {uri} has no run of {run_dir.name}; not logging the export")
-            return
-        client.log_artifacts(run.info.run_id, str(directory), _EXPORT_DIR)
+        _client(uri).log_artifacts(record["run_id"], str(directory), _EXPORT_DIR)
     except Exception as error:  # the export is complete in any case
         log(f"cannot log the export to MLflow: {error}")
         return
@@ -302,10 +284,3 @@ def _identity(directory: Location, uri: str) -> str:
         record = {"uri": uri, "identity": uuid.uuid4().hex}
         file.write_text(json.dumps(record) + "\n")
     return record["identity"]
-
-
-def _find(client: Any, experiment_id: str, identity: str) -> Any:
-    runs = client.search_runs(
-        [experiment_id], f"tags.{_IDENTITY_TAG} = '{identity}'", max_results=1
-    )
-    return runs[0] if runs else None

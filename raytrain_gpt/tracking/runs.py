@@ -8,10 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from raytrain_gpt.checkpoint.catalog import Catalog, best_by_loss
+from raytrain_gpt.checkpoint.catalog import HASHES_FILE, Catalog, best_by_loss, near_run
 from raytrain_gpt.checkpoint.code_check import code_flags
-from raytrain_gpt.checkpoint.hashes import HASHES_FILE
-from raytrain_gpt.checkpoint.run_names import near_run
 from raytrain_gpt.errors import CheckpointError, RaytrainGptError, reason
 from raytrain_gpt.format import Log, duration, sample_command, shell, size, table
 from raytrain_gpt.storage.location import Location, is_url

@@ -12,8 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain_gpt.checkpoint.catalog import ROWS_FILE, STATE_FILE, Catalog
-from raytrain_gpt.checkpoint.hashes import HASHES_FILE
+from raytrain_gpt.checkpoint.catalog import HASHES_FILE, ROWS_FILE, STATE_FILE, Catalog
 from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.data.tokenizer import TOKENIZER_FILE
 from raytrain_gpt.evaluate.inference import open_checkpoint, sample_checkpoint

@@ -135,7 +135,7 @@ def test_a_moment_that_is_missing_is_named(tmp_path: Path, trained: Trained) -> 
         load_optimizer(tmp_path, model, build_optimizer(model, OptimSection()))
 
 
-@pytest.mark.fault("unlisted files in a checkpoint", "ignored; named on resume")
+@pytest.mark.fault("unlisted files in a checkpoint", "ignored")
 def test_moments_of_a_file_that_is_not_listed_are_not_read(
     tmp_path: Path, trained: Trained
 ) -> None:

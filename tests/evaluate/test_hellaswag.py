@@ -10,7 +10,6 @@ import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np

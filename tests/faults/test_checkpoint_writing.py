@@ -15,8 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from raytrain_gpt.checkpoint.catalog import Catalog, read_checkpoint
-from raytrain_gpt.checkpoint.hashes import HASHES_FILE
+from raytrain_gpt.checkpoint.catalog import HASHES_FILE, Catalog, read_checkpoint
 from raytrain_gpt.storage.location import Location
 from tests.faults.checkpoint_writer import EVERY_STEPS, KEEP, write_checkpoints
 
