@@ -111,8 +111,13 @@ def tracker_warnings(config: Config) -> list[str]:
 
 
 def absolute_stores(config: Config, absolute: Callable[[str, str], str]) -> dict[str, str]:
-    """Return trackers' settings with absolute paths, by a function of field and path."""
+    """Return trackers' settings with absolute paths, by a function of field and path.
+
+    Raises:
+        ConfigError: a tracker does not support its store.
+    """
     if (uri := config.tracking.mlflow_uri) is None or uri == "auto":
         return {}
+    mlflow_run.check_uri(uri)
     prefix = mlflow_run.SQLITE if uri.startswith(mlflow_run.SQLITE) else ""
     return {"mlflow_uri": prefix + absolute("mlflow_uri", uri.removeprefix(prefix))}

@@ -14,6 +14,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from raytrain_gpt.data.locations import location
 from raytrain_gpt.errors import ConfigError, Interrupted, reason
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.parsing import parse_json
-from raytrain_gpt.storage.location import Location
+from raytrain_gpt.storage.location import Location, is_url
 from raytrain_gpt.tracking.delivered import Delivered
 from raytrain_gpt.tracking.run_files import PROFILE_DIR, Row
 from raytrain_gpt.tracking.trackers import End, TrackedRun, plottable_values
@@ -36,10 +37,24 @@ _REDONE_TAG = "raytrain_gpt_redone_from"
 _EXPORT_DIR = "exported"
 """Artifact directory of the last exported model."""
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
+_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file", "databricks")
 _DATABASE, _ARTIFACTS = "mlflow.db", "mlartifacts"
 _STATUSES: dict[End, str] = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 _PARAMETER_LENGTH = 6000  # characters, MLflow's limit
 _BATCH_POINTS = 1000
+
+
+def check_uri(uri: str) -> None:
+    """Raise a ConfigError if MLflow does not support the scheme of a tracking URI."""
+    scheme = uri.partition("://")[0].partition("+")[0].lower()
+    if not is_url(uri) or scheme in _SCHEMES:
+        return
+    plugins = {entry.name for entry in entry_points(group="mlflow.tracking_store")}
+    if scheme not in plugins:
+        schemes = ", ".join(f"{one}://" for one in (*_SCHEMES, *sorted(plugins)))
+        raise ConfigError(
+            f"mlflow_uri={uri} has the unknown scheme {scheme}; use {schemes}, or null for no MLflow"
+        )
 
 
 def tracking_uri(config: Config) -> str | None:

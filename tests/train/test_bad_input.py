@@ -136,6 +136,17 @@ def test_another_tokenizer_than_the_models(
     assert "the data's tokenizer (gpt2" in errors
 
 
+@pytest.mark.parametrize("command", ["train", "estimate", "train --dry_run"])
+@pytest.mark.parametrize("uri", ["foo://bar", "s3://bucket/runs", "postgres://host/db"])
+def test_an_unknown_scheme_of_mlflow_is_wrong_input(
+    run_cli: RunCli, tmp_path: Path, dataset: Path, uri: str, command: str
+) -> None:
+    where = ("--data_path", dataset, "--storage_path", tmp_path / "runs")
+    errors = run_cli.refuses(*command.split(), "--mlflow_uri", uri, *where)
+    assert f"mlflow_uri={uri} has the unknown scheme {uri.partition(':')[0]}; use http://" in errors
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize(
     "uri",
     [
