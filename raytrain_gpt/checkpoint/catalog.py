@@ -4,7 +4,8 @@
                                        code.py if the run has code of the user's,
                                        state.json, rows.jsonl and, last, hashes.json
     checkpoints/unfinished-…           being written or removed; never read
-    checkpoints/broken-step=00000250/  damaged, misnamed, or written in a loss spike, and set aside
+    checkpoints/broken-step=00000250/  damaged, or written in a loss spike, and set aside
+    checkpoints/misnamed-step=…        a copy or link of a different step, set aside, never removed
 
 On a file system a checkpoint is written under an unfinished name, with every file forced to disk;
 `hashes.json` with all sizes and SHA-256 comes last, and one rename completes it. Object stores cannot rename:
@@ -26,6 +27,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
@@ -63,6 +65,10 @@ class FileEntry:
 
 class _NewerVersionError(CheckpointError):
     """Checkpoint of a later version: not damaged, so it must not be skipped."""
+
+
+class _Misnamed(CheckpointError):
+    """Checkpoint whose state and name disagree on the step; its files may be intact."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +163,7 @@ def read_checkpoint(path: Location) -> Checkpoint:
             content["numerics_environment"] = content.pop("computed_by")
         state = _STATE.validate_python(content)
         if _NAME.fullmatch(path.name) and _step(path) != state.step:
-            raise CheckpointError(
+            raise _Misnamed(
                 f"checkpoint {path} was copied, renamed or linked: its {STATE_FILE} says step {state.step}; "
                 f"name it step={state.step:08d}, or remove it"
             )
@@ -315,7 +321,7 @@ class Catalog:
                 (self._dir / name).remove()
         for path in paths:
             if _step(path) > good_until:
-                self._retire(path, f"broken-{path.name}")
+                self._set_aside(path)
 
     def prune(self, keep: int) -> None:
         """Remove all checkpoints but the newest `keep` and the best."""
@@ -324,6 +330,17 @@ class Catalog:
         for checkpoint in complete[:-keep]:
             if checkpoint is not best:
                 self._retire(checkpoint.path, f"unfinished-removed-{checkpoint.path.name}").remove()
+
+    def _set_aside(self, path: Location) -> None:
+        """Rename an unused checkpoint; a copy made by the user is never removed."""
+        with contextlib.suppress(CheckpointError):
+            try:
+                read_checkpoint(path)
+            except _Misnamed:
+                if self._dir.is_local:  # in a store the run overwrites it, hashes.json last
+                    path.path.rename(path.path.with_name(f"misnamed-{path.name}-{token_hex(4)}"))
+                return
+        self._retire(path, f"broken-{path.name}")
 
     def _retire(self, path: Location, name: str) -> Location:
         """Retire a checkpoint atomically (rename); returns the new location."""
