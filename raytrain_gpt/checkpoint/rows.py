@@ -34,7 +34,7 @@ _NEEDED = {
 """Event -> required keys besides `step`; other events need `time`."""
 
 
-def _is_row(value: Any) -> bool:
+def is_row(value: Any) -> bool:
     """Whether `value` is a valid row."""
     if not isinstance(value, dict) or "step" not in value:
         return False
@@ -73,4 +73,4 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
         row = parse_json(line)
     except ValueError:
         return None
-    return row if _is_row(row) else None
+    return row if is_row(row) else None

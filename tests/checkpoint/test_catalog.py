@@ -16,6 +16,7 @@ from raytrain_gpt.checkpoint.catalog import (
     Checkpoint,
     FileEntry,
     read_checkpoint,
+    read_hashes,
     resolve_checkpoint,
 )
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
@@ -129,6 +130,30 @@ def test_a_damaged_checkpoint_is_skipped_with_one_line(run_dir: Location, damage
     assert len(lines) == 1
     assert "\n" not in lines[0]
     assert "step=00000020" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "loss"),
+    [
+        ('{"checkpoint_hash": "HASH", "row": {"step": 20, "val/loss": 1.5}}', 1.5),
+        ('{"checkpoint_hash": "HASH", "row": {"step": 20, "val/loss": "low"}}', None),
+        ('{"checkpoint_hash": "another", "row": {"step": 20, "val/loss": 1.5}}', None),
+        ("[]", None),
+    ],
+)
+def test_an_evaluation_that_an_earlier_version_added_later_counts(
+    run_dir: Location, text: str, loss: float | None
+) -> None:
+    path = Catalog(run_dir).draft(20, "001").commit(state(20), {}, rows(20))
+    content = json.loads((path / "state.json").read_text())
+    content["config"]["eval"] = {"eval_mode": "async"}
+    (path / "state.json").write_text(json.dumps(content))
+    listed = "".join(
+        f"{name} {e.size_bytes} {e.sha256}\n" for name, e in sorted(read_hashes(path).items())
+    )
+    checkpoint_hash = hashlib.sha256(listed.encode()).hexdigest()
+    (path / "evaluation.json").write_text(text.replace("HASH", checkpoint_hash))
+    assert read_checkpoint(path).state.val_loss == loss
 
 
 @pytest.mark.parametrize(
