@@ -188,14 +188,6 @@ def map_paths(data_path: str, change: Callable[[str], str]) -> str:
 
 def read_mixture(weighted: Sequence[tuple[Location, Fraction]]) -> Mixture:
     """Read the datasets' manifests; raises a DataError for damage, repetition or different tokenizers."""
-    first_path = weighted[0][0]
-    has_weight = re.fullmatch(rf".+=\s*{_WEIGHT}", str(first_path))
-    if len(weighted) == 1 and has_weight and not first_path.exists():
-        path, _, weight = str(first_path).rpartition("=")
-        raise DataError(
-            f"data_path {path}={weight} does not exist; weights are for several datasets, as in "
-            f"data/web=0.7,data/code=0.3: if {path} is the dataset, remove ={weight}"
-        )
     mixture = Mixture(
         tuple(WeightedDataset(path, read_manifest(path), weight) for path, weight in weighted)
     )

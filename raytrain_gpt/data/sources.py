@@ -21,7 +21,6 @@ import pyarrow.parquet as pq
 from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.documents import (
     COMPRESSIONS,
-    MAX_LISTED_DEPTH,
     STDLIB,
     SourcePiece,
     stdlib_root,
@@ -258,7 +257,7 @@ def _parquet_pieces(piece: SourcePiece, text_field: str) -> Iterator[SourcePiece
     ids = None if "." in text_field and text_field in paths else id_column(schema, text_field)
     if ids is None and not _has_column(schema, text_field):
         raise DataError(
-            f"source {path} has no column {text_field}, only {listed(_columns(schema))}; set "
+            f"source {path} has no column {text_field}, only {listed(schema.names)}; set "
             "--text_field"
         )
     column = text_field if ids is None else ids
@@ -281,15 +280,6 @@ def _has_column(schema: pa.Schema, field: str) -> bool:
             return False
         fields = fields.field(key).type
     return True
-
-
-def _columns(schema: Iterable[pa.Field], depth: int = 1) -> Iterator[str]:
-    """Yield names of columns, and of fields in structs as in `meta.text`."""
-    for one in schema:
-        if pa.types.is_struct(one.type) and depth < MAX_LISTED_DEPTH:
-            yield from (f"{one.name}.{inner}" for inner in _columns(one.type, depth + 1))
-        else:
-            yield one.name
 
 
 def _stdlib_names() -> list[str]:

@@ -45,15 +45,6 @@ def test_one_path_is_one_dataset() -> None:
         assert parse_data_path(path) == [(path, 1)]
 
 
-@pytest.mark.parametrize("weight", ["1", "0.7", "1/3"])
-def test_a_weight_of_the_only_dataset_is_pointed_out(tmp_path: Path, weight: str) -> None:
-    path = tmp_path / "web"
-    write_dataset(path, train=[100])
-    ((named, one),) = parse_data_path(f"{path}={weight}")
-    with raises_line(DataError, f"{path}={weight} does not exist", f"remove ={weight}"):
-        read_mixture([(Location.of(named), one)])
-
-
 def test_a_dataset_may_be_called_as_with_a_weight(tmp_path: Path) -> None:
     write_dataset(tmp_path / "date=2026", train=[100])
     assert read_mixture([(Location.of(tmp_path / "date=2026"), Fraction(1))]).datasets
