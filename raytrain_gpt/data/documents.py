@@ -34,8 +34,6 @@ MAX_LINE_BYTES = 2**26
 _READ_BYTES = 2**23
 """Size of a store request, and of a step when skipping an overlong line."""
 _PARQUET_BATCH_ROWS = 1024
-_MAX_LISTED_DEPTH = 8
-"""Nesting depth to which error messages list fields."""
 
 
 @dataclass(frozen=True)
@@ -162,29 +160,18 @@ def _opened(path: Location) -> BinaryIO | io.BufferedReader:
 def text_in(content: object, field: str) -> str:
     """Return a field's text; `meta.text` is text in meta, unless a field has that very name.
 
-    Raises a LookupError, which lists the fields with text, or a TypeError for a field without text.
+    Raises a LookupError, which lists the fields, or a TypeError for a field without text.
     """
     if not isinstance(content, dict):
         raise TypeError(f"it is {_kind(content)}, not an object with the field {field}")
     value: object = content
     for key in [field] if field in content else field.split("."):
         if not isinstance(value, dict) or key not in value:
-            first = next(_text_fields(content), None)
-            kind = "fields" if first is None else "fields with text"
-            names = listed(content if first is None else _text_fields(content))
-            raise LookupError(f"no field {field}; {kind}: {names}")
+            raise LookupError(f"no field {field}; fields: {listed(content)}")
         value = value[key]
     if not isinstance(value, str):
         raise TypeError(f"field {field} is {_kind(value)}, not a string")
     return value
-
-
-def _text_fields(content: dict[str, object], depth: int = 1) -> Iterator[str]:
-    for name, value in content.items():
-        if isinstance(value, str):
-            yield name
-        elif isinstance(value, dict) and depth < _MAX_LISTED_DEPTH:
-            yield from (f"{name}.{inner}" for inner in _text_fields(value, depth + 1))
 
 
 def _kind(value: object) -> str:

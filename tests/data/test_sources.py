@@ -343,7 +343,7 @@ def test_an_empty_source_is_refused(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        (b'{"body": "b"}', "no field text; fields with text: body"),
+        (b'{"body": "b"}', "no field text; fields: body"),
         (b'{"text": "b"', "Expecting"),
         (b"b", "Expecting"),
         (b'["text"]', "list"),

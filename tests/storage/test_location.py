@@ -148,7 +148,7 @@ def test_a_url_that_means_nothing_is_one_line(url: str) -> None:
         Location.of(url)
 
 
-@pytest.mark.parametrize("name", ["a" * 256, "日" * 86, os.fsdecode(b"\xff"), "a\0b"])
+@pytest.mark.parametrize("name", [os.fsdecode(b"\xff"), "a\0b"])
 def test_a_path_that_no_file_can_have_is_one_line(name: str) -> None:
     with raises_line(ConfigError, "path"):
         Location.of(f"/data/{name}/x")
