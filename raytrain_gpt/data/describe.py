@@ -6,11 +6,11 @@ from typing import Any
 
 from raytrain_gpt.data.bad_documents import BAD_FILE
 from raytrain_gpt.data.shards import SPLITS, Manifest, read_row_group
-from raytrain_gpt.data.tokenizer import first_text, read_tokenizer
-from raytrain_gpt.format import Log, amount, count, size
+from raytrain_gpt.data.tokenizer import decode_tokens, read_tokenizer
+from raytrain_gpt.format import Log, amount, count, size, start_of
 from raytrain_gpt.storage.location import Location
 
-SAMPLE_TOKENS = 60
+_SAMPLE_CHARACTERS = 200
 
 
 def describe_dataset(directory: Location, manifest: Manifest, say: Log) -> dict[str, Any]:
@@ -40,8 +40,8 @@ def describe_dataset(directory: Location, manifest: Manifest, say: Log) -> dict[
     if skipped["duplicates"]:
         say(f"  skipped: {count(skipped['duplicates'], 'duplicate')}")
     first = manifest.split_shards("train")[0]
-    tokens = read_row_group(directory, manifest, first, 0)[: SAMPLE_TOKENS * 2].tolist()
-    sample = first_text(read_tokenizer(directory), tokens, SAMPLE_TOKENS)
+    tokens = read_row_group(directory, manifest, first, 0)[: 8 * _SAMPLE_CHARACTERS].tolist()
+    sample = start_of(decode_tokens(read_tokenizer(directory), tokens), _SAMPLE_CHARACTERS)
     say(f"  starts with {sample!r}")
     return {
         "path": str(directory),

@@ -8,12 +8,11 @@ and `<|endoftext|>`). Every dataset and checkpoint stores its ranks, pattern and
 from __future__ import annotations
 
 import base64
-import codecs
 import hashlib
 import json
 import re
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Annotated, Literal
 
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator
 
 from raytrain_gpt.errors import DataError, damage_as
-from raytrain_gpt.format import preview, start_of
+from raytrain_gpt.format import preview
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, LocationLike
 
@@ -147,17 +146,6 @@ def token_to_bytes(encoding: tiktoken.Encoding, token: int) -> bytes:
 def decode_tokens(encoding: tiktoken.Encoding, tokens: Iterable[int]) -> str:
     """Decode any tokens that a model may sample; invalid UTF-8 becomes U+FFFD."""
     return b"".join(token_to_bytes(encoding, token) for token in tokens).decode("utf-8", "replace")
-
-
-def first_text(encoding: tiktoken.Encoding, tokens: Sequence[int], num_tokens: int) -> str:
-    """Decode the first `num_tokens` tokens without a truncated character at the end."""
-    short, long = (
-        codecs.getincrementaldecoder("utf-8")("replace").decode(
-            b"".join(token_to_bytes(encoding, token) for token in tokens[:number])
-        )
-        for number in (num_tokens, 2 * num_tokens)
-    )
-    return start_of(long, len(short))
 
 
 def vocab_hash(encoding: tiktoken.Encoding) -> str:
