@@ -208,7 +208,7 @@ class Delivered(BaseModel):
 
     Attributes:
         step: Last training step; later ones are new.
-        evaluated: Steps of evaluations, one by one: one from a checkpoint may come after a later step's.
+        evaluated: Steps of evaluations.
         event_s: Time of the last event (Unix seconds).
     """
 
