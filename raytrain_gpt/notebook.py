@@ -114,7 +114,7 @@ def train(
     logging.getLogger("ray.widgets").setLevel(logging.WARNING)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "IProgress not found")
-        from raytrain_gpt.checkpoint.catalog import Catalog  # here: seconds of import
+        from raytrain_gpt.checkpoint.catalog import Catalog, best_by_loss  # here: seconds of import
         from raytrain_gpt.cluster.signals import StopSignals
         from raytrain_gpt.tracking.report import REPORT_FILE
         from raytrain_gpt.tracking.run_files import read_rows
@@ -130,7 +130,7 @@ def train(
     run_end(summary, log)
     rows = read_rows(summary.sync.work_dir)
     losses = [row["val/loss"] for row in rows if row.get("val/loss") is not None]
-    best = Catalog(summary.run_dir).best()
+    best = best_by_loss(Catalog(summary.run_dir).complete())
     return TrainedRun(
         run_dir=str(summary.run_dir),
         step=summary.step,

@@ -323,10 +323,6 @@ class Catalog:
             )
         return None
 
-    def best(self) -> Checkpoint | None:
-        """The complete checkpoint with the lowest validation loss."""
-        return best_by_loss(self.complete())
-
     def clean(self, good_until: int) -> None:
         """Remove unfinished checkpoints, and set aside those above step `good_until`."""
         paths = self._paths()

@@ -11,7 +11,7 @@ from raytrain_gpt.data.tokenizer import read_tokenizer, token_to_bytes
 from raytrain_gpt.format import Log, amount, count, size
 from raytrain_gpt.storage.location import Location
 
-SAMPLE_TOKENS = 60
+_SAMPLE_CHARACTERS = 200
 
 
 def describe_dataset(directory: Location, manifest: Manifest, say: Log) -> dict[str, Any]:

@@ -6,8 +6,8 @@
     <dataset>/unfinished/00000.json   result of a task; valid only while its shards exist
 
 `start` also repairs a finished dataset with lost or truncated files. It removes the manifest first, so that
-it never vouches for missing data, and `finish` writes it last. If the new manifest differs (different pyarrow
-versions write different bytes), the previous one is saved as `manifest-before.json`.
+it never vouches for missing data, and `finish` writes it last. A warning says if it differs, since different
+pyarrow versions write different bytes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ from raytrain_gpt.storage.location import UNFINISHED, Location, LocationLike
 _NOTES_DIR = "unfinished"
 _PLAN_FILE = "plan"
 _REPAIR_FILE = "repair"
-MANIFEST_BEFORE_FILE = "manifest-before.json"
 _HASH = re.compile(r"[0-9a-f]{64}")
 _UNFINISHED_FILE = re.compile(
     rf"((train|val)-\d{{5,}}\.parquet|{re.escape(TOKENIZER_FILE)}|{re.escape(MANIFEST_FILE)}|"
@@ -283,7 +282,7 @@ def _remove_named(directory: Location, pattern: re.Pattern[str]) -> None:
 
 
 def _compare_with_before(directory: Location, manifest: Manifest, log: Log) -> None:
-    """Save the previous manifest if a repair wrote different bytes, and warn."""
+    """Warn if a repair wrote different bytes."""
     try:
         content = (directory / _NOTES_DIR / _REPAIR_FILE).read_bytes()
     except FileNotFoundError:
@@ -291,11 +290,9 @@ def _compare_with_before(directory: Location, manifest: Manifest, log: Log) -> N
     before = json.loads(content)  # checked by read_manifest when the repair started
     if before["manifest_hash"] == manifest.hash:
         return
-    (directory / MANIFEST_BEFORE_FILE).write_bytes(content)
     hashes = {shard["path"]: shard["sha256"] for shard in before["shards"]}
     changed = [shard.path for shard in manifest.shards if hashes.get(shard.path) != shard.sha256]
     log(
         f"the repair changed {count(len(changed), 'shard')} of {directory}, such as {changed[0]} "
-        "(different pyarrow version or edited source): runs that used the dataset will be refused. "
-        f"The previous manifest is saved as {MANIFEST_BEFORE_FILE}"
+        "(different pyarrow version or edited source): runs that used the dataset will be refused"
     )

@@ -16,9 +16,8 @@ from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking import mlflow_run
-from raytrain_gpt.tracking.delivered import Delivered
 from raytrain_gpt.tracking.run_files import TRACKERS_DIR, Row, RunFiles
-from raytrain_gpt.tracking.trackers import End, TrackedRun, TrackerQueue
+from raytrain_gpt.tracking.trackers import Delivered, End, TrackedRun, TrackerQueue
 
 BUFFER_S = 30.0
 """Time that a tracker may keep rows in memory only; wandb writes its file every 15 s."""

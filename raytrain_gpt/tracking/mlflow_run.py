@@ -24,9 +24,8 @@ from raytrain_gpt.errors import ConfigError, Interrupted, reason
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, is_url
-from raytrain_gpt.tracking.delivered import Delivered
 from raytrain_gpt.tracking.run_files import PROFILE_DIR, Row
-from raytrain_gpt.tracking.trackers import End, TrackedRun, plottable_values
+from raytrain_gpt.tracking.trackers import Delivered, End, TrackedRun, plottable_values
 
 SQLITE = "sqlite:///"
 OFF = "MLflow is off: its SQLite file cannot be in an object store; set mlflow_uri"

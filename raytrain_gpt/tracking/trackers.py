@@ -11,10 +11,12 @@ import math
 import re
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import UserError
@@ -199,3 +201,52 @@ def plottable_values(row: Row) -> list[tuple[str, float]]:
         if "/" in key and isinstance(value, int | float) and math.isfinite(value)
     ]
     return [*numbers, (f"events/{row['event']}", 1.0)] if "event" in row else numbers
+
+
+class Delivered(BaseModel):
+    """Rows that a tracker has; a new attempt sends those that an outage or a kill kept from it.
+
+    Attributes:
+        step: Last training step; later ones are new.
+        evaluated: Steps of evaluations.
+        event_s: Time of the last event (Unix seconds).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    step: int = 0
+    evaluated: frozenset[int] = frozenset()
+    event_s: float = 0.0
+
+    def until(self, step: int) -> Delivered:
+        """Return the state in which later steps are new."""
+        evaluated = frozenset(at for at in self.evaluated if at <= step)
+        return Delivered(step=min(self.step, step), evaluated=evaluated, event_s=self.event_s)
+
+    def take(self, rows: Iterable[Row], resumed_at: int) -> tuple[list[Row], Delivered]:
+        """Return the new ones of an attempt's rows, and the state once the tracker has them.
+
+        Args:
+            resumed_at: Step at which the attempt resumed. Above it, steps after a rollback are new again.
+        """
+        new: list[Row] = []
+        step, evaluated, event_s = self.step, set(self.evaluated), self.event_s
+        for row in rows:
+            at = row["step"]
+            if "event" in row:
+                if (time_s := row.get("time", 0.0)) <= self.event_s:
+                    continue
+                event_s = max(event_s, time_s)
+                if row["event"] == "rollback" and at > resumed_at:
+                    step = min(step, row["to_step"])
+                    evaluated = {one for one in evaluated if one <= step}
+            elif "train/loss" in row:
+                if at <= step:
+                    continue
+                step = at
+            elif at in evaluated:
+                continue
+            else:
+                evaluated.add(at)
+            new.append(row)
+        return new, Delivered(step=step, evaluated=frozenset(evaluated), event_s=event_s)

@@ -237,6 +237,7 @@ def test_a_discarded_draft_leaves_nothing(run_dir: Location) -> None:
     assert steps(catalog) == [10]
 
 
+@pytest.mark.fault("death during a checkpoint")
 def test_an_unfinished_draft_of_another_attempt_is_never_read_and_is_cleaned(
     run_dir: Location,
 ) -> None:
@@ -262,18 +263,6 @@ def test_an_unfinished_draft_of_another_attempt_is_never_read_and_is_cleaned(
     catalog.clean(good_until=20)
     assert names(run_dir) == ["step=00000010", "step=00000020"]
     assert steps(catalog) == [10, 20]
-
-
-@pytest.mark.fault("death during a checkpoint")
-def test_unfinished_directories_are_never_read_and_are_cleaned(tmp_path: Path) -> None:
-    run_dir = Location.of(tmp_path)
-    catalog = Catalog(run_dir)
-    whole = write(catalog, 10).path
-    whole.rename(whole.with_name("unfinished-step=00000010"))
-    assert steps(catalog) == []
-    assert newest_step(catalog) is None
-    catalog.clean(good_until=0)
-    assert names(run_dir) == []
 
 
 def test_what_lies_above_the_resumed_step_is_set_aside(run_dir: Location) -> None:

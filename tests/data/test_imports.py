@@ -13,15 +13,13 @@ import pytest
 
 from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data import imports, sources
-from raytrain_gpt.data.preparation import finish, start
 from raytrain_gpt.data.shards import MANIFEST_FILE
 from raytrain_gpt.data.sources import find_pieces
-from raytrain_gpt.data.tokenize import run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.data.verify import check_shard
 from raytrain_gpt.errors import DataError
 from tests.conftest import raises_line
-from tests.data.shard_tools import all_tokens, documents, files, plan_of, prepare_here, write_jsonl
+from tests.data.shard_tools import all_tokens, documents, plan_of, prepare_here, write_jsonl
 
 EOT = 256
 """End-of-text id of the tokenizer `bytes`."""
@@ -191,27 +189,6 @@ def test_val_tokens_are_the_first_ids_up_to_a_documents_end(
     # A document that extends past a chunk of 200 ids is cut at `val_tokens`.
     assert val in (ids[:end], ids[:val_tokens])
     assert val + all_tokens(tmp_path / "out", manifest, "train").tolist() == ids
-
-
-@pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize("order", [1, -1])
-def test_tasks_may_run_in_any_order_and_be_interrupted(tmp_path: Path, order: int) -> None:
-    sources = [
-        write_npy(tmp_path / "a.npy", drawn(9000)),
-        write_lists(tmp_path / "b.parquet", drawn(9000, seed=1)),
-    ]
-    whole = prepare_here(sources, tmp_path / "whole", "bytes", val_fraction=0.05)
-    encoding, out = load_tokenizer("bytes"), tmp_path / "out"
-    plan = plan_of(sources, encoding, val_fraction=0.05)
-    start(out, plan, encoding)
-    tasks = range(len(plan.tasks))[::order]
-    assert len(tasks) > 3
-    for task in tasks[:2]:
-        run_task(out, plan, task)
-    assert start(out, plan_of(sources, encoding, val_fraction=0.05), encoding) is None
-    results = [run_task(out, plan, task) for task in tasks]
-    assert finish(out, plan, results, {"sources": sources}).hash == whole.hash
-    assert files(out) == files(tmp_path / "whole")
 
 
 @pytest.mark.usefixtures("small_parts")

@@ -45,11 +45,6 @@ def test_one_path_is_one_dataset() -> None:
         assert parse_data_path(path) == [(path, 1)]
 
 
-def test_a_dataset_may_be_called_as_with_a_weight(tmp_path: Path) -> None:
-    write_dataset(tmp_path / "date=2026", train=[100])
-    assert read_mixture([(Location.of(tmp_path / "date=2026"), Fraction(1))]).datasets
-
-
 def test_weights_are_exact_and_sum_to_one() -> None:
     thirds = parse_data_path("a=1,b=1, s3://bucket/date=2026=1")
     assert thirds == [(path, Fraction(1, 3)) for path in ("a", "b", "s3://bucket/date=2026")]

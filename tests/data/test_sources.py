@@ -51,11 +51,6 @@ def test_a_txt_file_is_one_document(tmp_path: Path) -> None:
     assert read(str(tmp_path / "a.txt")) == [("a.txt", 0, content)]
 
 
-def test_a_json_line_is_a_document(tmp_path: Path) -> None:
-    wanted = [*TEXTS.values(), "line\nbreak \u2028"]
-    assert texts(write_jsonl(tmp_path / "a.jsonl", wanted)) == wanted
-
-
 def test_a_parquet_row_is_a_document(tmp_path: Path) -> None:
     wanted = [*TEXTS.values(), *MANY]
     source = write_parquet(tmp_path / "a.parquet", wanted, rows=7)

@@ -23,9 +23,8 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking import configured, trackers, wandb_run
 from raytrain_gpt.tracking.configured import check_packages, open_trackers
-from raytrain_gpt.tracking.delivered import Delivered
 from raytrain_gpt.tracking.run_files import Row, RunFiles, read_rows
-from raytrain_gpt.tracking.trackers import End, TrackedRun
+from raytrain_gpt.tracking.trackers import Delivered, End, TrackedRun
 from raytrain_gpt.train.launch import train
 from tests.conftest import RunCli
 from tests.runs import MakeConfig, flags
