@@ -11,7 +11,7 @@ from raytrain_gpt.data.tokenizer import read_tokenizer, token_to_bytes
 from raytrain_gpt.format import Log, amount, count, size
 from raytrain_gpt.storage.location import Location
 
-_SAMPLE_TOKENS = 60
+SAMPLE_TOKENS = 60
 
 
 def describe_dataset(directory: Location, manifest: Manifest, say: Log) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def describe_dataset(directory: Location, manifest: Manifest, say: Log) -> dict[
     if skipped["duplicates"]:
         say(f"  skipped: {count(skipped['duplicates'], 'duplicate')}")
     first = manifest.split_shards("train")[0]
-    tokens = read_row_group(directory, manifest, first, 0)[:_SAMPLE_TOKENS].tolist()
+    tokens = read_row_group(directory, manifest, first, 0)[:SAMPLE_TOKENS].tolist()
     encoding, decoder = read_tokenizer(directory), codecs.getincrementaldecoder("utf-8")("replace")
     # Without the bytes of an incomplete character at the end.
     sample = decoder.decode(b"".join(token_to_bytes(encoding, token) for token in tokens))
