@@ -20,8 +20,6 @@ directory it may outlive a dead machine or be invisible to others, and a forked 
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import math
 import os
 import socket
@@ -29,21 +27,20 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from raytrain_gpt.errors import ClusterError, RaytrainGptError, failure_as
 from raytrain_gpt.format import Log
+from raytrain_gpt.storage.guard import guarded
 from raytrain_gpt.storage.location import Location
 
 LEASE_FILE = ".lease"
 _LEASE_BYTES = 1024
 _POLLS_PER_EXPIRY, _LINES_PER_EXPIRY = 60, 6
-_GUARD_WAIT_S, _GUARD_PAUSE_S = 10.0, 0.02
 _UNKNOWN = "an unknown process"
 
 _held_here: set[str] = set()
@@ -369,55 +366,11 @@ def _is_away(location: Location) -> bool:
     return location.is_local and not location.parent.exists()
 
 
-@contextmanager
-def _guarded(location: Location, removed: bool = False) -> Iterator[bool]:
-    """Lock a file beside a lease on a disk, which has a directory; yields whether it is locked.
-
-    The file may be removed (`removed`: after this): a lock counts only while it is still at its path.
-    """
+def _guarded(location: Location, removed: bool = False) -> AbstractContextManager[bool]:
+    """Lock a lease file, or yield False without locks."""
     if not location.is_local:
-        yield False
-        return
-    path, is_locked = location.path.with_name(f"{location.name}.guard"), False
-    while not is_locked:
-        try:
-            guard = path.open("a", encoding="utf-8")
-        except FileNotFoundError:
-            yield False
-            return
-        with guard:
-            if not (is_locked := _lock(guard)):
-                yield False
-                return
-            try:
-                if is_locked := _is_at(guard, path):  # else its last holder removed it
-                    yield True
-                    if removed:
-                        path.unlink(missing_ok=True)
-            finally:
-                # Closing is not enough if a forked child also has the file open.
-                fcntl.flock(guard, fcntl.LOCK_UN)
-
-
-def _lock(file: IO[str]) -> bool:
-    """Lock a file; False if locks are unsupported or a frozen process holds it."""
-    give_up_at = time.monotonic() + _GUARD_WAIT_S
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except OSError as error:
-            is_held = error.errno in (errno.EAGAIN, errno.EACCES)
-            if not is_held or time.monotonic() > give_up_at:
-                return False
-        time.sleep(_GUARD_PAUSE_S)
-
-
-def _is_at(file: IO[str], path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
+        return nullcontext(False)
+    return guarded(location.path.with_name(f"{location.name}.guard"), removed)
 
 
 def _storage_errors(verb: str, location: Location, what: str) -> AbstractContextManager[None]:

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from raytrain_gpt.errors import ClusterError, StorageError
+from raytrain_gpt.storage import guard as guard_module
 from raytrain_gpt.storage import lease as lease_module
 from raytrain_gpt.storage.lease import (
     LEASE_FILE,
@@ -537,34 +538,6 @@ def check_one_of_two(
     assert not location.exists()
 
 
-def test_who_waits_for_a_guard_that_is_removed_makes_it_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = Location.of(tmp_path / LEASE_FILE)
-    waits, has_it, goes = (threading.Event() for _ in range(3))
-    monkeypatch.setattr(lease_module.time, "sleep", lambda _: waits.set())
-
-    def wait_for_it() -> None:
-        with lease_module._guarded(file, removed=True) as is_locked:
-            assert is_locked
-            has_it.set()
-            assert goes.wait(WAIT_S)
-
-    thread = threading.Thread(target=wait_for_it)
-    with lease_module._guarded(file, removed=True) as is_locked:
-        assert is_locked
-        thread.start()
-        assert waits.wait(WAIT_S)
-        assert not has_it.is_set()
-    assert has_it.wait(WAIT_S)
-    monkeypatch.setattr(lease_module, "_GUARD_WAIT_S", 0.0)
-    with lease_module._guarded(file) as is_locked:
-        assert not is_locked
-    goes.set()
-    thread.join()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_first_lease_needs_no_lock(location: Location, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two hosts without a common lock see no lease at the same moment; one of them gets it."""
     both = threading.Barrier(2)
@@ -576,7 +549,7 @@ def test_a_first_lease_needs_no_lock(location: Location, monkeypatch: pytest.Mon
             both.wait(WAIT_S)
         return text
 
-    monkeypatch.setattr(lease_module, "_lock", lambda _: False)
+    monkeypatch.setattr(guard_module, "_lock", lambda _: False)
     monkeypatch.setattr(lease_module, "_read", read_together)
     check_one_of_two(location)
 
