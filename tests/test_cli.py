@@ -133,7 +133,8 @@ def test_a_path_that_nobody_can_use_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    os.mkfifo(tmp_path / "pipe")
+    if arguments[-1] != "--config":  # a configuration may come from a pipe
+        os.mkfifo(tmp_path / "pipe")
     code, shown, errors = run_cli(*arguments, path)
     if arguments[:2] == ["runs", "list"] and path == "pipe":
         assert code == 0, "there are no runs"
