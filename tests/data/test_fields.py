@@ -87,14 +87,14 @@ def test_a_field_of_a_struct_column_is_text(tmp_path: Path) -> None:
         Document(1, "two"),
         Document(2, "three"),
     ]
-    with raises_line(DataError, "has no column text, only id, meta; set --text_field"):
+    with raises_line(DataError, "has no column text, only id, meta.text, meta.n; set --text_field"):
         read(tmp_path / "a.parquet")
-    with raises_line(DataError, "has no column meta.x, only id, meta"):
+    with raises_line(DataError, "has no column meta.x, only id, meta.text, meta.n"):
         read(tmp_path / "a.parquet", "meta.x")
     with raises_line(DataError, "at row 0: field meta.n is int, not a string"):
         read(tmp_path / "a.parquet", "meta.n")
     for name in ("id.text", "meta.text.x", ".", "meta."):
-        with raises_line(DataError, f"has no column {name}, only id, meta"):
+        with raises_line(DataError, f"has no column {name}, only id, meta.text, meta.n"):
             read(tmp_path / "a.parquet", name)
 
 
