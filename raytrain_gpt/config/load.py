@@ -16,8 +16,11 @@ from raytrain_gpt.parsing import parse_yaml
 
 DEFAULT_PRESET = "quickstart"
 
-REMOVED_SETTINGS = {"data_cache_gb": "", "eval_mode": "evaluate with raytrain-gpt eval"}
-"""Setting of earlier versions -> the way out where its value meant something; empty: it changed no result."""
+REMOVED_SETTINGS = {
+    "data_cache_gb": None,
+    "eval_mode": ("inline", "evaluate with raytrain-gpt eval"),
+}
+"""Setting of earlier versions -> the value that still holds and what replaces others; None: all hold."""
 
 
 def preset_names() -> list[str]:
@@ -61,7 +64,7 @@ def without_removed(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ignore_removed(values: Any, where: str) -> Any:
-    """Drop the settings of earlier versions from a mapping of the user, with one line on stderr each.
+    """Drop the settings of earlier versions from a mapping of the user; each is named on stderr.
 
     Raises:
         ConfigError: one has a value that meant something.
@@ -69,10 +72,10 @@ def ignore_removed(values: Any, where: str) -> Any:
     if not isinstance(values, Mapping):
         return values
     for name in REMOVED_SETTINGS.keys() & values.keys():
-        way = REMOVED_SETTINGS[name]
-        if way and values[name] != "inline":
+        replaced = REMOVED_SETTINGS[name]
+        if replaced and values[name] != replaced[0]:
             raise ConfigError(
-                f"{name}={values[name]} in {where} is no longer supported; remove it, and {way}"
+                f"{name}={values[name]} in {where} is no longer supported; remove it, and {replaced[1]}"
             )
         print(f"{name} in {where} is ignored: it no longer exists", file=sys.stderr)
     return {name: value for name, value in values.items() if name not in REMOVED_SETTINGS}

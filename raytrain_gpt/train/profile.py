@@ -29,7 +29,7 @@ _TABLE_ROWS, _NAME_CHARACTERS = 50, 60
 
 TakeProfile = Callable[[str, bytes, float], None]
 """Receives torch's table of the operators in the steps, their Chrome trace (gzipped JSON), and the seconds
-spent on both after the last step."""
+spent on both after the last step; if the export failed, the error and no trace."""
 
 
 class StepProfile:
