@@ -89,7 +89,7 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info
 
 $(INSTALLED): pyproject.toml constraints.txt
-	@echo "installing into $(VENV): 7 GB with CUDA, 3 GB on PyTorch's CPU build (README, Install); takes minutes"
+	@echo "installing into $(VENV): at most 7 GB with CUDA, 2.1 GB on PyTorch's CPU build (README, Install); takes minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -c constraints.txt -e .
 	touch $@
