@@ -20,7 +20,6 @@ from raytrain_gpt.commands.flags import (
     RunOptions,
     StorageOptions,
     command,
-    command_line,
     say,
     section_fields,
 )
@@ -81,10 +80,6 @@ def estimate(options: EstimateFlags) -> None:
         expected = {"expected_loss": loss, "half_width": law.half_width}
     if result.fits is not False:
         say(f"next: {options.train_command()}")
-    elif result.remedy is not None:
-        flags = options.model_dump(exclude={"as_json", "probe"}, exclude_none=True)
-        changed = flags | options.fields | result.remedy.changes
-        say(f"next: {command_line('estimate', changed)}")
     options.say_json(result.as_json() | expected)
 
 

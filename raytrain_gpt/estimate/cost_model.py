@@ -24,7 +24,7 @@ from raytrain_gpt.core.memory import (
 )
 from raytrain_gpt.core.model import GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.registry import count_model, step_flops
-from raytrain_gpt.train.memory_search import MemorySearch, Remedy, gpu_limit_bytes
+from raytrain_gpt.train.memory_search import MemorySearch, gpu_limit_bytes
 from raytrain_gpt.train.preflight import evaluation_warnings
 
 _MAX_SEARCHED_SEQUENCES = 2**20
@@ -69,7 +69,7 @@ class Estimate:
 
     Attributes:
         num_parameters: Counts a tied embedding once, with its padding.
-        remedy: Cheapest changes that would make it fit, or None if it fits or no change is enough.
+        remedy: Settings that need less memory, or None if it fits.
         largest: One entry per GPT-2 size, empty without a device.
         warnings: Evaluations are too frequent; one line each.
         train_s: Time of all steps, without evaluations, checkpoints and restarts.
@@ -92,7 +92,7 @@ class Estimate:
     memory: TrainingMemory
     device: GpuSpec | None
     fits: bool | None
-    remedy: Remedy | None
+    remedy: str | None
     largest: list[LargestMicroBatch]
     speed: EstimatedSpeed | None
     step_time_s: float | None
@@ -144,11 +144,9 @@ def estimate(config: Config, facts: Facts) -> Estimate:
     shape = GPTShape.of(config, facts.vocab_size or GPT2_VOCAB_SIZE)
     counts = count_model(shape)
     memory = MemoryModel.of(config, facts.num_workers, shape, facts.bf16)
-
-    def limit_of(_: Config, workers: int) -> float:
-        return math.inf if device is None else gpu_limit_bytes(device.memory_bytes, workers)
-
-    limit_bytes = limit_of(config, facts.num_workers)
+    limit_bytes = math.inf
+    if device is not None:
+        limit_bytes = gpu_limit_bytes(device.memory_bytes, facts.num_workers)
     on_gpu = device is not None and config.cluster.use_gpu is not False
     search = MemorySearch(config.updated({"use_gpu": on_gpu}), facts.num_workers, memory)
     fitting = search.largest(limit_bytes)
@@ -176,7 +174,7 @@ def estimate(config: Config, facts: Facts) -> Estimate:
         memory=memory.predict(fit.sequences, fit.activation_checkpointing),
         device=device,
         fits=None if device is None else fitting is not None,
-        remedy=None if fitting else search.remedy(limit_of),
+        remedy=None if fitting else search.remedy,
         largest=[] if device is None else _largest_micro_batches(memory, limit_bytes),
         speed=speed,
         step_time_s=step_time_s,

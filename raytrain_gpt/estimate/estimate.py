@@ -28,7 +28,6 @@ from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.train import preflight
 from raytrain_gpt.train.launch import training_session
 from raytrain_gpt.train.memory_fit import fit_memory
-from raytrain_gpt.train.memory_search import NO_REMEDY
 
 _SPEED_SOURCES = {
     "probe": "measured by the probe",
@@ -147,8 +146,8 @@ def lines(config: Config, run: Estimate) -> list[str]:
         f"disk     {size(run.checkpoint_bytes)} per checkpoint, up to "
         f"{size(run.checkpoint_bytes * num_checkpoints)} in total",
     ]
-    if run.fits is False:
-        out.append(f"to fit   {run.remedy.way_out if run.remedy else NO_REMEDY}")
+    if run.remedy is not None:
+        out.append(f"to fit   {run.remedy}")
     if run.device is not None:
         fits = ", ".join(
             f"{fit.model} {fit.sequences or '-'} ({fit.sequences_recomputing or '-'})"

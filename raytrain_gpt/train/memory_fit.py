@@ -42,9 +42,6 @@ from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.errors import ClusterError, Interrupted
 from raytrain_gpt.format import Log, amount, size
 from raytrain_gpt.train.memory_search import (
-    NCCL_BYTES,
-    NO_REMEDY,
-    Limit,
     MeasureBytes,
     MemoryFit,
     MemorySearch,
@@ -105,14 +102,8 @@ def fit_memory(
         fit, why = found
     else:
         search = _search(config, world_size, vocab_size, torch.device("cpu"))
-        available = resources()
-
-        def limit_of(changed: Config, workers: int) -> float:
-            sized = config.updated({"num_layers": changed.model.num_layers})
-            return cpu_limit_bytes(sized, workers, vocab_size, available, is_trial)
-
-        most_workers = available.room_for(config.cluster.cpus_per_worker, 0)
-        fit, why = _decide(search, limit_of, "per worker, estimated", most_workers=most_workers)
+        limit_bytes = cpu_limit_bytes(config, world_size, vocab_size, resources(), is_trial)
+        fit, why = _decide(search, limit_bytes, "per worker, estimated")
     log(describe(config, world_size, fit) + why)
     return RunPlan.of(config, world_size, fit.sequences, fit.activation_checkpointing)
 
@@ -218,13 +209,11 @@ def _fit_gpu(config: FittedConfig, world_size: int, vocab_size: int) -> Decision
     limit_bytes = min(limit_bytes, torch.cuda.mem_get_info(device)[0])
     search = _search(config, world_size, vocab_size, device)
     where = f"of {torch.cuda.get_device_name(device)}"
-
-    def limit_of(_: Config, workers: int) -> float:
-        return limit_bytes + NCCL_BYTES * ((world_size > 1) - (workers > 1))
-
     if search.memory.num_shards > 1:
-        return _decide(search, limit_of, f"{where}, estimated")
-    return _decide(search, limit_of, f"{where}, measured", partial(search.measure, device=device))
+        return _decide(search, limit_bytes, f"{where}, estimated")
+    return _decide(
+        search, limit_bytes, f"{where}, measured", partial(search.measure, device=device)
+    )
 
 
 def _search(
@@ -236,23 +225,16 @@ def _search(
 
 
 def _decide(
-    search: MemorySearch,
-    limit_of: Limit,
-    where: str,
-    measured: MeasureBytes | None = None,
-    most_workers: float = math.inf,
+    search: MemorySearch, limit_bytes: float, where: str, measured: MeasureBytes | None = None
 ) -> Decision:
-    limit_bytes = limit_of(search.config, search.world_size)
     fit = search.largest(limit_bytes, measured)
     if fit is not None:
         room = "" if math.isinf(limit_bytes) else f" of {size(limit_bytes)}"
         return fit, f" ({size(fit.needed_bytes)}{room} {where})"
     least, shape = search.least(), search.memory.shape
-    remedy = search.remedy(limit_of, most_workers)
     raise ClusterError(
         f"{least.sequences} × {shape.seq_len} tokens in a micro-batch do not fit: "
         f"{amount(count_model(shape).num_parameters)} parameters with activation_checkpointing="
         f"{least.activation_checkpointing} need about {size(least.needed_bytes)}, but training may use "
-        f"only {size(max(limit_bytes, 0))} {where}; "
-        f"{remedy.way_out if remedy else NO_REMEDY}, or use devices with more memory"
+        f"only {size(max(limit_bytes, 0))} {where}; {search.remedy}, or use devices with more memory"
     )

@@ -4,7 +4,7 @@
    summed in a different order.
 2. `MemoryModel` predicts the memory of a candidate; on a GPU `measure` takes real steps with it.
 3. `largest` picks the largest candidate that fits, and recomputes activations only if it is too small.
-4. If nothing fits, `remedy` finds the cheapest settings that are predicted to fit.
+4. If nothing fits, `remedy` names the settings that need less memory.
 """
 
 from __future__ import annotations
@@ -12,23 +12,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import itertools
 import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from raytrain_gpt.config.arithmetic import divisors
-from raytrain_gpt.config.batch import check_shares, micro_batch_for
+from raytrain_gpt.config.batch import micro_batch_for
 from raytrain_gpt.config.resolved import USABLE_FRACTION, ActivationCheckpointing
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.memory import MemoryModel
-from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.format import count, size
 from raytrain_gpt.train.probe import probe_steps
 
 MODES: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full")
@@ -44,11 +39,6 @@ MAX_GPU_TOKENS = 2**16
 """Tokens per GPU micro-batch; about half are estimated to saturate it."""
 _MAX_LOGITS = 2**31 - 1
 """Logits per GPU micro-batch; above it, torch's compiled kernels use slower 64-bit indices."""
-
-Limit = Callable[[Config, int], float]
-"""Memory budget in bytes, by configuration and number of workers."""
-NO_REMEDY = "set a smaller embd_size or seq_len"
-"""Advice if not even one block fits."""
 
 MeasureBytes = Callable[[int, ActivationCheckpointing], float]
 """Bytes needed by a number of sequences and a mode; infinite if out of memory."""
@@ -66,24 +56,6 @@ class MemoryFit:
     sequences: int
     activation_checkpointing: ActivationCheckpointing
     needed_bytes: float = 0
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """Settings that are predicted to fit (field -> value), and the micro-batch that then fits."""
-
-    changes: dict[str, Any]
-    fit: MemoryFit
-
-    @property
-    def way_out(self) -> str:
-        """Phrase with the settings and the fit."""
-        changes = ", ".join(f"{name} to {value}" for name, value in self.changes.items())
-        return (
-            f"set {changes} (micro-batches of {count(self.fit.sequences, 'sequence')} with "
-            f"activation_checkpointing={self.fit.activation_checkpointing} need about "
-            f"{size(self.fit.needed_bytes)})"
-        )
 
 
 @dataclass(frozen=True)
@@ -155,53 +127,17 @@ class MemorySearch:
             at += 1
         return MemoryFit(sizes[at], mode, needed(at))
 
-    def remedy(self, limit_of: Limit, most_workers: float = math.inf) -> Remedy | None:
-        """Find the cheapest change with which the run fits, or None if even one block does not fit.
-
-        The order is: a smaller micro-batch, recomputed activations, sharding, more workers, fewer workers
-        (which share less), fewer blocks.
-        """
-        world_size, train = self.world_size, self.config.train
-        micro = {"micro_batch_sequences": 1 if train.exact else "auto"}
-        both = micro | {"activation_checkpointing": "auto"}
-        sharded = {"parallel": "fsdp"}
-        changes: list[dict[str, Any]] = [micro, both]
-        if world_size > 1:
-            changes += [sharded, sharded | micro, sharded | both]
-        shares = divisors(self.config.batch_sequences)
-        more = [workers for workers in shares if world_size < workers <= most_workers]
-        changes += [sharded | both | {"num_workers": workers} for workers in more]
-        fewer = [workers for workers in reversed(shares) if workers < world_size]
-        changes += [both | {"num_workers": workers} for workers in fewer]
-        starts: list[dict[str, Any]] = [sharded, {}, {"num_workers": 1}] if world_size > 1 else [{}]
-        same_depth = (self._changed(change, limit_of) for change in changes)
-        shallower = (self._shallower(start | both, limit_of) for start in starts)
-        return next(filter(None, itertools.chain(same_depth, shallower)), None)
-
-    def _shallower(self, changes: Mapping[str, Any], limit_of: Limit) -> Remedy | None:
-        """Apply the changes with the most blocks that fit, or return None if none do."""
-
-        def with_layers(num_layers: int) -> Remedy | None:
-            return self._changed({**changes, "num_layers": num_layers}, limit_of)
-
-        numbers = range(1, self.config.model.num_layers)
-        most = bisect_left(numbers, True, key=lambda num_layers: with_layers(num_layers) is None)
-        return with_layers(most) if most else None
-
-    def _changed(self, changes: Mapping[str, Any], limit_of: Limit) -> Remedy | None:
-        """Return the changes as a remedy, or None if they are invalid or not enough."""
-        values = self.config.field_values()
-        changes = {name: value for name, value in changes.items() if values[name] != value}
-        world_size = changes.get("num_workers", self.world_size)
-        try:
-            config = self.config.updated(changes)
-            check_shares(config, world_size)
-        except ConfigError:
-            return None
-        shape = GPTShape.of(config, self.memory.shape.vocab_size)
-        memory = MemoryModel.of(config, world_size, shape, self.memory.bf16)
-        fit = MemorySearch(config, world_size, memory).largest(limit_of(config, world_size))
-        return Remedy(changes, fit) if fit is not None and changes else None
+    @property
+    def remedy(self) -> str:
+        """Advice if nothing fits: the settings that need less memory, cheapest first."""
+        train, ways = self.config.train, list[str]()
+        if self.sizes[0] > 1:
+            ways.append(f"micro_batch_sequences to {1 if train.exact else 'auto'}")
+        if self.modes[-1] != MODES[-1]:
+            ways.append("activation_checkpointing to auto")
+        if self.memory.num_shards < self.world_size and not train.exact:
+            ways.append("parallel to fsdp")
+        return f"set {', '.join([*ways, 'num_layers to fewer'])}, until it fits"
 
     def measure(self, sequences: int, mode: ActivationCheckpointing, device: torch.device) -> float:
         """Peak bytes of a GPU's allocator during real steps; 0 on a CPU, infinite if out of memory.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -201,22 +200,20 @@ def test_steps_that_are_measured_are_the_runs_own(mode: ActivationCheckpointing)
     assert table(config(**values), 2).measure(3, mode, CPU) == 0
 
 
-def test_settings_that_were_tried_are_no_remedy() -> None:
-    """A measurement may reject settings that the prediction accepts."""
-    tried = config(activation_checkpointing="auto")
-    found = MemorySearch(tried, 1, model_of(tried)).remedy(lambda *_: math.inf)
-    assert found is not None
-    assert found.changes == {"parallel": "fsdp", "num_workers": 2}
-    alone = MemorySearch(tried, 1, model_of(tried)).remedy(lambda *_: math.inf, most_workers=1)
-    assert alone is not None
-    assert alone.changes == {"num_layers": 1}
-
-
-def test_no_remedy_is_an_invalid_configuration() -> None:
-    exact = config(exact=True, micro_batch_sequences=3, min_workers=2, num_workers=4)
-    least = MemorySearch(exact, 4, model_of(exact, 4)).predict(1, "full")
-    found = MemorySearch(exact, 4, model_of(exact, 4)).remedy(lambda *_: least)
-    assert found is not None
-    assert found.changes == {"micro_batch_sequences": 1, "activation_checkpointing": "auto"}
-    none = MemorySearch(exact, 4, model_of(exact, 4)).remedy(lambda *_: 0.0)
-    assert none is None
+@pytest.mark.parametrize(
+    ("values", "num_workers", "ways"),
+    [
+        ({}, 1, "set activation_checkpointing to auto, num_layers to fewer"),
+        ({"activation_checkpointing": "auto"}, 1, "set num_layers to fewer"),
+        ({"activation_checkpointing": "full"}, 2, "set parallel to fsdp, num_layers to fewer"),
+        ({"micro_batch_sequences": 3, "exact": True}, 2, "set micro_batch_sequences to 1, "),
+        ({"micro_batch_sequences": 3}, 1, "set micro_batch_sequences to auto, "),
+    ],
+)
+def test_what_does_not_fit_is_answered_with_the_settings_that_can_still_save_memory(
+    values: dict[str, Any], num_workers: int, ways: str
+) -> None:
+    run = config(**values)
+    search = MemorySearch(run, num_workers, model_of(run, num_workers))
+    assert search.remedy.startswith(ways)
+    assert "fsdp" not in search.remedy or not run.train.exact
