@@ -120,8 +120,6 @@ class MemoryModel:
             activations. If it cannot be traced, its activations count as those of the eager model.
         num_shards: Ranks that share weights, gradients and moments; 1 without sharding.
         narrow_residual: Whether the sums between blocks are in 16 bits.
-        traced: Shape to trace in place of this one, to save time: of this architecture, and compiling is
-            taken to save the same fraction of its activations.
     """
 
     shape: GPTShape
@@ -131,7 +129,6 @@ class MemoryModel:
     optim: OptimSection = field(default_factory=OptimSection)
     exact: bool = False
     narrow_residual: bool = False
-    traced: GPTShape | None = None
 
     @classmethod
     def of(cls, config: Config, world_size: int, shape: GPTShape, bf16: bool) -> MemoryModel:
@@ -183,12 +180,6 @@ class MemoryModel:
 
         The gradient of the logits takes their place.
         """
-        if self.traced is not None:
-            like = replace(self, shape=self.traced, traced=None)
-            kept, saved = (
-                f(sequences, mode) for f in (like._compiled_activations, like._activations)
-            )
-            return self._activations(sequences, mode) * kept // saved
         one, two = (_kept_compiled_bytes(self._pass(num_layers, mode)) for num_layers in (1, 2))
         if one is None or two is None:
             return self._activations(sequences, mode)

@@ -9,8 +9,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from raytrain_gpt.config.batch import check_shares
@@ -26,16 +25,6 @@ from raytrain_gpt.core.model import GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.registry import count_model, step_flops
 from raytrain_gpt.train.memory_search import MemorySearch, gpu_limit_bytes
 from raytrain_gpt.train.preflight import evaluation_warnings
-
-_MAX_SEARCHED_SEQUENCES = 2**20
-"""Upper bound of micro-batches in sequences; no device has memory for it."""
-_GPT2_SIZES = {
-    "124M": (12, 12, 768),
-    "350M": (24, 16, 1024),
-    "774M": (36, 20, 1280),
-    "1.5B": (48, 25, 1600),
-}
-"""Name -> layers, heads, channels."""
 
 
 @dataclass(frozen=True)
@@ -54,23 +43,12 @@ class EstimatedSpeed:
 
 
 @dataclass(frozen=True)
-class LargestMicroBatch:
-    """Largest micro-batch on a device, without and with activation checkpointing; 0 if none fits."""
-
-    model: str
-    num_parameters: int
-    sequences: int
-    sequences_recomputing: int
-
-
-@dataclass(frozen=True)
 class Estimate:
     """Estimate of a run; fields are None where their inputs are missing.
 
     Attributes:
         num_parameters: Counts a tied embedding once, with its padding.
         remedy: Settings that need less memory, or None if it fits.
-        largest: One entry per GPT-2 size, empty without a device.
         warnings: Evaluations are too frequent; one line each.
         train_s: Time of all steps, without evaluations, checkpoints and restarts.
         device_hours: Over all workers.
@@ -93,7 +71,6 @@ class Estimate:
     device: GpuSpec | None
     fits: bool | None
     remedy: str | None
-    largest: list[LargestMicroBatch]
     speed: EstimatedSpeed | None
     step_time_s: float | None
     warnings: list[str]
@@ -175,7 +152,6 @@ def estimate(config: Config, facts: Facts) -> Estimate:
         device=device,
         fits=None if device is None else fitting is not None,
         remedy=None if fitting else search.remedy,
-        largest=[] if device is None else _largest_micro_batches(memory, limit_bytes),
         speed=speed,
         step_time_s=step_time_s,
         warnings=evaluation_warnings(config, facts.val_tokens or 0),
@@ -209,22 +185,3 @@ def _speed(config: Config, shape: GPTShape, facts: Facts) -> EstimatedSpeed | No
         return None
     mfu = None if peak_tokens_per_s is None else tokens_per_s / peak_tokens_per_s
     return EstimatedSpeed(tokens_per_s, source, mfu)
-
-
-def _largest_micro_batches(memory: MemoryModel, limit_bytes: float) -> list[LargestMicroBatch]:
-    """Return each GPT-2 size's largest micro-batch, with the run's context and vocabulary."""
-
-    def largest(model: MemoryModel, mode: ActivationCheckpointing) -> int:
-        sizes = range(1, _MAX_SEARCHED_SEQUENCES)
-        return bisect_right(sizes, limit_bytes, key=lambda n: model.predict(n, mode).total)
-
-    micro_batches = []
-    shapes = {
-        name: GPTShape(*sizes, memory.shape.seq_len, memory.shape.vocab_size)
-        for name, sizes in _GPT2_SIZES.items()
-    }
-    for name, shape in shapes.items():
-        model = replace(memory, shape=shape, traced=next(iter(shapes.values())))
-        sequences = largest(model, "none"), largest(model, "full")
-        micro_batches.append(LargestMicroBatch(name, count_model(shape).num_parameters, *sequences))
-    return micro_batches

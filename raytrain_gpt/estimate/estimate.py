@@ -148,15 +148,6 @@ def lines(config: Config, run: Estimate) -> list[str]:
     ]
     if run.remedy is not None:
         out.append(f"to fit   {run.remedy}")
-    if run.device is not None:
-        fits = ", ".join(
-            f"{fit.model} {fit.sequences or '-'} ({fit.sequences_recomputing or '-'})"
-            for fit in run.largest
-        )
-        out.append(
-            f"fits     {run.device.name}, largest micro_batch_sequences (with "
-            f"activation_checkpointing full): {fits}"
-        )
     return [*out, *_time_lines(run), *(f"warning  {line}" for line in run.warnings)]
 
 

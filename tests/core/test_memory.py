@@ -195,13 +195,6 @@ def test_a_compiled_model_takes_what_was_measured_on_a_gpu(
     assert model.predict(sequences, mode).total == pytest.approx(peak_mb * 1e6, rel=0.05)
 
 
-def test_compiling_is_taken_to_save_the_fraction_that_it_saves_of_the_traced_shape() -> None:
-    deep = MemoryModel(replace(SMALL, num_layers=4, embd_size=1536), True, compiled=True)
-    found = [replace(deep, traced=traced).predict(8, "none") for traced in (None, SMALL)]
-    assert found[1].activations == pytest.approx(found[0].activations, rel=0.03)
-    assert found[0].logits == found[1].logits
-
-
 def test_a_model_that_cannot_be_traced_counts_as_if_compiling_saved_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
