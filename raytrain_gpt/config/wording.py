@@ -15,52 +15,10 @@ _MAX_SUGGESTED = 4
 MAX_SHOWN = 80
 """Characters of a refused value shown in a message."""
 
-THEIR_NAMES = {
-    "n_layer": "num_layers",
-    "n_head": "num_heads",
-    "n_embd": "embd_size",
-    "block_size": "seq_len",
-    "batch_size": "micro_batch_sequences",
-    "per_device_train_batch_size": "micro_batch_sequences",
-    "gradient_accumulation_steps": "global_batch_tokens",
-    "lr": "peak_lr",
-    "learning_rate": "peak_lr",
-    "warmup_iters": "warmup_steps",
-    "max_iters": "max_steps",
-    "epochs": "max_steps",
-    "num_train_epochs": "max_steps",
-    "eval_interval": "eval_every_steps",
-    "eval_steps": "eval_every_steps",
-    "eval_iters": "eval_tokens",
-    "log_interval": "log_every_steps",
-    "logging_steps": "log_every_steps",
-    "save_steps": "checkpoint_every_steps",
-    "save_total_limit": "keep_checkpoints",
-    "dtype": "precision",
-    "bf16": "precision",
-    "fp16": "precision",
-    "torch_compile": "compile",
-    "gradient_checkpointing": "activation_checkpointing",
-    "max_grad_norm": "grad_clip",
-    "lr_scheduler_type": "schedule",
-    "optim": "optimizer",
-    "out_dir": "storage_path run_name",
-    "output_dir": "storage_path run_name",
-    "dataset": "data_path",
-    "resume_from_checkpoint": "run_name",
-    "from_pretrained": "init_from",
-    "model_name_or_path": "init_from",
-    "wandb_log": "mlflow_uri",
-    "report_to": "mlflow_uri",
-}
-"""Name in nanoGPT or in transformers' Trainer -> field names; see docs/configuration.md."""
-
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for names of the same meaning, else with this prefix, else the nearest."""
+    """`; did you mean X?` for names with this prefix, else for the nearest."""
     names, spelled = list(known), name.replace("-", "_")
-    if synonyms := [one for one in THEIR_NAMES.get(spelled, "").split() if one in names]:
-        return f"; did you mean {' and '.join(synonyms)}?"
     near = [one for one in names if name and one.startswith((name, spelled))]
     if not 0 < len(near) <= _MAX_SUGGESTED:
         near = difflib.get_close_matches(spelled, names, n=1, cutoff=0.6)
