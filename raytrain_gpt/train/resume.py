@@ -17,7 +17,6 @@ from raytrain_gpt.config.batch import for_workers
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config, ConfigT, changed_fields, changes_math, parse_config
 from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS
-from raytrain_gpt.core.optim import learning_rate
 from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.data.locations import location, run_location
 from raytrain_gpt.data.mixture import Mixture
@@ -111,18 +110,6 @@ def check_changes(config: Config, data: Mixture, resumed: Checkpoint, log: Log) 
     for name, change in changed_fields(before, then).items():
         if name not in AUTO_MEMORY_FIELDS or then[name] != "auto":
             log(f"changed since that checkpoint: {name} {change}")
-    _say_if_rate_rises(config, state.step, before["max_steps"], log)
-
-
-def _say_if_rate_rises(config: Config, step: int, steps_before: int, log: Log) -> None:
-    """Warn if a new max_steps moves the end of the decay so that the learning rate rises again."""
-    last, planned = (learning_rate(at, config.optim, steps_before) for at in (step - 1, step))
-    rate = learning_rate(step, config.optim, config.train.max_steps)
-    if rate > max(last, planned):
-        log(
-            f"the {config.optim.schedule} decay now ends at step {config.train.max_steps}: at step {step} "
-            f"the learning rate rises again, from {last:.2e} to {rate:.2e}"
-        )
 
 
 def read_skipped(run_dir: Location, resumed: Checkpoint | None, log: Log) -> BatchRanges:
