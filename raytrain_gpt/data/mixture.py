@@ -11,10 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
@@ -48,8 +47,6 @@ class Mixture:
 
     datasets: tuple[WeightedDataset, ...]
     """At least one; the weights sum to 1."""
-    read_at: float = field(default_factory=time.time, compare=False)
-    """Unix time at which the manifests were read; `read` detects files that change later."""
 
     @property
     def is_mixed(self) -> bool:
@@ -131,7 +128,7 @@ class Mixture:
         """Read sequences by their ids over all datasets; see `read_sequences`."""
         if not self.is_mixed:
             data = self.first
-            return read_sequences(data.directory, data.manifest, split, seq_len, ids, self.read_at)
+            return read_sequences(data.directory, data.manifest, split, seq_len, ids)
         tokens: Tokens = np.zeros((len(ids), seq_len + 1), self.dtype)
         delivered = np.full(len(ids), -1, np.int64)
         first_id = 0
@@ -139,7 +136,7 @@ class Mixture:
             rows = np.flatnonzero((ids >= first_id) & (ids < first_id + num))
             local_ids = ids[rows] - first_id
             tokens[rows], delivered_ids = read_sequences(
-                data.directory, data.manifest, split, seq_len, local_ids, self.read_at
+                data.directory, data.manifest, split, seq_len, local_ids
             )
             delivered[rows] = delivered_ids + first_id
             first_id += num

@@ -5,7 +5,6 @@ Threads request row groups of an object store in advance.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,25 +24,19 @@ READ_AHEAD = 2 * READ_THREADS
 
 
 def read_sequences(
-    directory: LocationLike,
-    manifest: Manifest,
-    split: Split,
-    seq_len: int,
-    ids: Ids,
-    since: float = math.inf,
+    directory: LocationLike, manifest: Manifest, split: Split, seq_len: int, ids: Ids
 ) -> tuple[Tokens, Ids]:
     """Read sequences by their ids, and return the ids actually delivered.
 
     Args:
         ids: Sequence ids, int64 (n,), in output order; rows of negative ids stay zero.
-        since: As in `read_row_group`.
 
     Returns:
         tokens of the manifest's dtype (n, seq_len + 1), delivered ids int64 (n,), −1 where empty. Memory: the
         result, and one row group or, from an object store, `READ_AHEAD` of them.
 
     Raises:
-        DataError: a row group cannot be read, contains ids outside the vocabulary, or was changed.
+        DataError: a row group cannot be read or contains ids outside the vocabulary.
     """
     directory = Location.of(directory)
     sequences = manifest.row_group_sequences(split, seq_len)
@@ -57,7 +50,7 @@ def read_sequences(
     row_groups = manifest.find_row_groups(split, units)
 
     def read(shard: Shard, index: int) -> Tokens:
-        return read_row_group(directory, manifest, shard, index, since)
+        return read_row_group(directory, manifest, shard, index)
 
     groups = (read(*one) for one in row_groups) if directory.is_local else _ahead(read, row_groups)
     stops = np.append(starts, len(order))[1:]

@@ -14,10 +14,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import tempfile
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -258,20 +256,13 @@ def read_manifest(directory: LocationLike) -> Manifest:
     return manifest
 
 
-def read_row_group(
-    directory: LocationLike,
-    manifest: Manifest,
-    shard: Shard,
-    index: int,
-    since: float = math.inf,
-) -> Tokens:
+def read_row_group(directory: LocationLike, manifest: Manifest, shard: Shard, index: int) -> Tokens:
     """Read row group `index` of a shard; returns token ids, uint16 or uint32 (tokens,), read-only.
 
-    A local file that changed after `since` (Unix time) is checked against its hash. Raises a DataError if
-    reading fails, or finds an id outside the vocabulary or a changed file.
+    Raises a DataError if reading fails, or finds an id outside the vocabulary.
     """
     path = Location.of(directory) / shard.path
-    tokens, is_unchanged = _stored_row_group(path, shard, index, since)
+    tokens = _stored_row_group(path, shard, index)
     num = min(manifest.row_group_tokens, shard.tokens - index * manifest.row_group_tokens)
     if tokens.shape != (num,) or tokens.dtype != manifest.dtype:
         raise DataError(
@@ -285,39 +276,16 @@ def read_row_group(
             f"{manifest.tokenizer} ends at {manifest.vocab_size - 1}; remove this file and "
             f"{REPAIR}"
         )
-    if not is_unchanged:
-        raise DataError(
-            f"shard {path} was changed: its size or SHA-256 differs from the "
-            f"manifest's; remove this file and {REPAIR}"
-        )
     return tokens
 
 
-def _stored_row_group(
-    path: Location, shard: Shard, index: int, since: float
-) -> tuple[Tokens, bool]:
-    """Read token ids, and whether the file still matches the manifest."""
+def _stored_row_group(path: Location, shard: Shard, index: int) -> Tokens:
     problem = f"cannot read row group {index} of {path}"
     with failure_as(DataError, problem, "", pa.ArrowException, KeyError, IndexError):
         if not path.is_local:
             column = stored_shard(path, shard.sha256).read_row_group(index, COLUMN)
-            return column.combine_chunks().to_numpy(), True
-        with path.open() as source, pq.ParquetFile(source) as file:
-            column = file.read_row_group(index, columns=[COLUMN])[COLUMN]
-        return column.combine_chunks().to_numpy(), _is_unchanged(path, shard, since)
-
-
-def _is_unchanged(path: Location, shard: Shard, since: float) -> bool:
-    """Whether a file still matches the manifest; hashes it only if its inode changed `since`."""
-    with damage_as(DataError, path):
-        stat = path.path.stat()
-        if stat.st_size != shard.file_bytes:
-            return False
-        # Not st_mtime, which a copy may preserve.
-        is_old = stat.st_ctime <= since
-        return is_old or _hash_of(path, stat.st_ino, stat.st_ctime_ns) == shard.sha256
-
-
-@lru_cache(maxsize=1024)
-def _hash_of(path: Location, _inode: int, _changed_ns: int) -> str:
-    return path.sha256()
+        else:
+            with path.open() as source, pq.ParquetFile(source) as file:
+                column = file.read_row_group(index, columns=[COLUMN])[COLUMN]
+        tokens: Tokens = column.combine_chunks().to_numpy()
+        return tokens

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 from raytrain_gpt.data.mixture import (
@@ -19,7 +17,7 @@ from raytrain_gpt.data.mixture import (
     read_mixture,
 )
 from raytrain_gpt.data.reader import read_sequences
-from raytrain_gpt.data.shards import ShardWriter, write_manifest
+from raytrain_gpt.data.shards import write_manifest
 from raytrain_gpt.errors import ConfigError, DataError
 from raytrain_gpt.storage.location import Location
 from tests.conftest import raises_line
@@ -132,47 +130,3 @@ def test_every_dataset_needs_a_sequence_of_both_splits(mixture: Mixture, tmp_pat
         DataError, match=r"train split of .*tiny is shorter than one sequence of 8 tokens"
     ):
         both.order(batch_sequences=4, seq_len=8, seed=1)
-
-
-def another_of_its_size(shard: Path, place: Path) -> Path:
-    """Write a shard with different tokens and the same number of bytes; return its path."""
-    tokens = pq.read_table(shard)["tokens"].to_numpy()
-    writer = ShardWriter(place, "uint16", 33)
-    writer.add(np.where(tokens < 256, tokens ^ 1, tokens), 500)  # random, so not compressed
-    assert writer.close("train").file_bytes == shard.stat().st_size
-    assert place.read_bytes() != shard.read_bytes()
-    return place
-
-
-@pytest.mark.parametrize("keeps_times", [False, True])
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_shard_that_is_replaced_while_it_is_used_is_an_error(
-    mixture: Mixture, tmp_path: Path, keeps_times: bool, in_place: bool
-) -> None:
-    shard = mixture.datasets[1].directory.path / "train-00000.parquet"
-    ids = np.arange(sum(mixture.num_sequences("train", 4)))
-    mixture.read("train", 4, ids)
-    other, before = another_of_its_size(shard, tmp_path / "other"), shard.stat()
-    if in_place:
-        shard.write_bytes(other.read_bytes())
-    else:
-        other.replace(shard)
-    if keeps_times:
-        os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with raises_line(DataError, f"shard {shard} was changed: its size or SHA-256 differs"):
-        mixture.read("train", 4, ids)
-
-
-def test_shards_are_hashed_again_only_if_they_changed_and_once(
-    mixture: Mixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hashed, sha256 = [], Location.sha256
-    monkeypatch.setattr(Location, "sha256", lambda path: (hashed.append(path), sha256(path))[1])
-    ids = np.arange(sum(mixture.num_sequences("train", 4)))
-    mixture.read("train", 4, ids)
-    assert hashed == []
-    shard = mixture.datasets[1].directory / "train-00000.parquet"
-    shard.path.chmod(0o600)
-    for _ in range(2):
-        mixture.read("train", 4, ids)
-    assert hashed == [shard]

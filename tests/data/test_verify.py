@@ -119,8 +119,7 @@ def test_reading_an_id_beyond_the_vocabulary_is_refused_with_its_place(
     manifest = write_dataset(tmp_path / "d", train=[100])
     shard: Shard = manifest.shards[0]
     put_in_place(tmp_path / "d" / shard.path, pa.table({"tokens": BEYOND}), statistics)
-    with raises_line(DataError, shard.path, "was changed: its size"):  # row group 1 has no such id
-        read_row_group(tmp_path / "d", manifest, shard, 1)
+    read_row_group(tmp_path / "d", manifest, shard, 1)  # has no such id
     with raises_line(DataError, shard.path, "token id 257 at token 70", "ends at 256"):
         read_row_group(tmp_path / "d", manifest, shard, 2)
 
