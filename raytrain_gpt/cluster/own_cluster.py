@@ -17,7 +17,6 @@ from typing import Any
 import ray
 from ray._common.utils import get_default_system_temp_dir
 
-from raytrain_gpt.cluster.token import make_token
 from raytrain_gpt.errors import ClusterError, failure_as
 
 START_TIMEOUT_S = 120.0
@@ -56,7 +55,6 @@ def start_own_cluster(num_cpus: int, **options: Any) -> None:
         ClusterError: it does not start.
     """
     os.environ.update({k: v for k, v in _ENVIRONMENT.items() if k not in os.environ})
-    make_token()
     if (python := shlex.quote(sys.executable)) != sys.executable:
         # Ray puts the path unquoted into the shell command of workers with environment variables.
         options["runtime_env"] = {"py_executable": python}

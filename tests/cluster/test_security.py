@@ -25,10 +25,9 @@ from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError
 
 from raytrain_gpt.cluster.failures import root_cause
-from raytrain_gpt.cluster.token import keep_token_private, make_token, token_file
-from raytrain_gpt.errors import ClusterError
+from raytrain_gpt.cluster.token import keep_token_private
 from raytrain_gpt.redact import has_secret, redacted
-from tests.conftest import RunCli, raises_line
+from tests.conftest import RunCli
 from tests.runs import MakeConfig, command, flags
 
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
@@ -175,28 +174,6 @@ def test_a_token_file_becomes_private_and_no_more_open(
         token.chmod(before)
         keep_token_private()
         assert token.stat().st_mode & 0o777 == after
-
-
-def test_a_token_is_made_private_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    with monkeypatch.context() as another_mode:
-        another_mode.setenv("RAY_AUTH_MODE", "disabled")
-        make_token()
-    assert not (tmp_path / "home").exists()
-    make_token()
-    (token,) = (tmp_path / "home" / ".ray").iterdir()
-    assert token == token_file()
-    assert token.stat().st_mode & 0o777 == 0o600
-    made = token.read_text()
-    assert len(made) >= 32
-    make_token()
-    assert token.read_text() == made
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("HOME", str(tmp_path / "file"))
-    with raises_line(ClusterError, "cannot write the cluster's token", "RAY_AUTH_TOKEN"):
-        make_token()
 
 
 class Tracker(BaseHTTPRequestHandler):
