@@ -24,7 +24,6 @@ from raytrain_gpt.core.memory import (
 from raytrain_gpt.core.model import GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.registry import count_model, step_flops
 from raytrain_gpt.train.memory_search import MemorySearch, gpu_limit_bytes
-from raytrain_gpt.train.preflight import evaluation_warnings
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,6 @@ class Estimate:
     Attributes:
         num_parameters: Counts a tied embedding once, with its padding.
         remedy: Settings that need less memory, or None if it fits.
-        warnings: Evaluations are too frequent; one line each.
         train_s: Time of all steps, without evaluations, checkpoints and restarts.
         device_hours: Over all workers.
         price: At the on-demand rate.
@@ -73,7 +71,6 @@ class Estimate:
     remedy: str | None
     speed: EstimatedSpeed | None
     step_time_s: float | None
-    warnings: list[str]
     train_s: float | None
     device_hours: float | None
     price: float | None
@@ -102,7 +99,6 @@ class Facts:
     bf16: bool = False
     device: GpuSpec | None = None
     train_tokens: int | None = None
-    val_tokens: int | None = None
     step_time_s: float | None = None
     tokens_per_s: float | None = None
     mfu: float | None = None
@@ -154,7 +150,6 @@ def estimate(config: Config, facts: Facts) -> Estimate:
         remedy=None if fitting else search.remedy,
         speed=speed,
         step_time_s=step_time_s,
-        warnings=evaluation_warnings(config, facts.val_tokens or 0),
         train_s=train_s,
         device_hours=device_hours,
         price=_price(device_hours, facts.price_per_hour),

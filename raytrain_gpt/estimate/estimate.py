@@ -58,11 +58,8 @@ def answer(
     else:
         config = preflight.absolute_paths(config)
     train_tokens = given.train_tokens
-    val_tokens = None
     if data_is_there(config):
-        data = data_of(config)
-        train_tokens = train_tokens or data.split_tokens("train")
-        val_tokens = data.split_tokens("val")
+        train_tokens = train_tokens or data_of(config).split_tokens("train")
     precision, use_gpu = config.train.precision, config.cluster.use_gpu
     # A probe resolves use_gpu, even on a device that is not in the table.
     on_gpu = use_gpu is True if probe else gpu is not None and use_gpu is not False
@@ -74,7 +71,6 @@ def answer(
         bf16=precision in ("bf16", "fp16") or (precision == "auto" and native_bf16),
         device=gpu,
         train_tokens=train_tokens,
-        val_tokens=val_tokens,
         tokens_per_s=tokens_per_s,
     )
     return config, estimate(config, facts)
@@ -148,7 +144,7 @@ def lines(config: Config, run: Estimate) -> list[str]:
     ]
     if run.remedy is not None:
         out.append(f"to fit   {run.remedy}")
-    return [*out, *_time_lines(run), *(f"warning  {line}" for line in run.warnings)]
+    return [*out, *_time_lines(run)]
 
 
 def run_lines(config: Config, log: Log) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -26,7 +25,7 @@ from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.data.verify import check_shards, check_tokenizer
 from raytrain_gpt.errors import CheckpointError, ClusterError, ConfigError
 from raytrain_gpt.evaluate.hellaswag import DOWNLOAD
-from raytrain_gpt.format import Log, amount, count, size
+from raytrain_gpt.format import Log, count, size
 from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.storage.location import Location, is_url
 from raytrain_gpt.tracking.configured import absolute_stores, check_packages, tracker_warnings
@@ -36,8 +35,6 @@ _VERIFY_CONTENT_BYTES = 2**30
 """Data up to this size is hashed at every start; beyond it only sizes and footers are read."""
 _RUN_FILES_BYTES = 2**24
 """Room for metrics, logs and events."""
-_LARGEST_SHARE = 1 / 5
-"""Share of an interval that an evaluation may take without a warning."""
 
 
 def prepare_default_data(config: Config, log: Log) -> None:
@@ -77,30 +74,15 @@ def check_data(config: Config, data: Mixture) -> None:
     check_val_split(data, config.data.seq_len)
 
 
-def warnings(config: Config, val_tokens: int = 0) -> list[str]:
-    """List settings that are allowed but rarely intended; `val_tokens` are in the val split."""
-    messages, max_steps = evaluation_warnings(config, val_tokens), config.train.max_steps
+def warnings(config: Config) -> list[str]:
+    """List settings that are allowed but rarely intended."""
+    messages, max_steps = [], config.train.max_steps
     if (warmup := config.optim.warmup_steps) > max_steps:
         messages.append(
             f"warmup_steps={warmup} is above max_steps={max_steps}, so the learning rate never reaches "
             "peak_lr; usual: a twentieth of max_steps"
         )
     return messages + tracker_warnings(config)
-
-
-def evaluation_warnings(config: Config, val_tokens: int) -> list[str]:
-    """Warn of evaluations that are too frequent for a validation split of this many tokens."""
-    evaluation, batch_tokens = config.eval, config.train.global_batch_tokens
-    # A token takes a third of a training step's FLOPs in an evaluation, which has no backward pass.
-    tokens = min(val_tokens, evaluation.eval_tokens)
-    share = tokens / 3 / (evaluation.eval_every_steps * batch_tokens)
-    if share <= _LARGEST_SHARE:
-        return []
-    return [
-        f"an evaluation of {amount(tokens)} tokens takes about {share:.0%} of the time of the "
-        f"{count(evaluation.eval_every_steps, 'step')} before it; set eval_every_steps to "
-        f"{math.ceil(evaluation.eval_every_steps * share / _LARGEST_SHARE)}, or a lower eval_tokens"
-    ]
 
 
 def sizes_of_init_from(

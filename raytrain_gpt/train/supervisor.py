@@ -133,7 +133,7 @@ class Run:
             f"{count(self.world_size, 'worker')} with {count(c.cpus_per_worker, 'CPU')}"
             f"{f' and {c.gpus_per_worker:g} GPU' if c.use_gpu else ''}{' each' * (self.world_size > 1)}"
         )
-        for line in preflight.warnings(self.config, self.data.split_tokens("val")):
+        for line in preflight.warnings(self.config):
             self.log(line)
 
     def _supervise(self, resumed: Checkpoint | None, lease: Lease) -> RunSummary:
