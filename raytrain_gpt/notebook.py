@@ -4,35 +4,23 @@
     run = train(preset="quickstart", max_steps=100)
     plt.plot(*run.curve("train/loss"))
 
-In Jupyter the cell shows a live progress bar, the loss and the last console lines; elsewhere the lines
-are printed. Interrupting the kernel saves a checkpoint; repeat the call to resume.
+The console lines are printed. Interrupting the kernel saves a checkpoint; repeat the call to resume.
 """
 
 from __future__ import annotations
 
-import html
 import logging
-import re
-import sys
 import warnings
-from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raytrain_gpt.config.load import describe_config, given_fields, resolve
-from raytrain_gpt.config.schema import Config, check_kinds
-from raytrain_gpt.format import Log
-from raytrain_gpt.redact import printable
+from raytrain_gpt.config.schema import check_kinds
+from raytrain_gpt.redact import say
 
 if TYPE_CHECKING:
     from raytrain_gpt.train.provenance import TrainedSequence
-
-SHOWN_LINES = 12
-_COLORS = "--c1: #1f77b4; --c2: #d62728; --c7: currentColor; --c8: #8884"
-"""Style variables of `tracking.charts`."""
-_LOSS_LINE = re.compile(r"step (\d+)/(\d+) \| (?:epoch \d+ \| |(val) )loss ([\d.]+) \|")
-"""As `format.step_line` and `format.eval_line` write them."""
 
 
 @dataclass(frozen=True)
@@ -122,12 +110,11 @@ def train(
         from raytrain_gpt.train import launch, preflight
         from raytrain_gpt.train.supervisor import BEFORE_FIRST_STEP
 
-    log = _log(resolved)
-    log(describe_config(preset, config, resolved))
+    say(describe_config(preset, config, resolved))
     with StopSignals(BEFORE_FIRST_STEP):
-        preflight.prepare_default_data(resolved, log)
-    summary = launch.train(resolved, log)
-    run_end(summary, log)
+        preflight.prepare_default_data(resolved, say)
+    summary = launch.train(resolved, say)
+    run_end(summary, say)
     rows = read_rows(summary.sync.work_dir)
     losses = [row["val/loss"] for row in rows if row.get("val/loss") is not None]
     best = best_by_loss(Catalog(summary.run_dir).complete())
@@ -158,64 +145,3 @@ def batch_at(
     from raytrain_gpt.train.provenance import RunProvenance
 
     return RunProvenance(str(run), Location.of(storage_path), data).step(step)
-
-
-def _log(config: Config) -> Log:
-    """Logger of console lines: a display of the cell in Jupyter, else print."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    if getattr(shell, "kernel", None) is None:
-        return lambda line: print(printable(line), flush=True)
-    from IPython.display import display
-
-    shown = RunDisplay(config.run.run_name, config.train.max_steps)
-    handle = display(shown, display_id=True)
-
-    def show(line: str) -> None:
-        shown.add(printable(line))
-        handle.update(shown)
-
-    return show
-
-
-class RunDisplay:
-    """A cell's display of a run, made from its console lines."""
-
-    def __init__(self, name: str, max_steps: int) -> None:
-        self._name, self._step, self._max_steps = name, 0, max_steps
-        self._lines: deque[str] = deque(maxlen=SHOWN_LINES)
-        self._losses: dict[str, list[tuple[int, float]]] = {"train": [], "val": []}
-
-    def add(self, line: str) -> None:
-        """Show a console message of one or more lines."""
-        self._lines.extend(line.splitlines())
-        if match := _LOSS_LINE.match(line):
-            self._step, self._max_steps = int(match[1]), int(match[2])
-            self._losses[match[3] or "train"].append((self._step, float(match[4])))
-
-    def __repr__(self) -> str:
-        return "\n".join(self._lines)
-
-    def _repr_html_(self) -> str:
-        return (
-            f'<div style="max-width: 40em; {_COLORS}"><b>{html.escape(self._name)}</b> '
-            f'<progress value="{self._step}" max="{self._max_steps}"></progress> '
-            f"step {self._step} of {self._max_steps}{self._chart()}</div>"
-            f"<pre>{html.escape(repr(self))}</pre>"
-        )
-
-    def _chart(self) -> str:
-        """Draw the losses as SVG once there are two training losses."""
-        if len(self._losses["train"]) < 2:
-            return ""
-        import numpy as np
-
-        from raytrain_gpt.tracking.charts import Chart, Curve, draw
-
-        curves = []
-        for color, (name, losses) in enumerate(self._losses.items(), start=1):
-            if losses:
-                steps, values = np.array(losses, dtype=float).T
-                curves.append(Curve(name, steps, values, color))
-        drawn = draw(Chart("loss", "nats per token", curves))
-        return f"{drawn}<small>loss: blue training, red validation</small>"

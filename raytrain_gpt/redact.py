@@ -81,6 +81,11 @@ def printable(text: str) -> str:
     return _CONTROLS.sub(lambda control: f"\\u{ord(control[0]):04x}", redacted(text))
 
 
+def say(line: str) -> None:
+    """Print a line and flush, without secrets and terminal control characters."""
+    print(printable(line), flush=True)
+
+
 class _Redacted:
     """A text stream whose lines are redacted."""
 

@@ -215,4 +215,4 @@ def test_packages_that_are_imported_are_installed_with_this_one() -> None:
         for package in imported - {*sys.stdlib_module_names, "raytrain_gpt"}
         if distributions.isdisjoint(map(canonicalize_name, providers.get(package, ())))
     }
-    assert missing == {"IPython", "trackio", "wandb"}  # imported in notebooks only
+    assert missing == {"trackio", "wandb"}  # extras

@@ -8,9 +8,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from raytrain_gpt.commands.flags import ConfigOptions, JsonOptions, command, say, section_fields
+from raytrain_gpt.commands.flags import ConfigOptions, JsonOptions, command, section_fields
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.call_options import Metavar, Options
+from raytrain_gpt.redact import say
 
 
 class DoctorOptions(JsonOptions, ConfigOptions):

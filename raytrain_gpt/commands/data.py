@@ -14,11 +14,11 @@ from raytrain_gpt.commands.flags import (
     RunOptions,
     StorageOptions,
     command,
-    say,
 )
 from raytrain_gpt.config.call_options import Metavar, PrepareOptions
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import count, shell
+from raytrain_gpt.redact import say
 
 
 class PrepareTarget(ProgressOptions):

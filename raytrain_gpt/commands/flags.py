@@ -29,7 +29,7 @@ from raytrain_gpt.config.load import (
 from raytrain_gpt.config.schema import FIELDS, Config, check_kinds
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import Log, shell
-from raytrain_gpt.redact import printable
+from raytrain_gpt.redact import say
 
 OptionsT = TypeVar("OptionsT", bound=Options)
 Groups = dict[str, dict[str, FieldInfo]]
@@ -305,8 +305,3 @@ def _kind(annotation: Any) -> str:
         return "|".join(map(_kind, parts))
     names = {bool: "true|false", types.NoneType: "null"}
     return names.get(annotation) or str(annotation.__name__)
-
-
-def say(line: str) -> None:
-    """Print a line and flush, without secrets and terminal control characters."""
-    print(printable(line), flush=True)

@@ -20,13 +20,13 @@ from raytrain_gpt.commands.flags import (
     RunOptions,
     StorageOptions,
     command,
-    say,
     section_fields,
 )
 from raytrain_gpt.config.call_options import Metavar
 from raytrain_gpt.config.load import describe_config
 from raytrain_gpt.errors import TrainingFailed
 from raytrain_gpt.format import shell
+from raytrain_gpt.redact import say
 from raytrain_gpt.scaling.study_file import SET_BY_STUDY, STUDY_FLAGS, Study, load_study
 from raytrain_gpt.sweep.spec import SET_BY_SWEEP, SWEEP_FLAGS, Sweep, load_sweep
 
