@@ -6,15 +6,12 @@ text is read twice: the first pass hashes every document.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import shutil
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -37,7 +34,7 @@ from raytrain_gpt.data.prepare_plan import Plan, make_plan
 from raytrain_gpt.data.shards import Manifest
 from raytrain_gpt.data.tokenize import hash_task, run_task
 from raytrain_gpt.data.tokenizer import vocab_hash
-from raytrain_gpt.errors import DataError, reason
+from raytrain_gpt.errors import DataError, failure_as
 from raytrain_gpt.format import Log, amount, count, duration
 from raytrain_gpt.ingest.hf_tokenizer import open_tokenizer
 from raytrain_gpt.ingest.train_tokenizer import new_vocab_size, train_on_plan
@@ -212,18 +209,6 @@ class _Progress:
         )
 
 
-@contextmanager
-def _storage_errors(directory: Location) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise DataError(
-                f"cannot write {directory}: {reason(error)}; choose another --out"
-            ) from None
-        disk = str(directory) if directory.is_local else tempfile.gettempdir()
-        free = shutil.disk_usage(disk).free
-        raise DataError(
-            f"no space left for shards in {disk} ({free} bytes free); finished shards are kept: "
-            "free some space and run the same command again"
-        ) from None
+def _storage_errors(directory: Location) -> AbstractContextManager[None]:
+    advice = "; finished shards are kept: choose another --out, or free space and try again"
+    return failure_as(DataError, f"cannot write {directory}", advice)

@@ -229,7 +229,7 @@ def test_a_full_disk_is_one_line_and_no_dataset(
     place: str, small_disk: Callable[[str], Path]
 ) -> None:
     out = small_disk("2m") / "out"
-    with raises_line(DataError, "no space left for shards", "finished shards are kept"):
+    with raises_line(DataError, "No space left on device; finished shards are kept"):
         prepare(["stdlib"], out, "bytes", PrepareOptions(), log=print)
     assert not (out / "manifest.json").exists()
 

@@ -207,7 +207,7 @@ def test_full_disk(refused: Refused, run_cli: RunCli, small_disk: Callable[[str]
     assert "MB free" in line
     assert "checkpoints of" in line
     errors = run_cli.refuses("prepare", "stdlib", "--out", disk / "data")
-    assert "no space left for shards" in errors
+    assert "No space left on device; finished shards are kept" in errors
     assert not (disk / "data" / "manifest.json").exists()
 
 
