@@ -41,7 +41,7 @@ def model_card(
     model = [
         ("parameters", f"{num_parameters:,}"),
         ("layers, heads, channels", f"{shape.num_layers}, {shape.num_heads}, {shape.embd_size}"),
-        *_special_rows(shape),
+        *((_code(name), _code(str(value))) for name, value in shape.settings.model_dump().items()),
         ("context", f"{shape.seq_len} tokens"),
         ("vocabulary", f"{shape.vocab_size} ids, tokenizer {_code(tokenizer)}"),
         ("tensors", dtype),
@@ -72,24 +72,6 @@ def model_card(
 def _code(text: str) -> str:
     """Format untrusted text as Markdown code; characters that could end it or open HTML become `?`."""
     return f"`{_NOT_IN_CODE.sub('?', text[:MAX_NAME_LENGTH]) or '?'}`"
-
-
-def _special_rows(shape: GPTShape) -> Rows:
-    names = {
-        "num_kv_heads": "heads of keys and values",
-        "mlp_size": "channels in the MLP",
-        "tied_embeddings": "embedding and head",
-        "rope_theta": "base of the rotary positions",
-    }
-    rows = []
-    for name, value in shape.settings.model_dump().items():
-        shown = f"{value:g}" if type(value) is float else _code(str(value))
-        if type(value) is int:
-            shown = str(value)
-        elif name == "tied_embeddings":
-            shown = "tied" if value else "separate"
-        rows.append((names.get(name, _code(name)), shown))
-    return rows
 
 
 def _training(checkpoint: Checkpoint, config: Config) -> Rows:
