@@ -129,16 +129,11 @@ class ConfigOptions(CodeOptions):
         return config
 
     def train_command(self) -> str:
-        """The `train` command with the same configuration."""
+        """The `train` command with the same configuration, to copy."""
         own = self.model_dump(include={"preset", "config", "code"}, exclude_none=True)
-        flags = own | self.fields
-        return command_line("train", flags)
-
-
-def command_line(command: str, flags: Mapping[str, Any]) -> str:
-    """Format a command to copy, with the value of each flag."""
-    words = [f"--{name} {shell('null' if v is None else v)}" for name, v in flags.items()]
-    return " ".join([f"raytrain-gpt {command}", *words])
+        flags = {**own, **self.fields}
+        words = [f"--{name} {shell('null' if v is None else v)}" for name, v in flags.items()]
+        return " ".join(["raytrain-gpt train", *words])
 
 
 @dataclass(frozen=True)
