@@ -10,7 +10,6 @@ from raytrain_gpt.errors import ClusterError, RaytrainGptError
 from raytrain_gpt.redact import redacted
 
 _DISK_FULL = re.compile(r"No space left on device|os error 28", re.IGNORECASE)
-_READ_ONLY = re.compile(r"Read-only file system|os error 30\b", re.IGNORECASE)
 _IN_TRACEBACK = re.compile(r"^raytrain_gpt\.errors\.(\w+): (.+)$", re.MULTILINE)
 
 
@@ -28,11 +27,6 @@ def user_error_in(error: BaseException) -> RaytrainGptError | None:
         return ClusterError(
             f"no space left on a disk that the run writes to ({root_cause(error)}); older checkpoints "
             "are intact: make room and run the same command again"
-        )
-    if any(_READ_ONLY.search(str(cause)) for cause in _causes(error)):
-        return ClusterError(
-            f"a disk that the run writes to became read-only ({root_cause(error)}); older checkpoints are "
-            "intact: make it writable and run the same command again"
         )
     return None
 

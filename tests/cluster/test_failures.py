@@ -5,17 +5,14 @@ from __future__ import annotations
 import errno
 import os
 
-import pytest
 from safetensors import SafetensorError
 
 from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.errors import ClusterError
 
 
-@pytest.mark.parametrize(
-    ("number", "words"), [(errno.ENOSPC, "no space left"), (errno.EROFS, "became read-only")]
-)
-def test_a_disk_that_takes_no_more_is_one_line_however_it_is_told(number: int, words: str) -> None:
+def test_a_full_disk_is_one_line_however_it_is_told() -> None:
+    number = errno.ENOSPC
     system = OSError(number, os.strerror(number), "/runs/x/model.safetensors")
     told_by_rust = SafetensorError(f"I/O error: {os.strerror(number)} (os error {number})")
     for cause in (system, told_by_rust):
@@ -23,11 +20,10 @@ def test_a_disk_that_takes_no_more_is_one_line_however_it_is_told(number: int, w
         wrapped.__cause__ = cause
         found = user_error_in(wrapped)
         assert isinstance(found, ClusterError)
-        assert words in str(found)
+        assert "no space left" in str(found)
         assert "run the same command again" in str(found)
         assert "\n" not in str(found)
 
 
 def test_another_error_of_the_system_is_not_taken_for_one() -> None:
     assert user_error_in(OSError(errno.EIO, os.strerror(errno.EIO))) is None
-    assert user_error_in(RuntimeError("os error 301")) is None
