@@ -13,8 +13,9 @@ _DEFAULT = Path(".ray", "auth_token")
 def keep_token_private() -> None:
     """Remove other users' access to Ray's token file, which Ray 2.60 creates with mode 0644."""
     if (path := token_file()) is not None:
-        with contextlib.suppress(OSError):  # another user's file
-            path.chmod(path.stat().st_mode & 0o700)
+        with contextlib.suppress(OSError):
+            if (status := path.stat()).st_uid == os.getuid():  # root could change another user's
+                path.chmod(status.st_mode & 0o700)
 
 
 def token_file() -> Path | None:

@@ -132,12 +132,12 @@ class MemorySearch:
         """Advice if nothing fits: the settings that need less memory, cheapest first."""
         train, ways = self.config.train, list[str]()
         if self.sizes[0] > 1:
-            ways.append(f"micro_batch_sequences to {1 if train.exact else 'auto'}")
+            ways.append(f"set micro_batch_sequences to {1 if train.exact else 'auto'}")
         if self.modes[-1] != MODES[-1]:
-            ways.append("activation_checkpointing to auto")
+            ways.append("set activation_checkpointing to auto")
         if self.memory.num_shards < self.world_size and not train.exact:
-            ways.append("parallel to fsdp")
-        return f"set {', '.join([*ways, 'num_layers to fewer'])}, until it fits"
+            ways.append("set parallel to fsdp")
+        return ", ".join([*ways, "lower num_layers"])
 
     def measure(self, sequences: int, mode: ActivationCheckpointing, device: torch.device) -> float:
         """Peak bytes of a GPU's allocator during real steps; 0 on a CPU, infinite if out of memory.

@@ -113,7 +113,7 @@ def test_much_memory_needs_no_recomputing_and_little_is_one_line() -> None:
     there = nodes(Node(8, 0, PROCESS_BYTES))
     ways = (
         "with activation_checkpointing=full",
-        "set parallel to fsdp, num_layers to fewer",
+        "set parallel to fsdp, lower num_layers",
         "1 × 32 tokens",
     )
     with raises_line(ClusterError, *ways):

@@ -203,9 +203,9 @@ def test_steps_that_are_measured_are_the_runs_own(mode: ActivationCheckpointing)
 @pytest.mark.parametrize(
     ("values", "num_workers", "ways"),
     [
-        ({}, 1, "set activation_checkpointing to auto, num_layers to fewer"),
-        ({"activation_checkpointing": "auto"}, 1, "set num_layers to fewer"),
-        ({"activation_checkpointing": "full"}, 2, "set parallel to fsdp, num_layers to fewer"),
+        ({}, 1, "set activation_checkpointing to auto, lower num_layers"),
+        ({"activation_checkpointing": "auto"}, 1, "lower num_layers"),
+        ({"activation_checkpointing": "full"}, 2, "set parallel to fsdp, lower num_layers"),
         ({"micro_batch_sequences": 3, "exact": True}, 2, "set micro_batch_sequences to 1, "),
         ({"micro_batch_sequences": 3}, 1, "set micro_batch_sequences to auto, "),
     ],
