@@ -227,15 +227,17 @@ def test_a_hanging_and_a_frozen_rank_are_noticed_with_the_stacks_of_all(
 
     config = make_config(num_workers=2, run_name="hang", hang_timeout_s=25)
     run_dir, lines = train_while(config, Faults((hangs, freezes)), freeze)
-    first, second = ((run_dir / f"stacks-{n:03d}.txt").read_text() for n in (1, 2))
-    assert "pass_through" in first
-    assert "[rank 0]" in first
+    # A busy machine may add a pause of 25 s, with stacks of its own.
+    stacks = [path.read_text() for path in sorted(run_dir.glob("stacks-*.txt"))]
+    hung = next(text for text in stacks if "pass_through" in text)
+    assert "[rank 0] thread" in hung
     # The other rank waits in the log's collective, or in Ray's, which runs every few seconds.
-    assert any(f"in {call}" in first for call in ("all_gather_rows", "get_preemption_info")), first
-    assert "[rank 0] does not respond (process" in second
-    assert "[rank 1] thread" in second
+    assert any(f"in {call}" in hung for call in ("all_gather_rows", "get_preemption_info")), hung
+    frozen = next(text for text in stacks if "[rank 0] does not respond (process" in text)
+    assert "[rank 1] thread" in frozen
     assert any("no progress for 25 s" in line for line in lines)
-    assert [row["event"] for row in events(run_dir, "hung", "failed")] == ["hung", "hung"]
+    ends = [row["event"] for row in events(run_dir, "hung", "failed")]
+    assert ends == ["hung"] * len(stacks)
     assert_same(run_dir, straight(2))
 
 
