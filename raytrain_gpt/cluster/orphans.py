@@ -53,11 +53,6 @@ def kill_controllers(grace_s: float = 0.0) -> None:
                     time.sleep(0.1)
 
 
-def has_died(actor_id: str) -> bool:
-    """Ask Ray's control service, which needs no dashboard; a process that only hangs has not died."""
-    return bool(ray._private.state.actors(actor_id).get("State", "DEAD") == "DEAD")
-
-
 def kill_process(node_id: str, pid: int) -> None:
     """SIGKILL a process by a task on its node.
 

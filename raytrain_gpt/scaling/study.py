@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from ray import tune
-
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.cluster.capacity import fit_to_cluster
 from raytrain_gpt.cluster.connection import connected
@@ -49,6 +47,7 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.cost import cpus_to_start, data_cpus, one_worker_for_auto, trials_at_once
 from raytrain_gpt.sweep.history import ENDED, History, Trial
 from raytrain_gpt.sweep.results import counts_text
+from raytrain_gpt.sweep.scheduler import InPlannedOrder
 from raytrain_gpt.sweep.tune import check_unchanged, write_started
 from raytrain_gpt.sweep.tune_session import TUNE_DIR, TuneSession, for_trials
 from raytrain_gpt.tracking.configured import tracker_warnings
@@ -206,9 +205,9 @@ class _StudyRun:
             after = _AfterTrunks(
                 {r.name: r.trunk for r in rest if r.trunk and r.trunk not in ended}
             )
-            values = {"values": tune.grid_search([run.values for run in rest])}
-            names, at_once = [run.name for run in rest], min(self.at_once, len(rest))
-            session.run(after, names, at_once, {}, {"config": values})
+            names, values = [run.name for run in rest], {run.name: run.values for run in rest}
+            order = InPlannedOrder(after, names, self.at_once, {}, values.__getitem__)
+            session.run(order, after, names)
         trials = {trial.name: trial for trial in session.history.trials()}
         found = [self._result(run, trials) for run in runs]
         for run, result in zip(runs, found, strict=True):

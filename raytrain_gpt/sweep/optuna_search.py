@@ -3,58 +3,38 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
 from typing import Any
 
 import optuna
-from ray.tune.search import Searcher
 
-from raytrain_gpt.sweep.history import ENDED, OBJECTIVE, History, Trial
+from raytrain_gpt.sweep.history import ENDED, History
 from raytrain_gpt.sweep.space import LogUniform, RandInt, Uniform
 from raytrain_gpt.sweep.spec import Sweep
 
 
-class OptunaSearch(Searcher):  # type: ignore[misc]
-    """Optuna's TPE (Bergstra et al., 2011), without a state: values follow from seed, trial and ended trials.
+def sampled_values(sweep: Sweep, history: History, name: str) -> dict[str, Any]:
+    """Return the values of a trial that starts: those of an earlier start, or TPE's (Bergstra et al., 2011).
 
-    Args:
-        history: The running sweep's history; trials that started before keep their values.
-        names: Trials to suggest, in this order.
+    They follow from seed, trial and ended trials, without a state.
     """
-
-    def __init__(self, sweep: Sweep, history: History, names: Iterable[str]) -> None:
-        super().__init__(metric=OBJECTIVE, mode=sweep.mode)
-        self._sweep, self._history, self._names = sweep, history, iter(names)
-        self._domains = {name: _optuna_domain(sweep.space[name]) for name in sweep.searched}
-
-    def suggest(self, trial_id: str) -> dict[str, Any]:
-        """Return the configuration of the next trial."""
-        name = next(self._names)
-        trials = {trial.name: trial for trial in self._history.trials()}
-        started = trials[name].values if name in trials else None
-        values = started or self._sampled(name, list(trials.values()))
-        return {"values": {one: values[one] for one in self._sweep.searched}}
-
-    def _sampled(self, name: str, trials: list[Trial]) -> dict[str, Any]:
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        seed = random.Random(f"{self._sweep.sweep_seed}/{name}").randrange(2**32)
-        modes = optuna.study.StudyDirection
-        direction = modes.MAXIMIZE if self._sweep.mode == "max" else modes.MINIMIZE
-        study = optuna.create_study(
-            sampler=optuna.samplers.TPESampler(seed=seed), direction=direction
-        )
-        for trial in trials:
-            if trial.state in ENDED and trial.score is not None:
-                point = {one: trial.values[one] for one in self._domains}
-                known = optuna.trial.create_trial(
-                    params=point, distributions=self._domains, value=trial.score
-                )
-                study.add_trial(known)
-        sampled: dict[str, Any] = study.ask(self._domains).params
-        return sampled
-
-    def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
-        """Do nothing: the history has the result."""
+    trials = {trial.name: trial for trial in history.trials()}
+    if name in trials and (started := trials[name].values):
+        return {one: started[one] for one in sweep.searched}
+    domains = {one: _optuna_domain(sweep.space[one]) for one in sweep.searched}
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    seed = random.Random(f"{sweep.sweep_seed}/{name}").randrange(2**32)
+    modes = optuna.study.StudyDirection
+    direction = modes.MAXIMIZE if sweep.mode == "max" else modes.MINIMIZE
+    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed), direction=direction)
+    for trial in trials.values():
+        if trial.state in ENDED and trial.score is not None:
+            point = {one: trial.values[one] for one in domains}
+            known = optuna.trial.create_trial(
+                params=point, distributions=domains, value=trial.score
+            )
+            study.add_trial(known)
+    sampled: dict[str, Any] = study.ask(domains).params
+    return sampled
 
 
 def _optuna_domain(domain: Any) -> Any:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
-
-from ray import tune
 
 from raytrain_gpt.cluster.shared_storage import check_storage
 from raytrain_gpt.cluster.signals import StopSignals
@@ -18,7 +18,7 @@ from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.cost import data_cpus, trial_cpus
 from raytrain_gpt.sweep.halving import Halving
-from raytrain_gpt.sweep.history import ENDED, History, State, Trial, best_trial
+from raytrain_gpt.sweep.history import ENDED, History, Trial, best_trial
 from raytrain_gpt.sweep.results import (
     BEST_FILE,
     RESULTS_FILE,
@@ -28,6 +28,7 @@ from raytrain_gpt.sweep.results import (
     final_table,
     results_csv,
 )
+from raytrain_gpt.sweep.scheduler import InPlannedOrder
 from raytrain_gpt.sweep.spec import Asha, Sweep
 from raytrain_gpt.sweep.sweep_page import SweepFacts, sweep_page
 from raytrain_gpt.sweep.trial_plan import SweepTrials, num_trials, planned_trials, trial_config
@@ -38,6 +39,8 @@ from raytrain_gpt.tracking.report import REPORT_FILE
 from raytrain_gpt.train.supervisor import TrainLoop
 
 _TRIALS_DIR = "trials"
+
+Values = Callable[[str], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -102,42 +105,32 @@ class SweepRun:
             log=self._log,
         )
         with parent.ended_by_errors():
-            session.run(halving, names, at_once, begun, values)
+            session.run(InPlannedOrder(halving, names, at_once, begun, values), halving, names)
         return self._finish(parent)
 
-    def _remaining(self) -> tuple[Halving | None, list[str], dict[str, int], dict[str, Any]]:
-        """Return the arguments of `TuneSession.run` for the trials still to run, with a replayed rule."""
+    def _remaining(self) -> tuple[Halving | None, list[str], dict[str, int], Values]:
+        """Return a replayed rule, and names, tokens and values of the trials still to run."""
         sweep, history = self._sweep, self._history
         halving = None
         all_names = [f"{number:03d}" for number in range(num_trials(sweep))]
-        complete = [t.name for t in history.trials() if t.tokens_seen >= sweep.budget_tokens]
-        self._end_if_open(complete, "finished")
+        for trial in history.trials():  # a crash may omit the end after the last report
+            if trial.state not in ENDED and trial.tokens_seen >= sweep.budget_tokens:
+                history.add("ended", trial.name, state="finished")
         if isinstance(sweep.scheduler, Asha):
             maximize = sweep.mode == "max"
             halving = Halving(sweep.scheduler, sweep.budget_tokens, all_names, maximize)
             halving.replay(history.events)
-            reached = [(t.name, t.tokens_seen) for t in history.trials() if t.state not in ENDED]
-            judged = [one for one in reached if not halving.missing(*one)]
-            stopped = [name for name, tokens in judged if not halving.passes(name, tokens)]
-            self._end_if_open(stopped, "stopped")
         trials = {trial.name: trial for trial in history.trials()}
         names = [n for n in all_names if n not in trials or trials[n].state not in ENDED]
         begun = {name: trials[name].tokens_seen for name in names if name in trials}
         if sweep.searcher == "optuna":
-            from raytrain_gpt.sweep.optuna_search import OptunaSearch  # here: few sweeps use it
+            from raytrain_gpt.sweep.optuna_search import (
+                sampled_values,  # here: few sweeps use it
+            )
 
-            search = {"search_alg": OptunaSearch(sweep, history, names), "num_samples": len(names)}
-            return halving, names, begun, search
+            return halving, names, begun, partial(sampled_values, sweep, history)
         values = dict(zip(all_names, planned_trials(sweep), strict=True))
-        planned = {"values": tune.grid_search([values[name] for name in names])}
-        return halving, names, begun, {"config": planned}
-
-    def _end_if_open(self, names: list[str], state: State) -> None:
-        """Record the end of trials that a crash omitted after their last report."""
-        open_names = {trial.name for trial in self._history.trials() if trial.state not in ENDED}
-        for name in names:
-            if name in open_names:
-                self._history.add("ended", name, state=state)
+        return halving, names, begun, values.__getitem__
 
     def _finish(self, parent: ParentRun) -> SweepSummary:
         sweep, trials = self._sweep, self._history.trials()

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import queue
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from math import fsum
 from typing import Any, Protocol
 
@@ -23,15 +25,16 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import data_of, run_location
 from raytrain_gpt.errors import Diverged, Interrupted, TrainingFailed
 from raytrain_gpt.format import own_scores
+from raytrain_gpt.sweep.hang_timer import HangTimer
 from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN, Trial
 from raytrain_gpt.tracking.run_files import Row, merge_rows, read_rows
 from raytrain_gpt.tracking.sync import RunSync
 from raytrain_gpt.train.attempt import OnRay
-from raytrain_gpt.train.heartbeat import stacks
 from raytrain_gpt.train.local_mode import InProcess, LaunchRanks, in_local_mode
 from raytrain_gpt.train.supervisor import Run, TrainLoop, TrialHooks
 
 Report = dict[str, Any]
+_STACKS_FILE = "stacks.txt"
 
 
 class TrialSet(Protocol):
@@ -58,8 +61,6 @@ class TrialSet(Protocol):
 class TrialContext:
     trials: TrialSet
     tracker_tags: dict[str, str]
-    coordinator: Any
-    """Handle of the actor."""
     train_loop: TrainLoop
 
 
@@ -91,7 +92,7 @@ class TrialRun:
         self._killed = threading.Event()
         self._reports: queue.SimpleQueue[Report | BaseException] = queue.SimpleQueue()
         self._continue = threading.Semaphore(0)
-        self._pauses = False
+        self._hang_timer: HangTimer | None = None
         self._error: TrainingFailed | None = None
         self._thread = threading.Thread(target=self._train, name="trial", daemon=True)
         self._thread.start()
@@ -111,23 +112,15 @@ class TrialRun:
     def continue_run(self) -> None:
         self._continue.release()
 
-    @property
-    def progress(self) -> int | None:
-        """Count that grows with work, or None while the run may stand still."""
-        control = self._place.control
-        return control.progress if control.is_training and not self._pauses else None
-
-    def dump_stacks(self) -> None:
-        """Write the stacks of a hanging run to its directory."""
-        (self.run_dir / "stacks.txt").write_text(stacks() + "\n")
-
-    def stop(self, *, killed: bool = False) -> None:
-        """Make the run save and stop, and wait; if `killed`, the sweep was interrupted and will resume it."""
-        if killed:
-            self._killed.set()
+    def stop(self) -> None:
+        """End the run, if it has not ended, and wait for it."""
         self._signals.stop.set()
         self._continue.release()
         self._thread.join()
+
+    def _progress(self) -> int | None:
+        control = self._place.control
+        return control.progress if control.is_training else None
 
     def _train(self) -> None:
         try:
@@ -147,6 +140,11 @@ class TrialRun:
         trial = TrialHooks(lambda _: self._report_new(), self._killed, context.tracker_tags)
         data, shared = data_of(config), (self._signals, print, context.train_loop, trial)
         if config.cluster.is_local:
+            if (timeout_s := config.cluster.hang_timeout_s) is not None:
+                stacks = self._sync.work_dir / _STACKS_FILE
+                self._hang_timer = timer = HangTimer(timeout_s, stacks, self._progress)
+                watch = partial(timer.watch, threading.current_thread())
+                threading.Thread(target=watch, name="hang timer", daemon=True).start()
             in_local_mode(Run(config, 1, data, self._place, *shared).train)
         else:
             Run(config, config.cluster.num_workers, data, OnRay(), *shared).train()
@@ -172,9 +170,8 @@ class TrialRun:
             self._reported_tokens = tokens
             self._reports.put(report)
             if tokens < self._all_tokens:
-                self._pauses = True
-                self._continue.acquire()
-                self._pauses = False
+                with self._hang_timer.paused() if self._hang_timer else nullcontext():
+                    self._continue.acquire()
             if self._signals.stop.is_set():
                 return
 

@@ -1,0 +1,107 @@
+"""Ray Tune's scheduler of a sweep or study: trials start, wait and stop in the plan's order.
+
+A trial whose verdict needs an earlier trial's report is paused: its run ends at that evaluation, the next
+trial gets its process, and it continues from its checkpoint once the verdict is known. So verdicts do not
+depend on speed, on the number of trials at once, or on a restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from ray.tune.experiment import Trial
+from ray.tune.schedulers import FIFOScheduler
+from ray.tune.search import BasicVariantGenerator
+
+from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN
+
+REPORTED_TOKENS = "reported_tokens"
+"""Key of a trial's configuration: tokens of its newest report."""
+
+
+class Rule(Protocol):
+    """A rule that lets trials wait for others, or stops them, as `halving.Halving` does."""
+
+    def report(self, name: str, tokens_seen: int, objective: float) -> None: ...
+
+    def end(self, name: str) -> None: ...
+
+    def missing(self, name: str, tokens_seen: int) -> list[str]: ...
+
+    def passes(self, name: str, tokens_seen: int) -> bool: ...
+
+
+class InPlannedOrder(FIFOScheduler):  # type: ignore[misc]
+    """See the module.
+
+    Args:
+        rule: Decides before a trial starts and after every report; None lets all continue. The caller tells
+            it which trials have ended.
+        names: Trials in the plan's order.
+        at_once: Most trials that run at the same time.
+        begun: Name of a trial that ran before -> tokens of its newest report.
+        values: Returns the values of a trial that starts.
+    """
+
+    def __init__(
+        self,
+        rule: Rule | None,
+        names: Sequence[str],
+        at_once: int,
+        begun: dict[str, int],
+        values: Callable[[str], dict[str, Any]],
+    ) -> None:
+        super().__init__()
+        self._rule, self._at_once, self._begun, self._values = rule, at_once, begun, values
+        self._places = {name: place for place, name in enumerate(names)}
+
+    def on_trial_add(self, tune_controller: Any, trial: Trial) -> None:
+        """Let a new trial wait; one whose process has died is started again by Ray Tune."""
+        if trial.num_failures == 0:
+            trial.config[REPORTED_TOKENS] = self._begun.get(str(trial), 0)
+            trial.set_status(Trial.PAUSED)
+
+    def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> str:
+        trial.config[REPORTED_TOKENS] = result[TOKENS_SEEN]
+        if self._rule is not None:
+            self._rule.report(str(trial), result[TOKENS_SEEN], result[OBJECTIVE])
+        # Pausing ends the run before Ray Tune ends its process, so a stopped trial is paused too.
+        return str(self.CONTINUE if self._verdict(trial) == self.CONTINUE else self.PAUSE)
+
+    def choose_trial_to_run(self, tune_controller: Any) -> Trial | None:
+        """Return the first trial in the plan's order that may run, and end those that the rule stops."""
+        trials = sorted(tune_controller.get_trials(), key=lambda trial: self._places[str(trial)])
+        busy = sum(trial.status in (Trial.PENDING, Trial.RUNNING) for trial in trials)
+        for trial in trials:
+            verdict = self._verdict(trial) if trial.status == Trial.PAUSED else None
+            if verdict == self.STOP:
+                tune_controller.stop_trial(trial)
+            elif verdict == self.CONTINUE and busy < self._at_once:
+                if "values" not in trial.config:
+                    trial.config["values"] = self._values(str(trial))
+                return trial
+        return None
+
+    def _verdict(self, trial: Trial) -> str:
+        if self._rule is None:
+            return str(self.CONTINUE)
+        report = str(trial), trial.config[REPORTED_TOKENS]
+        if self._rule.missing(*report):
+            return str(self.PAUSE)
+        return str(self.CONTINUE if self._rule.passes(*report) else self.STOP)
+
+
+class PlannedTrials(BasicVariantGenerator):  # type: ignore[misc]
+    """Trials that are all known; it lasts until they have ended, so that processes wait for the next one."""
+
+    def __init__(self, num_trials: int) -> None:
+        super().__init__()
+        self._num_open = num_trials
+
+    def on_trial_complete(self, trial_id: str, *_: Any, **__: Any) -> None:
+        super().on_trial_complete(trial_id)
+        self._num_open -= 1
+
+    def is_finished(self) -> bool:
+        return self._num_open == 0
