@@ -53,8 +53,7 @@ class HangTimer:
         yield
         with self._lock:
             self._pauses = False
-            if self._file is not None:
-                self._start()
+            self._start()
 
     def _start(self) -> None:
         self._file = self._file or self._stacks.open("w")

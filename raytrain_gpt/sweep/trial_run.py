@@ -8,6 +8,7 @@ reported, not repeated.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from contextlib import nullcontext
@@ -34,7 +35,6 @@ from raytrain_gpt.train.local_mode import InProcess, LaunchRanks, in_local_mode
 from raytrain_gpt.train.supervisor import Run, TrainLoop, TrialHooks
 
 Report = dict[str, Any]
-_STACKS_FILE = "stacks.txt"
 
 
 class TrialSet(Protocol):
@@ -141,7 +141,7 @@ class TrialRun:
         data, shared = data_of(config), (self._signals, print, context.train_loop, trial)
         if config.cluster.is_local:
             if (timeout_s := config.cluster.hang_timeout_s) is not None:
-                stacks = self._sync.work_dir / _STACKS_FILE
+                stacks = self._sync.work_dir / f"stacks-{os.getpid()}.txt"
                 self._hang_timer = timer = HangTimer(timeout_s, stacks, self._progress)
                 watch = partial(timer.watch, threading.current_thread())
                 threading.Thread(target=watch, name="hang timer", daemon=True).start()

@@ -94,7 +94,8 @@ class TuneSession:
             if any(trial.state == "running" for trial in self.history.trials()):
                 raise _interrupted()  # Ray Tune returns at once on SIGUSR1, which batch systems may send
         except Interrupted:
-            self._mark_interrupted()
+            with contextlib.suppress(Exception):  # of a tracker
+                self._mark_interrupted()
             raise
         except Exception as error:
             raise user_error_in(error) or error from None
