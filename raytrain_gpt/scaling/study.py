@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 from raytrain_gpt.checkpoint.catalog import Catalog
-from raytrain_gpt.cluster.capacity import fit_to_cluster
-from raytrain_gpt.cluster.connection import connected
-from raytrain_gpt.cluster.shared_storage import check_storage
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.batch import check_shares
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.data.locations import data_of, location
+from raytrain_gpt.data.locations import data_of
 from raytrain_gpt.errors import ConfigError, TrainingFailed
 from raytrain_gpt.format import Log, amount, count, table
 from raytrain_gpt.scaling.forecasts import (
@@ -41,27 +38,32 @@ from raytrain_gpt.scaling.law_file import (
 )
 from raytrain_gpt.scaling.plan import MOST_EPOCHS, PlannedRun, StudyPlan, study_base
 from raytrain_gpt.scaling.rates import RatePoint, RateRule, around, fit_rates
-from raytrain_gpt.scaling.study_file import STUDY_FILE, Study
-from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
+from raytrain_gpt.scaling.study_file import Study
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.sweep.cost import cpus_to_start, data_cpus, one_worker_for_auto, trials_at_once
-from raytrain_gpt.sweep.history import ENDED, History, Trial
+from raytrain_gpt.sweep.campaign import Campaign, Kind
+from raytrain_gpt.sweep.history import ENDED, Trial
 from raytrain_gpt.sweep.results import counts_text
-from raytrain_gpt.sweep.scheduler import InPlannedOrder
-from raytrain_gpt.sweep.tune import check_unchanged, write_started
-from raytrain_gpt.sweep.tune_session import TUNE_DIR, TuneSession, for_trials
-from raytrain_gpt.tracking.configured import tracker_warnings
-from raytrain_gpt.tracking.mlflow_run import ParentRun
-from raytrain_gpt.train import preflight
 from raytrain_gpt.train.supervisor import TrainLoop
 from raytrain_gpt.train.worker import train_worker
 
-_HISTORY_FILE, _RUNS_DIR, _PAGE_FILE = "runs.jsonl", "runs", "scale.html"
+_PAGE_FILE = "scale.html"
 _FORECAST_FILE, _VALIDATION_FILE = "forecast.json", "validation.json"
-_MAY_CHANGE = frozenset(
-    {"device", "price_per_hour", "max_concurrent_runs", "base", "overrides", "target", "peak_lrs"}
+STUDY = Kind(
+    "study",
+    "runs.jsonl",
+    "runs",
+    frozenset(
+        {
+            "device",
+            "price_per_hour",
+            "max_concurrent_runs",
+            "base",
+            "overrides",
+            "target",
+            "peak_lrs",
+        }
+    ),
 )
-"""Fields that may differ on `--resume`; for base and overrides, their configuration is compared."""
 
 
 def run_study(
@@ -82,42 +84,27 @@ def run_study(
         TrainingFailed: runs failed.
     """
     with StopSignals("interrupted before the first run") as signals:
-        base = one_worker_for_auto(study_base(study))
-        preflight.prepare_default_data(base, log)
-        base = preflight.absolute_paths(base)
-        data = data_of(base)
-        directory = location(base, base.run.storage_path) / study.study_name
-        check_unchanged(study.title, STUDY_FILE, study, base, directory, resume, _MAY_CHANGE)
-        plan = StudyPlan(study, base, data.vocab_size)
-        for line in (*plan.check(data.split_tokens("train")), *tracker_warnings(base)):
+        base = study_base(study)
+        campaign = Campaign(STUDY, study, base, signals, log, train_loop, resume=resume)
+        plan = StudyPlan(study, campaign.base, campaign.data.vocab_size)
+        for line in plan.check(campaign.data.split_tokens("train")):
             log(line)
-        number, most = len(plan.ladder([1.0] * len(plan.sizes))), study.max_concurrent_runs
-        with connected(cpus_to_start(base, number, most), log) as resources:
-            resources = replace(resources, data_cpus=data_cpus(base))
-            fitted, _ = fit_to_cluster(base, resources)
-            check_shares(base, max(1, fitted.cluster.num_workers))
-            check_storage(directory, [one.directory for one in data.datasets])
-            at_once = trials_at_once(fitted, resources, number, most)
-            with hold_lease(directory / LEASE_FILE, study.title, log) as lease:
-                write_started(directory, STUDY_FILE, study, base)
-                parent = ParentRun(directory, base, study.model_dump(), log)
-                runs = _StudyRuns(for_trials(fitted, directory / _RUNS_DIR))
-                history = History(directory, file=_HISTORY_FILE)
-                tags = {**parent.child_tags, "study": study.study_name}
-                session = TuneSession(
-                    runs, history, directory, runs.base, tags, train_loop, signals, lease, log
-                )
-                run = _StudyRun(plan, session, at_once)
-                with parent.ended_by_errors():
-                    rule, found = run.train()
-                    law, files = run.write(rule, found, log)
-                    if validate:
-                        run.validate(law)
-                        run.write(rule, found, lambda line: None)  # the page has the verdict
-                (directory / TUNE_DIR).remove()
-                numbers = {"law/e": law.e, "law/alpha": law.alpha, "law/beta": law.beta}
-                parent.close("finished", numbers, {one.name: one.read_bytes() for one in files})
-                return files
+
+        def fit(fitted: FittedConfig) -> FittedConfig:
+            check_shares(plan.base, max(1, fitted.cluster.num_workers))
+            return fitted
+
+        number = len(plan.ladder([1.0] * len(plan.sizes)))
+        with campaign.on_cluster(number, study.max_concurrent_runs, fit):
+            run = _StudyRun(plan, campaign)
+            rule, found = run.train()
+            law, files = run.write(rule, found, log)
+            if validate:
+                run.validate(law)
+                run.write(rule, found, lambda line: None)  # the page has the verdict
+            numbers = {"law/e": law.e, "law/alpha": law.alpha, "law/beta": law.beta}
+            campaign.close(True, numbers, {one.name: one.read_bytes() for one in files})
+            return files
 
 
 @dataclass(frozen=True)
@@ -164,15 +151,14 @@ class _AfterTrunks:
 
 @dataclass(frozen=True)
 class _StudyRun:
-    """A study that starts from the state in its history; `at_once` runs train at the same time."""
+    """A study that starts from the state in its history."""
 
     plan: StudyPlan
-    session: TuneSession
-    at_once: int
+    campaign: Campaign
 
     def train(self) -> tuple[RateRule, list[RunResult]]:
         """Train the remaining runs: rates first, then the ladder."""
-        plan, tried, log = self.plan, self.plan.study.peak_lrs, self.session.log
+        plan, tried, log = self.plan, self.plan.study.peak_lrs, self.campaign.log
         runs = [*plan.rate_runs(0, tried), *plan.rate_runs(1, tried)]
         found = self._stage("rates at two sizes", runs)
         expected = _rule(found).rate(plan.sizes[2].parameters)
@@ -191,8 +177,8 @@ class _StudyRun:
             ConfigError: one started with other values.
             TrainingFailed: one failed.
         """
-        plan, session = self.plan, self.session
-        trials = {trial.name: trial for trial in session.history.trials()}
+        plan, campaign = self.plan, self.campaign
+        trials = {trial.name: trial for trial in campaign.history.trials()}
         for run in runs:
             if run.name in trials and trials[run.name].values != run.values:
                 raise ConfigError(
@@ -201,14 +187,13 @@ class _StudyRun:
                 )
         ended = {name for name, trial in trials.items() if trial.state in ENDED}
         if rest := [run for run in runs if run.name not in ended]:
-            session.log(f"{title}: {count(len(rest), 'run')} of {len(runs)} to train")
+            campaign.log(f"{title}: {count(len(rest), 'run')} of {len(runs)} to train")
             after = _AfterTrunks(
                 {r.name: r.trunk for r in rest if r.trunk and r.trunk not in ended}
             )
             names, values = [run.name for run in rest], {run.name: run.values for run in rest}
-            order = InPlannedOrder(after, names, self.at_once, {}, values.__getitem__)
-            session.run(order, after, names)
-        trials = {trial.name: trial for trial in session.history.trials()}
+            campaign.run(_StudyRuns(campaign.fitted), names, values.__getitem__, after)
+        trials = {trial.name: trial for trial in campaign.history.trials()}
         found = [self._result(run, trials) for run in runs]
         for run, result in zip(runs, found, strict=True):
             if trials[run.name].state == "failed" and not result.left_out:
@@ -223,7 +208,7 @@ class _StudyRun:
         if trial.diverged or (run.trunk and trials[run.trunk].diverged):
             left_out = "diverged"
         elif trial.state == "finished":
-            newest = Catalog(self.session.directory / _RUNS_DIR / run.name).complete()[-1]
+            newest = Catalog(self.campaign.directory / STUDY.trials_dir / run.name).complete()[-1]
             left_out = "was rolled back" if newest.state.skipped_batches else ""
         return RunResult(
             name=run.name,
@@ -245,15 +230,15 @@ class _StudyRun:
         """
         from raytrain_gpt.scaling.scale_page import scale_page  # here: it imports charts
 
-        plan, directory, data = self.plan, self.session.directory, data_of(self.plan.base)
+        plan, directory, data = self.plan, self.campaign.directory, data_of(self.plan.base)
         file, law = law_file(plan, data.vocab_hash, rule, found)
         files = [directory / name for name in (LAW_FILE, _PAGE_FILE, BEST_FILE)]
         files[0].write_text(to_json(file))
         flops = None
-        for trial in self.session.history.trials():
+        for trial in self.campaign.history.trials():
             if trial.name == f"size-{len(plan.sizes)}-{plan.lengths[-1]}" and trial.tokens_per_s:
                 flops = 6 * plan.sizes[-1].parameters * trial.tokens_per_s
-        devices = max(1, self.session.fitted.cluster.num_workers)
+        devices = max(1, self.campaign.fitted.cluster.num_workers)
         forecasts = Forecasts(plan, file, flops, devices)
         best = forecasts.best()
         doubts = [
@@ -286,7 +271,7 @@ class _StudyRun:
         Raises:
             ConfigError: the data is too small, or there is a forecast by another law.
         """
-        plan, log, directory = self.plan, self.session.log, self.session.directory
+        plan, log, directory = self.plan, self.campaign.log, self.campaign.directory
         size = plan.size_near(2 * plan.sizes[-1].parameters)
         run = plan.larger_run(file.rule.rate(size.parameters), size)
         if run.tokens > MOST_EPOCHS * data_of(plan.base).split_tokens("train"):

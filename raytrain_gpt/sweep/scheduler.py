@@ -17,7 +17,7 @@ from ray.tune.search import BasicVariantGenerator
 from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN
 
 REPORTED_TOKENS = "reported_tokens"
-"""Key of a trial's configuration: tokens of its newest report."""
+"""Key of a trial's configuration: tokens of its newest report to this scheduler."""
 
 
 class Rule(Protocol):
@@ -40,7 +40,6 @@ class InPlannedOrder(FIFOScheduler):  # type: ignore[misc]
             it which trials have ended.
         names: Trials in the plan's order.
         at_once: Most trials that run at the same time.
-        begun: Name of a trial that ran before -> tokens of its newest report.
         values: Returns the values of a trial that starts.
     """
 
@@ -49,17 +48,16 @@ class InPlannedOrder(FIFOScheduler):  # type: ignore[misc]
         rule: Rule | None,
         names: Sequence[str],
         at_once: int,
-        begun: dict[str, int],
         values: Callable[[str], dict[str, Any]],
     ) -> None:
         super().__init__()
-        self._rule, self._at_once, self._begun, self._values = rule, at_once, begun, values
+        self._rule, self._at_once, self._values = rule, at_once, values
         self._places = {name: place for place, name in enumerate(names)}
 
     def on_trial_add(self, tune_controller: Any, trial: Trial) -> None:
         """Let a new trial wait; one whose process has died is started again by Ray Tune."""
         if trial.num_failures == 0:
-            trial.config[REPORTED_TOKENS] = self._begun.get(str(trial), 0)
+            trial.config[REPORTED_TOKENS] = 0
             trial.set_status(Trial.PAUSED)
 
     def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> str:

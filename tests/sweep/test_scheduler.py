@@ -42,7 +42,7 @@ class Tune:
         rule = Asha(kind="asha", grace_tokens=10, reduction_factor=3)
         self._halving = Halving(rule, 90, NAMES)
         self.scheduler = InPlannedOrder(
-            self._halving, NAMES, at_once, {}, lambda name: {"peak_lr": LOSSES[int(name)][0]}
+            self._halving, NAMES, at_once, lambda name: {"peak_lr": LOSSES[int(name)][0]}
         )
         self.trials: list[Any] = [NamedTrial(name) for name in NAMES]
         self.seen, self.most = dict.fromkeys(NAMES, 0), 0

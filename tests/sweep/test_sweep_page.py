@@ -12,10 +12,10 @@ from playwright.sync_api import expect, sync_playwright
 
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.storage.location import Location
+from raytrain_gpt.sweep.campaign import to_yaml
 from raytrain_gpt.sweep.history import History
 from raytrain_gpt.sweep.spec import SWEEP_FILE, Sweep
 from raytrain_gpt.sweep.sweep_page import SweepFacts, report_sweep, sweep_page
-from raytrain_gpt.sweep.tune import to_yaml
 from raytrain_gpt.tracking.report import REPORT_FILE
 from tests.browser import installed, launched
 from tests.conftest import RunCli

@@ -7,17 +7,15 @@ from typing import Any
 
 import pytest
 
-from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ConfigError, TrainingFailed
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep import tune
+from raytrain_gpt.sweep.campaign import BASE_FILE, check_unchanged, to_yaml
 from raytrain_gpt.sweep.history import History
 from raytrain_gpt.sweep.spec import SWEEP_FILE, Sweep
-from raytrain_gpt.sweep.sweep_run import SweepRun, SweepSummary
 from raytrain_gpt.sweep.trial_plan import base_config
-from raytrain_gpt.sweep.tune import BASE_FILE, MAY_CHANGE, check_unchanged, to_yaml
-from raytrain_gpt.tracking.mlflow_run import ParentRun
+from raytrain_gpt.sweep.tune import SWEEP, SweepSummary, finish
 from tests.conftest import RunCli, raises_line
 
 from .conftest import sweep_of
@@ -35,7 +33,7 @@ def started(tmp_path: Path) -> Sweep:
 
 
 def known(sweep: Sweep, base: Config, directory: Location, resume: bool) -> None:
-    check_unchanged(sweep.title, SWEEP_FILE, sweep, base, directory, resume, MAY_CHANGE)
+    check_unchanged(SWEEP, sweep, base, directory, resume)
 
 
 def test_a_sweep_goes_on_as_it_was_and_not_as_another(started: Sweep, tmp_path: Path) -> None:
@@ -80,10 +78,8 @@ def ended_sweep(directory: Path, states: list[str]) -> SweepSummary:
         error = None if state == "finished" else "DataError: data/x has no manifest.json"
         history.add("ended", name, state=state, error=error)
     base = base_config(sweep).updated({"mlflow_uri": None})
-    fitted = decided(FittedConfig, base, use_gpu=False, num_workers=1, cpus_per_worker=1)
-    at = Location.of(directory)
     (directory / SWEEP_FILE).write_text(to_yaml(sweep))
-    return SweepRun(sweep, base, fitted, at, print)._finish(ParentRun(at, base, {}, print))
+    return finish(sweep, base, history, print, lambda *_: None)
 
 
 @pytest.mark.parametrize(
