@@ -40,7 +40,7 @@ from raytrain_gpt.scaling.plan import MOST_EPOCHS, PlannedRun, StudyPlan, study_
 from raytrain_gpt.scaling.rates import RatePoint, RateRule, around, fit_rates
 from raytrain_gpt.scaling.study_file import Study
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.sweep.campaign import Campaign, Kind
+from raytrain_gpt.sweep.campaign import Campaign, CampaignKind
 from raytrain_gpt.sweep.history import ENDED, Trial
 from raytrain_gpt.sweep.results import counts_text
 from raytrain_gpt.train.supervisor import TrainLoop
@@ -48,7 +48,7 @@ from raytrain_gpt.train.worker import train_worker
 
 _PAGE_FILE = "scale.html"
 _FORECAST_FILE, _VALIDATION_FILE = "forecast.json", "validation.json"
-STUDY = Kind(
+STUDY = CampaignKind(
     "study",
     "runs.jsonl",
     "runs",

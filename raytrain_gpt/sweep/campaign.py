@@ -67,7 +67,7 @@ _TUNE_ENVIRONMENT = {
 
 
 @dataclass(frozen=True)
-class Kind:
+class CampaignKind:
     """A kind of campaign: sweeps or studies.
 
     Attributes:
@@ -112,7 +112,7 @@ class Campaign:
 
     def __init__(
         self,
-        kind: Kind,
+        kind: CampaignKind,
         definition: Strict,
         base: Config,
         signals: StopSignals,
@@ -267,7 +267,7 @@ def to_yaml(file: Strict) -> str:
 
 
 def check_unchanged(
-    kind: Kind, definition: Strict, base: Config, directory: Location, resume: bool
+    kind: CampaignKind, definition: Strict, base: Config, directory: Location, resume: bool
 ) -> None:
     """Raise a ConfigError if a campaign exists and `resume` is false, or it was changed since."""
     title: str = definition.title  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import TrainingFailed
 from raytrain_gpt.format import Log, count
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.sweep.campaign import Campaign, Kind
+from raytrain_gpt.sweep.campaign import Campaign, CampaignKind
 from raytrain_gpt.sweep.cost import data_cpus, largest_trial, trial_cpus
 from raytrain_gpt.sweep.halving import Halving
 from raytrain_gpt.sweep.history import ENDED, HISTORY_FILE, History, Trial, best_trial
@@ -48,7 +48,7 @@ from raytrain_gpt.train.memory_fit import probe_sharing
 from raytrain_gpt.train.supervisor import TrainLoop
 from raytrain_gpt.train.worker import train_worker
 
-SWEEP = Kind(
+SWEEP = CampaignKind(
     "sweep",
     HISTORY_FILE,
     "trials",
