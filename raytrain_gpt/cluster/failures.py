@@ -31,6 +31,13 @@ def user_error_in(error: BaseException) -> RaytrainGptError | None:
     return None
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device had too little memory for an exception's cause."""
+    names = [type(cause).__name__ for cause in _causes(error)]
+    texts = [str(cause) for cause in _causes(error)]
+    return "OutOfMemoryError" in names or any("torch.OutOfMemoryError" in text for text in texts)
+
+
 def root_cause(error: BaseException) -> str:
     """Return the last line of the innermost exception's message, with secrets redacted."""
     *_, innermost = _causes(error)

@@ -17,13 +17,12 @@ from raytrain_gpt.config.resolved import ActivationCheckpointing
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import ASSUMED_MFU, GpuSpec
 from raytrain_gpt.core.memory import (
-    MemoryModel,
     TrainingMemory,
     checkpoint_bytes,
 )
 from raytrain_gpt.core.model import GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.registry import count_model, step_flops
-from raytrain_gpt.train.memory_search import MemorySearch, gpu_limit_bytes
+from raytrain_gpt.train.memory_fit import MemorySearch, gpu_limit_bytes
 
 
 @dataclass(frozen=True)
@@ -116,12 +115,13 @@ def estimate(config: Config, facts: Facts) -> Estimate:
     train, device = config.train, facts.device
     shape = GPTShape.of(config, facts.vocab_size or GPT2_VOCAB_SIZE)
     counts = count_model(shape)
-    memory = MemoryModel.of(config, facts.num_workers, shape, facts.bf16)
     limit_bytes = math.inf
     if device is not None:
         limit_bytes = gpu_limit_bytes(device.memory_bytes, facts.num_workers)
     on_gpu = device is not None and config.cluster.use_gpu is not False
-    search = MemorySearch(config.updated({"use_gpu": on_gpu}), facts.num_workers, memory)
+    search = MemorySearch.of(
+        config.updated({"use_gpu": on_gpu}), facts.num_workers, shape.vocab_size, facts.bf16
+    )
     fitting = search.largest(limit_bytes)
     fit = fitting or search.least()
     total_tokens = train.max_steps * train.global_batch_tokens
@@ -144,10 +144,10 @@ def estimate(config: Config, facts: Facts) -> Estimate:
         micro_batch_sequences=fit.sequences,
         activation_checkpointing=fit.activation_checkpointing,
         checkpoint_bytes=checkpoint_bytes(shape, config.optim),
-        memory=memory.predict(fit.sequences, fit.activation_checkpointing),
+        memory=search.memory.predict(fit.sequences, fit.activation_checkpointing),
         device=device,
         fits=None if device is None else fitting is not None,
-        remedy=None if fitting else search.remedy,
+        remedy=None if fitting else search.advice,
         speed=speed,
         step_time_s=step_time_s,
         train_s=train_s,

@@ -12,7 +12,6 @@ from raytrain_gpt.cluster.capacity import DATA_CPUS, Resources
 from raytrain_gpt.config.resolved import FittedConfig, SizedConfig, decided
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import resolve_precision
-from raytrain_gpt.core.memory import MemoryModel
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.registry import count_model, step_flops
 from raytrain_gpt.data.locations import data_is_there, data_of
@@ -27,7 +26,7 @@ from raytrain_gpt.sweep.trial_plan import (
     shapes_of,
     tied_values,
 )
-from raytrain_gpt.train.memory_search import MemorySearch, gpu_limit_bytes
+from raytrain_gpt.train.memory_fit import MemorySearch, gpu_limit_bytes
 from raytrain_gpt.train.preflight import expected_vocab_size
 from raytrain_gpt.train.probe import probe_steps
 
@@ -94,11 +93,8 @@ def largest_trial(sweep: Sweep, base: SizedConfig) -> SizedConfig:
     """
 
     def needed(config: SizedConfig) -> float:
-        shape = GPTShape.of(config, expected_vocab_size(config))
-        train, memory = config.train, MemoryModel.of(config, 1, shape, bf16=True)
-        assert train.micro_batch_sequences != "auto"
-        assert train.activation_checkpointing != "auto"
-        return memory.predict(train.micro_batch_sequences, train.activation_checkpointing).total
+        search = MemorySearch.of(config, 1, expected_vocab_size(config), bf16=True)
+        return search.least().needed_bytes
 
     configs = check_sweep(sweep, 1)
     # Equal shapes take equal memory, and a prediction may trace the model.
@@ -185,10 +181,9 @@ def seconds_per_flop(configs: Sequence[SizedConfig], vocab_size: int) -> float |
     if on_gpu:
         total_bytes = torch.cuda.get_device_properties(device).total_memory
         limit_bytes = gpu_limit_bytes(total_bytes, num_workers, config.cluster.gpus_per_worker)
-    memory = MemoryModel.of(
-        config, num_workers, GPTShape.of(config, vocab_size), precision != "fp32"
+    search = MemorySearch.of(
+        config.updated({"use_gpu": on_gpu}), num_workers, vocab_size, precision != "fp32"
     )
-    search = MemorySearch(config.updated({"use_gpu": on_gpu}), num_workers, memory)
     fit = search.largest(limit_bytes)
     if fit is None:
         return None

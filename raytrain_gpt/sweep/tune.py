@@ -44,7 +44,7 @@ from raytrain_gpt.sweep.trial_plan import (
 )
 from raytrain_gpt.tracking.report import REPORT_FILE
 from raytrain_gpt.train import preflight
-from raytrain_gpt.train.memory_fit import probe_sharing
+from raytrain_gpt.train.memory_fit import gpu_facts, runs_on_gpu
 from raytrain_gpt.train.supervisor import TrainLoop
 from raytrain_gpt.train.worker import train_worker
 
@@ -91,8 +91,9 @@ def run_sweep(
             if sweep.trials_per_gpu != "auto" or not fitted.cluster.use_gpu:
                 return fitted
             largest = largest_trial(sweep, fitted)
-            together = probe_sharing(largest, preflight.expected_vocab_size(largest), signals.stop)
-            log(f"trials_per_gpu auto: {together}, by the measured memory of the largest trial")
+            vocab_size = preflight.expected_vocab_size(largest)
+            together = runs_on_gpu(largest, vocab_size, gpu_facts(largest, signals.stop))
+            log(f"trials_per_gpu auto: {together}, by the estimated memory of the largest trial")
             return fitted.updated({"gpus_per_worker": gpu_share(together)})
 
         with campaign.on_cluster(

@@ -26,7 +26,16 @@ from raytrain_gpt.format import count, short_duration, size
 from raytrain_gpt.tracking.run_files import Row
 
 FIRST_STEP_EVENTS = ("start", "resume")
-END_EVENTS = ("finished", "stopped", "failed", "preempted", "resized", "rolled_back", "hung")
+END_EVENTS = (
+    "finished",
+    "stopped",
+    "failed",
+    "preempted",
+    "resized",
+    "rolled_back",
+    "hung",
+    "out_of_memory",
+)
 BAD_STEP_EVENTS = ("nonfinite", "spike")
 LOST_TO = {
     "startup": "start-up",

@@ -87,7 +87,10 @@ class Attempt:
 
     def close(self, end: AttemptEnd, newest: Checkpoint | None) -> None:
         """Finish all files and hand them to the trackers; after a dead recorder, the next one does."""
-        ends = {"finished": "finished", "failed": "failed", "hung": "failed"}
+        ends = {
+            "finished": "finished",
+            **dict.fromkeys(("failed", "hung", "out_of_memory"), "failed"),
+        }
         told = ends.get(end.kind, "interrupted")
         if end.kind == "stopped" and not self.killed.is_set():
             told = "finished"  # the sweep ended this trial as complete

@@ -1,8 +1,10 @@
 """Resolves `auto` of `micro_batch_sequences` and `activation_checkpointing` before every attempt.
 
-- GPU: a task with a worker's resources, or the process itself in local mode, takes real steps. Sharded
-  training needs several processes, so its memory is predicted for the task's GPU instead.
-- CPU: predicted for the memory that Ray reports, divided among a node's workers.
+1. Candidates are the divisors of a rank's share of the batch: a step then has the same sequences, only
+   summed in a different order.
+2. The largest candidate is taken whose predicted memory (`core/memory`) fits the device, and activations
+   are recomputed only if it is too small.
+3. If an attempt still runs out of memory, the supervisor starts the next one with half the micro-batch.
 
 A run that resumes with the same number of workers reuses its checkpoint's fit, so that it ends
 bitwise like an uninterrupted one.
@@ -11,55 +13,155 @@ bitwise like an uninterrupted one.
 from __future__ import annotations
 
 import math
-import socket
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
 
 import ray
 import torch
 
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.cluster.capacity import Resources
-from raytrain_gpt.cluster.compilers import check_compiler
 from raytrain_gpt.cluster.connection import cluster_resources
 from raytrain_gpt.cluster.failures import user_error_in
-from raytrain_gpt.config.batch import for_workers, micro_batch_change
+from raytrain_gpt.config.arithmetic import divisors
+from raytrain_gpt.config.batch import for_workers, micro_batch_change, micro_batch_for
 from raytrain_gpt.config.resolved import (
     USABLE_FRACTION,
+    ActivationCheckpointing,
     FittedConfig,
     RunPlan,
     SizedConfig,
 )
 from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS
-from raytrain_gpt.core.device import resolve_precision, set_cuda_defaults
+from raytrain_gpt.core.device import resolve_precision
 from raytrain_gpt.core.memory import MemoryModel, checkpoint_bytes
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.errors import ClusterError, Interrupted
 from raytrain_gpt.format import Log, amount, size
-from raytrain_gpt.train.memory_search import (
-    MeasureBytes,
-    MemoryFit,
-    MemorySearch,
-    gpu_limit_bytes,
-)
 
+MODES: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full")
+"""Modes of activation checkpointing, from fastest to least memory."""
+NCCL_BYTES = 2 * 2**30
+"""Bytes of NCCL buffers on each of several GPUs; estimated."""
+MIN_EFFICIENT_TOKENS = 2048
+"""Tokens per GPU micro-batch. Below it, reading weights and accumulating gradients costs so much that
+recomputing activations for a larger micro-batch may pay; estimated."""
+MAX_CPU_TOKENS = 2048
+"""Tokens per CPU micro-batch; more take memory and gain little speed (docs/training.md)."""
+MAX_GPU_TOKENS = 2**16
+"""Tokens per GPU micro-batch; about half are estimated to saturate it."""
+_MAX_LOGITS = 2**31 - 1
+"""Logits per GPU micro-batch; above it, torch's compiled kernels use slower 64-bit indices."""
 _OTHER_MEMORY_FIELDS = ("compile", "parallel", "use_gpu", "gpus_per_worker")
 """Fields that may change on resume and invalidate a checkpoint's fit."""
 _CONTEXT_BYTES = 2**30
 """GPU memory of a process besides its tensors: 0.9 GB measured with small models on an H100."""
 PROCESS_BYTES = 2**30
 """Reserve for a CPU worker's process: Python, torch, Ray, batches."""
-POLL_S = 0.5
-_PROBE_TIMEOUT_S = 1800.0
-"""Includes the wait for a worker's resources and a few compilations."""
+_POLL_S = 0.5
+_GPU_TIMEOUT_S = 300.0
 
-Decision = tuple[MemoryFit, str]
-"""The fit and its reason, as printed."""
+
+@dataclass(frozen=True)
+class MemoryFit:
+    """A micro-batch, its activation checkpointing and the bytes it needs, 0 if unknown."""
+
+    sequences: int
+    activation_checkpointing: ActivationCheckpointing
+    needed_bytes: float = 0
+
+
+@dataclass(frozen=True)
+class MemorySearch:
+    """Searches the fit of a run whose `auto` is unresolved; `use_gpu` must be resolved."""
+
+    config: Config
+    world_size: int
+    memory: MemoryModel
+
+    @classmethod
+    def of(cls, config: Config, world_size: int, vocab_size: int, bf16: bool) -> MemorySearch:
+        shape = GPTShape.of(config, vocab_size)
+        return cls(config, world_size, MemoryModel.of(config, world_size, shape, bf16))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Allowed sequences per micro-batch, ascending."""
+        micro = micro_batch_for(self.config, self.world_size)
+        if micro != "auto":
+            return [micro]
+        most_tokens = MAX_CPU_TOKENS
+        if self.config.cluster.use_gpu:
+            most_tokens = min(MAX_GPU_TOKENS, _MAX_LOGITS // self.memory.shape.padded_vocab_size)
+        most = max(1, most_tokens // self.config.data.seq_len)
+        share = self.config.batch_sequences // self.world_size
+        return [sequences for sequences in divisors(share) if sequences <= most]
+
+    @property
+    def modes(self) -> tuple[ActivationCheckpointing, ...]:
+        """Allowed modes of activation checkpointing, fastest first."""
+        mode = self.config.train.activation_checkpointing
+        return MODES if mode == "auto" else (mode,)
+
+    def predict(self, sequences: int, mode: ActivationCheckpointing) -> float:
+        """Predicted bytes of a candidate."""
+        return self.memory.predict(sequences, mode).total
+
+    def least(self) -> MemoryFit:
+        """Candidate with the lowest memory, whether or not it fits."""
+        sequences, mode = self.sizes[0], self.modes[-1]
+        return MemoryFit(sequences, mode, self.predict(sequences, mode))
+
+    def largest(self, limit_bytes: float) -> MemoryFit | None:
+        """First mode that fits enough sequences, else the one that fits most; None if none fits."""
+        sizes, best = self.sizes, None
+        enough = min(MIN_EFFICIENT_TOKENS / self.config.data.seq_len, sizes[-1])
+        for mode in self.modes:
+            fitting = bisect_right(sizes, limit_bytes, key=lambda n: self.predict(n, mode))
+            if fitting and (best is None or sizes[fitting - 1] > best.sequences):
+                sequences = sizes[fitting - 1]
+                best = MemoryFit(sequences, mode, self.predict(sequences, mode))
+            if best is not None and best.sequences >= enough:
+                break
+        return best
+
+    @property
+    def advice(self) -> str:
+        """What needs less memory, cheapest first."""
+        train, ways = self.config.train, list[str]()
+        if self.sizes[0] > 1:
+            ways.append(f"set micro_batch_sequences to {1 if train.exact else 'auto'}")
+        if self.modes[-1] != MODES[-1]:
+            ways.append("set activation_checkpointing to auto")
+        if self.memory.num_shards < self.world_size and not train.exact:
+            ways.append("set parallel to fsdp")
+        return ", ".join([*ways, "lower num_layers"])
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """Name, bytes and 16-bit precision of the GPU that workers get."""
+
+    name: str
+    total_bytes: float
+    bf16: bool
+
+    @classmethod
+    def here(cls, precision: str) -> GpuFacts:
+        device = torch.device("cuda")
+        properties = torch.cuda.get_device_properties(device)
+        bf16 = resolve_precision(precision, device) != "fp32"
+        return cls(properties.name, properties.total_memory, bf16)
+
+
+def gpu_limit_bytes(total_bytes: float, world_size: int, share: float = 1.0) -> float:
+    """Memory budget of a GPU, or of a worker's share of one, in bytes."""
+    return share * USABLE_FRACTION * total_bytes - NCCL_BYTES * (world_size > 1)
 
 
 def fit_memory(
@@ -76,13 +178,13 @@ def fit_memory(
     """Plan a run whose micro-batches fit the memory of its workers.
 
     Args:
-        stop: Set by a signal; ends a probe.
+        stop: Set by a signal; ends the wait for a GPU.
         is_trial: Belongs to a sweep, whose trials share the nodes.
 
     Raises:
         ClusterError: not even one sequence fits.
-        Interrupted: `stop` was set during the probe.
-        ray.exceptions.RayError: the probe died, or got no resources.
+        Interrupted: `stop` was set during the wait.
+        ray.exceptions.RayError: the task that looks at a GPU died.
     """
     if change := micro_batch_change(config, world_size):
         log(change)
@@ -92,20 +194,35 @@ def fit_memory(
         return RunPlan.of(config, world_size, micro, mode)
     if resumed is not None and (saved := fit_from_checkpoint(config, world_size, resumed)):
         fit, why = saved, f", from the checkpoint of step {resumed.step}"
-    elif config.cluster.is_local and config.cluster.use_gpu:
-        fit, why = _fit_gpu(config, world_size, vocab_size)
-        torch.cuda.empty_cache()
-    elif config.cluster.use_gpu:
-        found: Decision = _on_gpu(
-            stop or threading.Event(), _fit_gpu, config, world_size, vocab_size
-        )
-        fit, why = found
     else:
-        search = _search(config, world_size, vocab_size, torch.device("cpu"))
-        limit_bytes = cpu_limit_bytes(config, world_size, vocab_size, resources(), is_trial)
-        fit, why = _decide(search, limit_bytes, "per worker, estimated")
+        if config.cluster.use_gpu:
+            gpu = gpu_facts(config, stop)
+            limit_bytes = gpu_limit_bytes(
+                gpu.total_bytes, world_size, config.cluster.gpus_per_worker
+            )
+            bf16, where = gpu.bf16, f"of {gpu.name}, estimated"
+        else:
+            limit_bytes = cpu_limit_bytes(config, world_size, vocab_size, resources(), is_trial)
+            bf16 = resolve_precision(config.train.precision, torch.device("cpu")) != "fp32"
+            where = "per worker, estimated"
+        fit, why = _decide(
+            MemorySearch.of(config, world_size, vocab_size, bf16), limit_bytes, where
+        )
     log(describe(config, world_size, fit) + why)
     return RunPlan.of(config, world_size, fit.sequences, fit.activation_checkpointing)
+
+
+def _decide(search: MemorySearch, limit_bytes: float, where: str) -> tuple[MemoryFit, str]:
+    if (fit := search.largest(limit_bytes)) is not None:
+        room = "" if math.isinf(limit_bytes) else f" of {size(limit_bytes)}"
+        return fit, f" ({size(fit.needed_bytes)}{room} {where})"
+    least, shape = search.least(), search.memory.shape
+    raise ClusterError(
+        f"{least.sequences} × {shape.seq_len} tokens in a micro-batch do not fit: "
+        f"{amount(count_model(shape).num_parameters)} parameters with activation_checkpointing="
+        f"{least.activation_checkpointing} need about {size(least.needed_bytes)}, but training may use "
+        f"only {size(max(limit_bytes, 0))} {where}; {search.advice}, or use devices with more memory"
+    )
 
 
 def describe(config: Config, world_size: int, fit: MemoryFit) -> str:
@@ -155,86 +272,29 @@ def cpu_limit_bytes(
     return min(shares, default=math.inf) * USABLE_FRACTION - PROCESS_BYTES - copy_bytes
 
 
-def probe_sharing(config: SizedConfig, vocab_size: int, stop: threading.Event) -> int:
-    """Return how many runs of one worker fit the memory of a GPU; for errors see `fit_memory`."""
-    number: int = _on_gpu(stop, fit_sharing, config, vocab_size)
-    return number
+def runs_on_gpu(config: SizedConfig, vocab_size: int, gpu: GpuFacts) -> int:
+    """Return how many runs of one worker, without `auto`, fit the memory of a GPU; at least one."""
+    needed = MemorySearch.of(config, 1, vocab_size, gpu.bf16).least().needed_bytes
+    return max(1, int(gpu.total_bytes * USABLE_FRACTION // (needed + _CONTEXT_BYTES)))
 
 
-def fit_sharing(config: SizedConfig, vocab_size: int) -> int:
-    """Measure how many runs like this one share this machine's GPU; at least one."""
-    set_cuda_defaults()
-    device = torch.device("cuda")
-    train, usable = config.train, torch.cuda.get_device_properties(device).total_memory
-    search = _search(config, 1, vocab_size, device)
-    assert train.micro_batch_sequences != "auto"
-    assert train.activation_checkpointing != "auto"
-    needed = search.measure(train.micro_batch_sequences, train.activation_checkpointing, device)
-    return max(1, int(usable * USABLE_FRACTION // (needed + _CONTEXT_BYTES)))
-
-
-def _on_gpu(
-    stop: threading.Event, measure: Callable[..., Any], config: SizedConfig, *args: Any
-) -> Any:
-    """Run a measurement with a worker's resources."""
-    c = config.cluster
-    # `max_calls=1` ends the process after the task, which frees its GPU memory.
+def gpu_facts(config: SizedConfig, stop: threading.Event | None = None) -> GpuFacts:
+    """Look at the GPU of this process in local mode, else of a worker, for which a task waits."""
+    c, precision = config.cluster, config.train.precision
+    if c.is_local:
+        return GpuFacts.here(precision)
     needs = {"num_cpus": c.cpus_per_worker, "num_gpus": c.gpus_per_worker}
-    task = ray.remote(max_retries=0, max_calls=1, **needs)(measure).remote(config, *args)
-    deadline = time.monotonic() + _PROBE_TIMEOUT_S
-    while not ray.wait([task], timeout=POLL_S)[0]:
-        if stop.is_set():
+    task = ray.remote(max_retries=0, max_calls=1, **needs)(GpuFacts.here).remote(precision)
+    deadline = time.monotonic() + _GPU_TIMEOUT_S
+    while not ray.wait([task], timeout=_POLL_S)[0]:
+        if stop is not None and stop.is_set():
             ray.cancel(task, force=True)
-            raise Interrupted(
-                "interrupted during the GPU memory probe; run the same command to start again"
-            )
+            raise Interrupted("interrupted; run the same command to start again")
         if time.monotonic() > deadline:
             ray.cancel(task, force=True)
-            raise ray.exceptions.GetTimeoutError(
-                f"the GPU memory probe timed out after {_PROBE_TIMEOUT_S:g} s"
-            )
+            raise ray.exceptions.GetTimeoutError(f"no GPU was free within {_GPU_TIMEOUT_S:g} s")
     try:
-        return ray.get(task)
+        found: GpuFacts = ray.get(task)
+        return found
     except ray.exceptions.RayError as error:
         raise user_error_in(error) or error from None
-
-
-def _fit_gpu(config: FittedConfig, world_size: int, vocab_size: int) -> Decision:
-    set_cuda_defaults()
-    check_compiler(config, on_gpu=True, where=f"node {socket.gethostname()}")
-    device = torch.device("cuda")
-    total_bytes = torch.cuda.get_device_properties(device).total_memory
-    limit_bytes = gpu_limit_bytes(total_bytes, world_size, config.cluster.gpus_per_worker)
-    torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes)
-    limit_bytes = min(limit_bytes, torch.cuda.mem_get_info(device)[0])
-    search = _search(config, world_size, vocab_size, device)
-    where = f"of {torch.cuda.get_device_name(device)}"
-    if search.memory.num_shards > 1:
-        return _decide(search, limit_bytes, f"{where}, estimated")
-    return _decide(
-        search, limit_bytes, f"{where}, measured", partial(search.measure, device=device)
-    )
-
-
-def _search(
-    config: SizedConfig, world_size: int, vocab_size: int, device: torch.device
-) -> MemorySearch:
-    bf16 = resolve_precision(config.train.precision, device) != "fp32"
-    shape = GPTShape.of(config, vocab_size)
-    return MemorySearch(config, world_size, MemoryModel.of(config, world_size, shape, bf16))
-
-
-def _decide(
-    search: MemorySearch, limit_bytes: float, where: str, measured: MeasureBytes | None = None
-) -> Decision:
-    fit = search.largest(limit_bytes, measured)
-    if fit is not None:
-        room = "" if math.isinf(limit_bytes) else f" of {size(limit_bytes)}"
-        return fit, f" ({size(fit.needed_bytes)}{room} {where})"
-    least, shape = search.least(), search.memory.shape
-    raise ClusterError(
-        f"{least.sequences} × {shape.seq_len} tokens in a micro-batch do not fit: "
-        f"{amount(count_model(shape).num_parameters)} parameters with activation_checkpointing="
-        f"{least.activation_checkpointing} need about {size(least.needed_bytes)}, but training may use "
-        f"only {size(max(limit_bytes, 0))} {where}; {search.remedy}, or use devices with more memory"
-    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from raytrain_gpt.cluster.failures import root_cause, user_error_in
+from raytrain_gpt.cluster.failures import is_out_of_memory, root_cause, user_error_in
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.errors import RaytrainGptError
@@ -20,7 +20,16 @@ MAX_ROLLBACKS = 3
 BACK_OFF_S = (0.0, 5.0, 15.0, 30.0, 60.0)
 """Pause by failures in a row: a dead process needs none, a full disk does."""
 
-Kind = Literal["finished", "stopped", "preempted", "resized", "rolled_back", "hung", "failed"]
+Kind = Literal[
+    "finished",
+    "stopped",
+    "preempted",
+    "resized",
+    "rolled_back",
+    "hung",
+    "out_of_memory",
+    "failed",
+]
 
 
 @dataclass(frozen=True)
@@ -28,7 +37,7 @@ class AttemptEnd:
     """How an attempt ended.
 
     Attributes:
-        error: Raised by `fit()`, the memory probe or, in local mode, the training; or one for an early exit.
+        error: Raised by `fit()`, the look at a GPU or, in local mode, the training; or one for an early exit.
         user_error: This package's error inside `error`, which a retry would repeat.
     """
 
@@ -60,7 +69,8 @@ def classify_end(
     if error is None and stopping:
         return AttemptEnd("stopped")
     error = error or RuntimeError("the workers left before the last step")
-    return AttemptEnd("hung" if hung else "failed", error, user_error=user_error_in(error))
+    kind: Kind = "hung" if hung else "out_of_memory" if is_out_of_memory(error) else "failed"
+    return AttemptEnd(kind, error, user_error=user_error_in(error))
 
 
 @dataclass(frozen=True)
@@ -127,7 +137,7 @@ def next_action(
         return StartAttempt(replace(done, rollbacks=rollbacks))
     if step >= config.train.max_steps:  # it died after the last checkpoint was complete
         return Finish()
-    if end.kind == "resized":
+    if end.kind in ("resized", "out_of_memory"):
         return StartAttempt(done)
     if end.kind == "preempted":
         preemptions = done.preemptions + 1

@@ -5,6 +5,7 @@ Each attempt uses the largest number of workers that fits; below `min_workers` t
 
 - finished, or stopped by a signal: end.
 - failed or hung: retry from the newest good checkpoint, `max_failures` times in a row without progress.
+- out of memory: retry with half the micro-batch.
 - preempted: retry on the remaining nodes, `max_preemptions` times in total.
 - resized: restart with more workers.
 - rolled back: restart from the last checkpoint before the bad steps, skipping their global batches.
@@ -12,6 +13,7 @@ Each attempt uses the largest number of workers that fits; below `min_workers` t
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import uuid
@@ -25,6 +27,7 @@ from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, resume_step
 from raytrain_gpt.cluster.compilers import check_compiler
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.signals import StopSignals
+from raytrain_gpt.config.arithmetic import divisors
 from raytrain_gpt.config.resolved import FittedConfig, RunPlan
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.model import GPTShape
@@ -44,7 +47,7 @@ from raytrain_gpt.tracking.run_files import CONFIG_FILE, TRACKERS_DIR, Row
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import policy, preflight
 from raytrain_gpt.train.attempt import Attempt, Place
-from raytrain_gpt.train.memory_fit import fit_memory
+from raytrain_gpt.train.memory_fit import MemorySearch, fit_memory
 from raytrain_gpt.train.resume import ResumePoints, read_skipped
 from raytrain_gpt.train.run_output import RunOutput
 from raytrain_gpt.train.worker_group import WorkerSpec
@@ -91,6 +94,7 @@ class Run:
         self.resume = ResumePoints(config, log)
         self.catalog = Catalog(self.run_dir)
         self._choices: object = None
+        self._most_sequences: int | None = None  # of a micro-batch, after a lack of memory
         self._session = uuid.uuid4().hex[:8]
         self._attempts = 0
 
@@ -184,8 +188,10 @@ class Run:
         """
         lease.verify()  # it may have expired while the run waited for nodes
         try:
+            config, most = self.config, self._most_sequences
+            gc.collect()  # an attempt that ran out of memory may have left tensors in cycles
             plan = fit_memory(
-                self.config,
+                config if most is None else config.updated({"micro_batch_sequences": most}),
                 self.world_size,
                 self.data.vocab_size,
                 self.log,
@@ -194,14 +200,33 @@ class Run:
                 stop=self.signals.stop,
                 is_trial=self.trial is not None,
             )
-        except (ray.exceptions.RayError, SystemExit) as error:  # the memory probe died
+        except (ray.exceptions.RayError, SystemExit) as error:  # looking at a GPU failed
             return policy.AttemptEnd("failed", error)
         work_dir = Location.of(self.output.sync.work_dir)
         self.signals.defer(partial(mark_interrupted, work_dir, self.config))
         # Checkpoints above this step are damaged or from a dead attempt; this attempt rewrites them.
         self.catalog.clean(good_until=resume_step(resumed))
         attempt = self._new_attempt(plan, resumed, lease)
-        return self._settled(attempt, self.place.train(attempt))
+        end = self._settled(attempt, self.place.train(attempt))
+        return self._after_lack_of_memory(end, plan) if end.kind == "out_of_memory" else end
+
+    def _after_lack_of_memory(self, end: policy.AttemptEnd, plan: RunPlan) -> policy.AttemptEnd:
+        """Let the next attempt take half the micro-batch; its checkpoints remember that."""
+        config, world_size = plan.config, plan.world_size
+        micro = config.train.micro_batch_sequences
+        smaller = [n for n in divisors(plan.worker_sequences) if n <= micro // 2]
+        can_go_on = self.place.retries or world_size == 1  # other processes of torchrun have ended
+        if not smaller or config.train.exact or not can_go_on:
+            search = MemorySearch.of(self.config, world_size, self.data.vocab_size, bf16=True)
+            raise TrainingFailed(
+                f"run {self.run_dir.name} ran out of memory with micro_batch_sequences={micro} "
+                f"({root_cause(end.error) if end.error else ''}); {search.advice}"
+            )
+        self._most_sequences = smaller[-1]
+        self.log(
+            f"out of memory with micro_batch_sequences {micro}; the next attempt takes {smaller[-1]}"
+        )
+        return replace(end, error=None)  # its traceback would keep the tensors
 
     def _settled(self, attempt: Attempt, end: policy.AttemptEnd) -> policy.AttemptEnd:
         """Roll back from bad steps, and write the attempt's last files.

@@ -7,22 +7,25 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.cluster.capacity import Node, Resources
 from raytrain_gpt.config.resolved import FittedConfig, RunPlan, decided
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.errors import ClusterError
+from raytrain_gpt.errors import ClusterError, TrainingFailed
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.memory_fit import (
     PROCESS_BYTES,
+    MemoryFit,
     cpu_limit_bytes,
     describe,
     fit_from_checkpoint,
     fit_memory,
 )
-from raytrain_gpt.train.memory_search import MemoryFit
+from raytrain_gpt.train.worker import train_worker
+from raytrain_gpt.train.worker_group import WorkerSpec
 from tests.checkpoint.test_catalog import state
 from tests.conftest import raises_line
 from tests.runs import MakeConfig, restarted_from, weights
@@ -156,3 +159,37 @@ def test_a_run_with_auto_goes_on_as_the_unbroken_one(
         "changed since that checkpoint: run_name auto -> auto-resumed"
     ]
     assert weights(copy) == weights(whole.run_dir)
+
+
+def fits_six(spec: WorkerSpec) -> None:
+    """Train, but run out of memory with more than six sequences; runs in the worker."""
+    micro = spec.plan.config.train.micro_batch_sequences
+    if micro > 6:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    train_worker(spec)
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.ray)])
+def test_a_lack_of_memory_halves_the_micro_batch_and_the_checkpoint_remembers_it(
+    num_workers: int, make_config: MakeConfig
+) -> None:
+    lines: list[str] = []
+    short = {**AUTO, "num_workers": num_workers, "run_name": f"short-of-memory-{num_workers}"}
+    summary = train(make_config(**short, max_failures=0), lines.append, fits_six)
+    said = "out of memory with micro_batch_sequences 12; the next attempt takes 6"
+    assert lines.count(said) == 1
+    newest = Catalog(summary.run_dir).complete()[-1]
+    assert newest.state.config["train"]["micro_batch_sequences"] == 6
+    lines.clear()
+    train(make_config(**{**short, "max_steps": 30}), lines.append, fits_six)
+    assert any("micro_batch_sequences auto: 6 of 12" in line for line in lines)
+    assert said not in lines
+
+
+def test_one_sequence_that_is_too_much_is_one_line(make_config: MakeConfig) -> None:
+    def fits_none(spec: WorkerSpec) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    values = {"micro_batch_sequences": 1, "num_workers": 0, "run_name": "no-memory"}
+    with raises_line(TrainingFailed, "micro_batch_sequences=1", "lower num_layers"):
+        train(make_config(**values), print, fits_none)

@@ -1,24 +1,19 @@
-"""The micro-batch search: the largest fit, with as few measurements as possible, and the same math."""
+"""The micro-batch that fits a device: the largest by prediction, and advice where none does."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from raytrain_gpt.config.resolved import ActivationCheckpointing
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.loop import train_steps
 from raytrain_gpt.core.memory import MemoryModel
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.train import probe
-from raytrain_gpt.train.memory_search import (
+from raytrain_gpt.train.memory_fit import (
     MAX_CPU_TOKENS,
     MAX_GPU_TOKENS,
     MIN_EFFICIENT_TOKENS,
@@ -30,7 +25,6 @@ from raytrain_gpt.train.memory_search import (
 )
 
 VOCAB_SIZE = 257
-CPU = torch.device("cpu")
 PER_SEQUENCE: dict[ActivationCheckpointing, int] = {"none": 10, "selective": 6, "full": 3}
 STATE = 20
 
@@ -45,29 +39,14 @@ def config(**values: object) -> Config:
 
 @dataclass(frozen=True)
 class Table(MemorySearch):
-    """Search on a fake device whose memory use grows with the sequences; the prediction may be off.
-
-    Attributes:
-        wrong: Bytes by which the prediction is too low.
-        asked: Measured candidates.
-    """
-
-    wrong: int = 0
-    asked: list[tuple[int, ActivationCheckpointing]] = field(default_factory=list)
+    """Search with a made-up prediction, which grows with the sequences."""
 
     def predict(self, sequences: int, mode: ActivationCheckpointing) -> float:
-        return self.needed(sequences, mode) - self.wrong
-
-    def needed(self, sequences: int, mode: ActivationCheckpointing) -> float:
         return STATE + sequences * PER_SEQUENCE[mode]
 
-    def ask(self, sequences: int, mode: ActivationCheckpointing) -> float:
-        self.asked.append((sequences, mode))
-        return self.needed(sequences, mode)
 
-
-def table(config: Config, world_size: int = 1, wrong: int = 0) -> Table:
-    return Table(config, world_size, model_of(config, world_size), wrong)
+def table(config: Config, world_size: int = 1) -> Table:
+    return Table(config, world_size, model_of(config, world_size))
 
 
 def model_of(config: Config, world_size: int = 1) -> MemoryModel:
@@ -121,33 +100,25 @@ def auto(share: int, enough: int) -> Config:
 @given(
     share=st.integers(1, 64),
     limit=st.integers(0, 700),
-    wrong=st.integers(-300, 300),
     enough=st.sampled_from([1, 2, 4, 8, 16, 32, 64]),
 )
-def test_the_largest_that_fits_is_found_however_wrong_the_prediction(
-    share: int, limit: int, wrong: int, enough: int
+def test_the_largest_that_fits_is_found_and_recomputes_only_if_it_is_small(
+    share: int, limit: int, enough: int
 ) -> None:
-    search = table(auto(share, enough), wrong=wrong)
-    found = search.largest(limit, search.ask)
+    search = table(auto(share, enough))
     largest = {
-        mode: max((n for n in search.sizes if search.needed(n, mode) <= limit), default=0)
+        mode: max((n for n in search.sizes if search.predict(n, mode) <= limit), default=0)
         for mode in MODES
     }
     expected = next((m for m in MODES if largest[m] >= min(enough, share)), None)
     if expected is None:
         expected = max(MODES, key=lambda mode: largest[mode])
+    found = search.largest(limit)
     if not largest[expected]:
         assert found is None
     else:
-        needed_bytes = search.needed(largest[expected], expected)
+        needed_bytes = search.predict(largest[expected], expected)
         assert found == MemoryFit(largest[expected], expected, needed_bytes)
-    assert len(search.asked) == len(set(search.asked))
-
-
-def test_a_right_prediction_costs_two_measurements() -> None:
-    search = table(auto(16, 4))
-    assert search.largest(70, search.ask) == MemoryFit(4, "none", 60)
-    assert search.asked == [(4, "none"), (8, "none")]
 
 
 def test_what_is_predicted_grows_and_the_least_is_what_fits_last() -> None:
@@ -159,45 +130,6 @@ def test_what_is_predicted_grows_and_the_least_is_what_fits_last() -> None:
     least = search.least()
     assert search.largest(least.needed_bytes) == least
     assert search.largest(least.needed_bytes - 1) is None
-
-
-@pytest.mark.parametrize(("room", "tries"), [(4, [4, 6]), (12, [4, 6, 12]), (2, [4, 3, 2])])
-def test_real_steps_decide_and_running_out_of_memory_is_an_answer(
-    room: int, tries: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Steps are real, on the CPU, and run out of memory above `room` sequences."""
-    seen: list[int] = []
-
-    def steps(model: Any, optimizer: Any, batches: Iterator[Any], sums: Any, **rest: Any) -> Any:
-        seen.append(len(next(batches)[0]))
-        if seen[-1] > room:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return train_steps(model, optimizer, batches, sums, **rest)
-
-    monkeypatch.setattr(probe, "train_steps", steps)
-    search = table(config(), 2)
-    found = search.largest(STATE + 4 * PER_SEQUENCE["none"], partial(search.measure, device=CPU))
-    assert found == MemoryFit(room, "none", 0)
-    assert seen == tries
-
-
-def test_what_is_wrong_with_a_step_besides_memory_is_not_swallowed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def steps(*_args: object, **_kwargs: object) -> None:
-        raise RuntimeError("no kernel image is available")
-
-    monkeypatch.setattr(probe, "train_steps", steps)
-    search = table(config())
-    with pytest.raises(RuntimeError, match="no kernel image"):
-        search.largest(1000, partial(search.measure, device=CPU))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_steps_that_are_measured_are_the_runs_own(mode: ActivationCheckpointing) -> None:
-    """The measured steps include accumulation, dropout and bf16."""
-    values = {"dropout": 0.1, "precision": "bf16"}
-    assert table(config(**values), 2).measure(3, mode, CPU) == 0
 
 
 @pytest.mark.parametrize(
@@ -215,5 +147,5 @@ def test_what_does_not_fit_is_answered_with_the_settings_that_can_still_save_mem
 ) -> None:
     run = config(**values)
     search = MemorySearch(run, num_workers, model_of(run, num_workers))
-    assert search.remedy.startswith(ways)
-    assert "fsdp" not in search.remedy or not run.train.exact
+    assert search.advice.startswith(ways)
+    assert "fsdp" not in search.advice or not run.train.exact
