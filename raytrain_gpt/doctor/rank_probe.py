@@ -32,12 +32,13 @@ from raytrain_gpt.checkpoint.collectives import Int64Array, all_gather_values
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.orphans import kill_controllers
 from raytrain_gpt.config.resolved import RunPlan
-from raytrain_gpt.core.device import synchronize
-from raytrain_gpt.doctor.bench import time_step
+from raytrain_gpt.core.device import matmul_dtype, resolve_precision, seed_everything, synchronize
 from raytrain_gpt.doctor.check import Failed, Skipped, named_check
 from raytrain_gpt.format import count
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset, rank_chunks, ray_chunks
 from raytrain_gpt.storage.location import Location
+from raytrain_gpt.train.model_setup import strategy_class
+from raytrain_gpt.train.probe import step_seconds
 from raytrain_gpt.train.worker_group import TorchConfig, start_fit, worker_group
 
 _GROUP_TIMEOUT_S = 60
@@ -119,16 +120,22 @@ class GroupFacts:
 
 @dataclass(frozen=True)
 class _RankSpec:
-    """Input of every rank; `results` takes (stage, facts of all ranks)."""
+    """Input of every rank; `results` takes (stage, facts of all ranks).
+
+    Attributes:
+        timed_vocab_size: Vocabulary of the model whose step is timed, or None to time none.
+    """
 
     plan: RunPlan
     ingest: IngestSpec | None
-    times_step: bool
+    timed_vocab_size: int | None
     results: Queue
 
 
-def ask_ranks(plan: RunPlan, ingest: IngestSpec | None, times_step: bool = False) -> GroupFacts:
-    """Start a plan's workers and gather their facts; they read `ingest`, and can time a step."""
+def ask_ranks(
+    plan: RunPlan, ingest: IngestSpec | None, timed_vocab_size: int | None = None
+) -> GroupFacts:
+    """Start a plan's workers and gather their facts; they can read `ingest`, and time a step."""
     cluster = plan.config.cluster
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     results = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
@@ -136,7 +143,7 @@ def ask_ranks(plan: RunPlan, ingest: IngestSpec | None, times_step: bool = False
     with tempfile.TemporaryDirectory(prefix="raytrain-gpt-doctor-") as directory:
         trainer = worker_group(
             _probe_rank,
-            _RankSpec(plan, ingest, times_step, results),
+            _RankSpec(plan, ingest, timed_vocab_size, results),
             cluster,
             plan.world_size,
             name="doctor",
@@ -173,14 +180,19 @@ def _probe_rank(spec: _RankSpec) -> None:
         group = dist.new_group(timeout=timedelta(seconds=_GROUP_TIMEOUT_S), backend="nccl")
     if usable and context.get_world_size() > 1:
         share("all_reduce", _time_all_reduce(device, group))
+    if spec.timed_vocab_size is not None and usable:
+        train = spec.plan.config.train
+        dtype = matmul_dtype(resolve_precision(train.precision, device))
+        narrow = train.gradient_dtype == "bf16"
+        strategy = strategy_class(train)(device, rank, dtype, narrow, group)
+        seed_everything(train.seed, rank)
+        share("step_s", step_seconds(spec.plan, spec.timed_vocab_size, device, strategy))
     if spec.ingest is None:
         return
     received = ray_chunks(ray.train.get_dataset_shard("train"), spec.ingest)
     val, *chunks = rank_chunks(received, spec.ingest, rank)
-    train = {chunk.first + i: ids for chunk in chunks for i, ids in enumerate(chunk.ids)}
-    share("sequences", RankIds(val.ids[0], train))
-    if spec.times_step and usable:
-        share("step_s", time_step(spec.plan, spec.ingest.data, chunks, device, group))
+    read = {chunk.first + i: ids for chunk in chunks for i, ids in enumerate(chunk.ids)}
+    share("sequences", RankIds(val.ids[0], read))
 
 
 def _device(rank: int, use_gpu: bool) -> DeviceFacts:

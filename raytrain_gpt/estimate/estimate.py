@@ -24,7 +24,6 @@ from raytrain_gpt.doctor.rank_probe import ask_ranks
 from raytrain_gpt.errors import ConfigError, TrainingFailed
 from raytrain_gpt.estimate.cost_model import Estimate, Facts, estimate
 from raytrain_gpt.format import Log, amount, count, duration, size
-from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.train import preflight
 from raytrain_gpt.train.launch import training_session
 from raytrain_gpt.train.memory_fit import fit_memory
@@ -95,7 +94,7 @@ def _probe_speed(config: Config, log: Log) -> tuple[RunPlan, float, str]:
             if not fitted.cluster.use_gpu:  # GPU workers check this themselves
                 check_compiler(fitted, on_gpu=False, where="a CPU")
             log(f"timing steps on {count(world_size, 'worker')}")
-            group = ask_ranks(plan, IngestSpec.of(plan, data), times_step=True)
+            group = ask_ranks(plan, None, data.vocab_size)
     if group.step_s is None or group.devices is None:
         raise TrainingFailed(
             f"no step was timed: {group.error}; set micro_batch_sequences to auto if memory is short, or "

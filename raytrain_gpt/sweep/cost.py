@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import repeat
 from statistics import fmean
 
 import torch
@@ -191,8 +192,9 @@ def seconds_per_flop(configs: Sequence[SizedConfig], vocab_size: int) -> float |
     sequences = 1 if is_auto and not on_gpu else fit.sequences
     times: list[float] = []
     eager = config.updated({"compile": False})
+    steps = repeat(1, _MAX_STEPS)
     for seconds in probe_steps(
-        eager, vocab_size, sequences, fit.activation_checkpointing, device, 1, num_steps=_MAX_STEPS
+        eager, vocab_size, sequences, fit.activation_checkpointing, device, steps
     ):
         times.append(seconds)  # the first step fills caches
         if len(times) > 1 and sum(times) > _PROBE_S:

@@ -1,38 +1,43 @@
-"""Steps of a configuration on made-up tokens, to learn their time and memory before a run."""
+"""Steps of a configuration on made-up tokens, to learn their time before a run."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
-from raytrain_gpt.config.resolved import ActivationCheckpointing
+from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.accumulation import FloatSum
 from raytrain_gpt.core.device import make_autocast, matmul_dtype, resolve_precision, synchronize
-from raytrain_gpt.core.loop import train_steps
+from raytrain_gpt.core.loop import train_steps, warm_up_ddp_buckets
 from raytrain_gpt.core.registry import build_optimizer, configured_model
+from raytrain_gpt.train.model_setup import Strategy
+
+_NUM_STEPS, _MAX_MICRO_BATCHES = 5, 4
 
 
 def probe_steps(
     config: Config,
     vocab_size: int,
     sequences: int,
-    mode: ActivationCheckpointing,
+    mode: str,
     device: torch.device,
-    micro_batches: int,
-    *,
-    num_steps: int,
+    micro_batches: Iterable[int],
+    strategy: Strategy | None = None,
 ) -> Iterator[float]:
     """Take steps of a new model and yield the seconds of each.
 
     Args:
         sequences: Sequences of a micro-batch.
-        micro_batches: Micro-batches of a step.
+        mode: Activation checkpointing.
+        micro_batches: Their number in each step.
+        strategy: How several ranks hold the model, or None for one process; all ranks call it.
     """
     precision = resolve_precision(config.train.precision, device)
+    dtype, autocast = matmul_dtype(precision), make_autocast(precision, device)
     with device:
         # The choice of end-of-text token affects neither sizes nor times.
         model = configured_model(config, vocab_size, vocab_size - 1, mode)
@@ -40,19 +45,56 @@ def probe_steps(
         tokens = torch.randint(vocab_size, (sequences, config.data.seq_len + 1))
     if config.train.compile:
         model.compile()
-    started = time.perf_counter()
-    for _ in train_steps(
-        model,
-        build_optimizer(model, config.optim, matmul_dtype(precision)),
-        itertools.repeat((tokens[:, :-1], tokens[:, 1:])),  # as a run's, for the same graph
-        FloatSum(model, micro_batches),
-        first_step=0,
-        max_steps=num_steps,
-        learning_rate=lambda _: config.optim.peak_lr,
-        grad_clip=config.optim.grad_clip,
-        autocast=make_autocast(precision, device),
-        seed=config.train.seed,
-    ):
+    prepared = model if strategy is None else strategy.prepare(model)
+    group = None if strategy is None else strategy.optimizer_group
+    optimizer = build_optimizer(model, config.optim, dtype, group)
+    batches = itertools.repeat((tokens[:, :-1], tokens[:, 1:]))  # as a run's, for the same graph
+    if strategy is not None:
+        warm_up_ddp_buckets(prepared, next(batches), autocast)
+    for number in micro_batches:
         synchronize(device)
-        yield time.perf_counter() - started
         started = time.perf_counter()
+        for _ in train_steps(
+            prepared,
+            optimizer,
+            batches,
+            FloatSum(model, number)
+            if strategy is None
+            else strategy.accumulation(prepared, number),
+            first_step=0,
+            max_steps=1,
+            learning_rate=lambda _: config.optim.peak_lr,
+            grad_clip=config.optim.grad_clip,
+            autocast=autocast,
+            seed=config.train.seed,
+        ):
+            synchronize(device)
+        yield time.perf_counter() - started
+
+
+def step_seconds(plan: RunPlan, vocab_size: int, device: torch.device, strategy: Strategy) -> float:
+    """Return seconds of a plan's step on this rank; all ranks call it.
+
+    Steps of one and of a few micro-batches are timed, since full ones can take minutes. A full step takes as
+    long as one of a micro-batch plus the difference per further one: only the last micro-batch of a step
+    reduces gradients and updates weights.
+    """
+    train, micro_batches = plan.config.train, plan.micro_batches_per_step
+    several = min(micro_batches, _MAX_MICRO_BATCHES)
+    steps = [1] * (1 + _NUM_STEPS) + [several] * _NUM_STEPS
+    seconds = list(
+        probe_steps(
+            plan.config,
+            vocab_size,
+            train.micro_batch_sequences,
+            train.activation_checkpointing,
+            device,
+            steps,
+            strategy,
+        )
+    )
+    one_s = sum(seconds[1 : 1 + _NUM_STEPS]) / _NUM_STEPS  # the first compiles, and fills caches
+    if several == 1:
+        return one_s
+    several_s = sum(seconds[-_NUM_STEPS:]) / _NUM_STEPS
+    return one_s + (micro_batches - 1) * (several_s - one_s) / (several - 1)
