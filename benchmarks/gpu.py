@@ -51,7 +51,7 @@ from harness import VOCAB_SIZE, data_wait_fraction, flags, quiet_config, run_row
 from plain_gpt2 import PlainGPT, Sizes, train_plainly
 
 from raytrain_gpt.config.load import load_preset
-from raytrain_gpt.core.accumulation import FloatSum
+from raytrain_gpt.core.accumulation import FloatAccumulator
 from raytrain_gpt.core.device import (
     best_device,
     device_name,
@@ -241,7 +241,7 @@ def core_case(args: argparse.Namespace, compiled: bool) -> dict[str, Any]:
         gpt,
         build_optimizer(gpt, args.optim, matmul_dtype(args.precision)),
         on_device(made_blocks(args), device),
-        FloatSum(gpt, args.micro_batches),
+        FloatAccumulator(gpt, args.micro_batches),
         first_step=0,
         max_steps=args.spans * args.span_steps + STEPS_AFTER,
         learning_rate=lambda step: LEARNING_RATE,

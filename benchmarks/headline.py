@@ -48,7 +48,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core import device
 from raytrain_gpt.core.model import GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.registry import count_model
-from raytrain_gpt.data.locations import data_of
+from raytrain_gpt.data.locations import read_data
 from raytrain_gpt.evaluate.evaluation import evaluation_sums, loss_metrics
 from raytrain_gpt.ingest.feed import EvalFeed
 from raytrain_gpt.ingest.prepare import prepare
@@ -189,7 +189,7 @@ def train_nanogpt(args: argparse.Namespace, config: Config, directory: Path) -> 
     """Run nanoGPT's train.py in this process, with a hook that times its steps and evaluates its model."""
     seq_len, micro = config.data.seq_len, config.train.micro_batch_sequences
     model, optim, steps = config.model, config.optim, config.train.max_steps
-    place, data = torch.device("cuda" if args.gpu else "cpu"), data_of(config)
+    place, data = torch.device("cuda" if args.gpu else "cpu"), read_data(config)
     tokens, ids = data.read("val", seq_len, data.val_ids(seq_len, config.eval.eval_tokens))
     val = EvalFeed(tokens, ids, data, micro // 4 or 1, place)
     text_bytes = torch.ones(2**16, dtype=torch.int64, device=place)

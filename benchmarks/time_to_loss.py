@@ -46,7 +46,7 @@ from raytrain_gpt.core.loss import IGNORE_INDEX
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.optim import learning_rate
 from raytrain_gpt.core.qwen3 import Qwen3
-from raytrain_gpt.data.locations import data_of
+from raytrain_gpt.data.locations import read_data
 from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed
 from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, chunks_in_process, rank_chunks
@@ -202,7 +202,7 @@ def init_randomly(model: Qwen3, seed: int) -> None:
 def peer_curve(config: Config, arm: str) -> Curve:
     """Train the plain GPT-2 with AdamW and return the curve."""
     torch.set_num_threads(config.cluster.cpus_per_worker)
-    data, num_steps = data_of(config), config.train.max_steps
+    data, num_steps = read_data(config), config.train.max_steps
     shape = GPTShape.of(config, data.vocab_size)
     torch.manual_seed(config.train.seed)
     sizes = (shape.num_layers, shape.num_heads, shape.embd_size, shape.seq_len)

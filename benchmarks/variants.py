@@ -23,7 +23,7 @@ import torch
 from harness import flags, in_new_process, report
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.accumulation import FloatSum
+from raytrain_gpt.core.accumulation import FloatAccumulator
 from raytrain_gpt.core.device import best_device, make_autocast
 from raytrain_gpt.core.loop import MicroBatch, train_steps
 from raytrain_gpt.core.model import GPT, GPTShape
@@ -103,7 +103,7 @@ def losses(args: Any, architecture: str, optimizer: str, variant: str) -> list[f
             model,
             build_optimizer(model, config.optim, torch.bfloat16),
             batches(text[: -VAL_SEQUENCES * (args.seq_len + 1)], args, seed, device),
-            FloatSum(model, 1),
+            FloatAccumulator(model, 1),
             first_step=0,
             max_steps=args.steps,
             learning_rate=lambda step: learning_rate(step, config.optim, args.steps),

@@ -183,7 +183,7 @@ def _use_code(argv: Sequence[str]) -> None:
     """
     from raytrain_gpt.config import kinds
 
-    kinds.use(None)
+    kinds.set_user_code(None)
     if not argv or argv[0] not in (*CODE_DECLARES_FLAGS, *CODE_OF_CHECKPOINT):
         return
     stop = argv.index("--") if "--" in argv else len(argv)
@@ -195,7 +195,7 @@ def _use_code(argv: Sequence[str]) -> None:
         use_code(files[-1], "--accept_changed_code" in argv[:stop])
         evaluates = any(one.partition("=")[0] == "--evaluations" for one in argv[:stop])
         if argv[0] in CODE_DECLARES_FLAGS or evaluates:
-            kinds.own_kinds()
+            kinds.user_kinds()
 
 
 def _parser() -> argparse.ArgumentParser:

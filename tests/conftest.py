@@ -296,9 +296,9 @@ def straight(request: pytest.FixtureRequest, make_config: MakeConfig) -> Straigh
 @pytest.fixture(autouse=True)
 def no_own_code() -> Iterator[None]:
     """No test sees the code that another one used."""
-    kinds.use(None)
+    kinds.set_user_code(None)
     yield
-    kinds.use(None)
+    kinds.set_user_code(None)
 
 
 @pytest.fixture

@@ -207,8 +207,10 @@ def main(directory: Path) -> None:
     result = {**outcomes, "events": [*events], "loaded": loaded, "ran": marker.exists()}
     events.clear()
     watching = True
-    kinds.use(Code.read(evil))  # only this executes it: the hook and the marker must notice
-    kinds.own_kinds()
+    kinds.set_user_code(
+        Code.read(evil)
+    )  # only this executes it: the hook and the marker must notice
+    kinds.user_kinds()
     watching = False
     seen = sorted({event.split()[0] for event in events})
     print(json.dumps({**result, "seen_if_executed": seen, "ran_if_executed": marker.exists()}))

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
-from raytrain_gpt.core.accumulation import FloatSum
+from raytrain_gpt.core.accumulation import FloatAccumulator
 from raytrain_gpt.core.loop import MicroBatch, StepResult, train_steps
 from raytrain_gpt.core.optim import Optimizer
 
@@ -47,9 +47,13 @@ def steps(
         "autocast": contextlib.nullcontext,
         "seed": 1337,
     }
-    sums = changes.pop("sums", None) or FloatSum(model, changes.pop("micro_batches_per_step", 1))
+    accumulator = changes.pop("accumulator", None) or FloatAccumulator(
+        model, changes.pop("micro_batches_per_step", 1)
+    )
     settings |= changes
-    return train_steps(model, optimizer, micro_batches, sums, max_steps=max_steps, **settings)
+    return train_steps(
+        model, optimizer, micro_batches, accumulator, max_steps=max_steps, **settings
+    )
 
 
 class ThreadRanks:

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.core import loop
-from raytrain_gpt.core.accumulation import ExactSum, FloatSum
+from raytrain_gpt.core.accumulation import ExactAccumulator, FloatAccumulator
 from raytrain_gpt.core.device import make_autocast, set_cuda_defaults
 from raytrain_gpt.core.loop import MicroBatch, train_steps, warm_up_ddp_buckets
 from raytrain_gpt.core.memory import MemoryModel
@@ -184,9 +184,9 @@ def measured(case: Case) -> dict[str, Any]:
     optimizer = build_optimizer(model, config.optim, torch.bfloat16, group)
     autocast = make_autocast("bf16", device)
     batches = made_batches(case.sequences, shape.seq_len, device, recorder)
-    accumulation: Any = FloatSum(net, MICRO_BATCHES)
+    accumulation: Any = FloatAccumulator(net, MICRO_BATCHES)
     if case.exact:
-        accumulation = ExactSum([*model.parameters()], MICRO_BATCHES)
+        accumulation = ExactAccumulator([*model.parameters()], MICRO_BATCHES)
     loop.update = marked(recorder, "update", loop.update)
     recorder.start()
     if case.parallel == "ddp":

@@ -16,7 +16,7 @@ import ray
 from raytrain_gpt.cluster.capacity import Node, Resources
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.head import HeadRefuses, ask_head, check_head, given_address
-from raytrain_gpt.cluster.own_cluster import end_own_cluster, start_own_cluster
+from raytrain_gpt.cluster.private_cluster import end_own_cluster, start_own_cluster
 from raytrain_gpt.cluster.token import keep_token_private
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.format import Log

@@ -81,13 +81,13 @@ def _started_here() -> str | None:
     """Return the HOST:PORT that `ray start` wrote, if it responds, else None."""
     try:
         address = Path(get_default_ray_temp_dir(), "ray_current_cluster").read_text().strip()
-        knock(address)
+        check_reachable(address)
     except (OSError, ValueError):  # no file, or the cluster of an old file is dead
         return None
     return address
 
 
-def knock(address: str) -> None:
+def check_reachable(address: str) -> None:
     """Open and close a connection to HOST:PORT, which fails at once where Ray takes minutes.
 
     Raises:
@@ -103,7 +103,7 @@ def ask_head(address: str) -> HeadFacts:
     try:
         if "://" in address:
             raise ValueError(address)
-        knock(address)
+        check_reachable(address)
     except OSError as error:
         return HeadFacts(address, error=str(error))
     except ValueError:  # also for a host name that is too long

@@ -32,7 +32,7 @@ import ray
 from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
 from ray.core.generated.gcs_pb2 import GcsNodeInfo
 
-from raytrain_gpt.cluster.head import ANSWER_TIMEOUT_S, knock
+from raytrain_gpt.cluster.head import ANSWER_TIMEOUT_S, check_reachable
 from raytrain_gpt.cluster.signals import FORCED_AFTER, SIGNALS
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.format import Log
@@ -55,7 +55,7 @@ def run_node(address: str, grace_s: float, flags: Sequence[str], log: Log) -> in
         ClusterError: nothing answers at the address.
     """
     try:
-        knock(address)
+        check_reachable(address)
     except (OSError, ValueError, OverflowError) as error:
         raise ClusterError(
             f"no cluster answers at --address {address} ({error}); give HOST:PORT as the head's "
@@ -96,7 +96,7 @@ def _start_ray(address: str, name: str, flags: Sequence[str]) -> subprocess.Pope
 
 def _leave(address: str, name: str, grace_s: float, forced: Callable[[], bool], log: Log) -> None:
     """Drain the node, and wait until it is idle or the grace period is over."""
-    knock(address)
+    check_reachable(address)
     gcs = ray._raylet.GcsClient(address=address)
     started, is_draining = time.time(), False
     deadline = started + grace_s

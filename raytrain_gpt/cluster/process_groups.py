@@ -69,7 +69,7 @@ def join(
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def meet_on_one_host() -> None:
+def rendezvous_on_host() -> None:
     """Replace torchrun's default group, whose store listens on all addresses, by one of this module.
 
     All ranks call it. The open store only names rank 0's file, and a rank opens no other user's file.

@@ -45,7 +45,7 @@ class StopSignals:
         self._deferred = True
 
     @contextlib.contextmanager
-    def left_alone(self) -> Iterator[None]:
+    def default_handlers(self) -> Iterator[None]:
         """Restore default handling inside, since Python runs no handler while it waits for a process."""
         handlers = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
         try:

@@ -36,7 +36,7 @@ def doctor(options: DoctorOptions) -> None:
         from raytrain_gpt.doctor.conformance import conformance
 
         checks, facts = conformance(config, say), {}
-        chosen = dict(reversed(kinds.own_kinds()))
+        chosen = dict(reversed(kinds.user_kinds()))
         options = options.model_copy(update={"fields": {**chosen, **options.fields}})
     ok = all(check.status != "FAIL" for check in checks)
     fix = "fix the FAIL lines, then run this command again"

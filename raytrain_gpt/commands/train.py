@@ -61,11 +61,11 @@ def estimate(options: EstimateFlags) -> None:
     """
     configuration = options.resolved()
     from raytrain_gpt.estimate.cost_model import Facts
-    from raytrain_gpt.estimate.estimate import answer, lines
+    from raytrain_gpt.estimate.estimate import estimate_run, lines
 
     own = {"as_json", "preset", "config", "code", "device", "probe", "law"}
     facts = options.model_dump(exclude=own)
-    config, result = answer(configuration, Facts(**facts), say, options.device, options.probe)
+    config, result = estimate_run(configuration, Facts(**facts), say, options.device, options.probe)
     for line in lines(config, result):
         say(line)
     expected = {}

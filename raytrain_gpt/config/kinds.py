@@ -119,7 +119,7 @@ def declare(kinds: Iterable[Kind]) -> None:
     _BUILT_IN.update({(kind.selector, kind.name): kind for kind in kinds})
 
 
-def use(code: Code | None) -> None:
+def set_user_code(code: Code | None) -> None:
     """Set the code in which this process looks up kinds that are not built in; it is not executed yet."""
     global _used
     _used = code
@@ -133,7 +133,7 @@ def is_built_in(selector: Selector, name: str) -> bool:
     return (selector, name) in _BUILT_IN
 
 
-def own_kinds() -> Kinds:
+def user_kinds() -> Kinds:
     """Kinds of the used code, which is executed if it was not; raises ConfigError if it cannot be."""
     if _used is None:
         return {}
@@ -145,7 +145,7 @@ def own_kinds() -> Kinds:
 
 def find(selector: Selector, name: str) -> Kind | None:
     """Kind of this name, or None if it is not known in this process."""
-    return _BUILT_IN.get((selector, name)) or own_kinds().get((selector, name))
+    return _BUILT_IN.get((selector, name)) or user_kinds().get((selector, name))
 
 
 def kind(selector: Selector, name: str) -> Kind:
@@ -176,7 +176,7 @@ def setting(name: str) -> tuple[str, FieldInfo] | None:
     if name in reserved_names:
         return None
     if not (found := owners(name)):
-        own_kinds()
+        user_kinds()
         found = owners(name)
     return (SECTIONS[found[0].selector], found[0].settings.model_fields[name]) if found else None
 

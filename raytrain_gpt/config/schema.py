@@ -63,7 +63,7 @@ class Config(Strict):
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
         if self._code is not None:
-            kinds.use(self._code)  # a worker executes it when it looks up a kind
+            kinds.set_user_code(self._code)  # a worker executes it when it looks up a kind
 
     @model_validator(mode="after")
     def _settings_fit(self) -> Config:

@@ -1,7 +1,7 @@
 """Gradients and losses summed over the micro-batches of a step, in floats or as integers.
 
-- `FloatSum`: autograd adds the gradients; DDP, or a sharded model, reduces them over the ranks.
-- `ExactSum`: the sum does not depend on the order or the number of workers. The gradients of every
+- `FloatAccumulator`: autograd adds the gradients; DDP, or a sharded model, reduces them over the ranks.
+- `ExactAccumulator`: the sum does not depend on the order or the number of workers. The gradients of every
   micro-batch are rounded to multiples of 2^-44 and added to 64-bit integers, which one all-reduce per step
   adds over the ranks. All ranks then have equal gradients, whatever their number, and take the same step.
 
@@ -25,7 +25,7 @@ _LARGEST_SUM = 2.0**62
 """Limit of a step's sum, so that all micro-batches together fit signed 64-bit integers."""
 
 
-class FloatSum:
+class FloatAccumulator:
     """Float sums, which DDP reduces over the ranks in the last micro-batch's backward pass.
 
     A sharded model reduces gradients in every pass: accumulating them would need full fp32 gradients on every
@@ -74,8 +74,8 @@ class FloatSum:
         return torch.stack(losses).sum()
 
 
-class ExactSum:
-    """Integer sums over a step's micro-batches and all ranks; for the members see `FloatSum`.
+class ExactAccumulator:
+    """Integer sums over a step's micro-batches and all ranks; for the members see `FloatAccumulator`.
 
     Args:
         parameters: Unsharded, equal on all ranks; their gradients are accumulated here.
@@ -149,4 +149,4 @@ class ExactSum:
         return loss.squeeze().float()
 
 
-Accumulation = FloatSum | ExactSum
+Accumulation = FloatAccumulator | ExactAccumulator

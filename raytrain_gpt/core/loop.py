@@ -50,7 +50,7 @@ def train_steps(
     model: nn.Module,
     optimizer: Optimizer,
     micro_batches: Iterator[MicroBatch],
-    sums: Accumulation,
+    accumulator: Accumulation,
     *,
     first_step: int,
     max_steps: int,
@@ -64,27 +64,27 @@ def train_steps(
 
     Args:
         model: Returns the mean loss of (inputs, targets); in DDP, sharded, or neither.
-        sums: Adds up the model's losses and gradients.
+        accumulator: Adds up the model's losses and gradients.
         learning_rate: Updates done -> learning rate of the next one.
         grad_clip: Largest global gradient norm.
-        seed: Determines dropout together with step and `sums`, so checkpoints need no generator state.
+        seed: Determines dropout together with step and `accumulator`, so checkpoints need no generator state.
         loss_scale: For fp16, or None without scaling.
     """
     parameters = list(model.parameters())
     for step in range(first_step, max_steps):
         model.train()
         data_wait_s, factor = 0.0, None if loss_scale is None else loss_scale.factor
-        for micro_batch in range(sums.micro_batches_per_step):
+        for micro_batch in range(accumulator.micro_batches_per_step):
             waiting_since = time.perf_counter()
             inputs, targets = next(micro_batches)  # (B, T) each
             data_wait_s += time.perf_counter() - waiting_since
-            if (stream := sums.random_stream(micro_batch)) is not None:
+            if (stream := accumulator.random_stream(micro_batch)) is not None:
                 seed_step(seed, step, stream)
-            with sums.synchronized(micro_batch):
+            with accumulator.synchronized(micro_batch):
                 with autocast():
                     loss = model(inputs, targets)
-                sums.backward(loss, factor)
-        mean_loss, lr = sums.finish(), learning_rate(step)
+                accumulator.backward(loss, factor)
+        mean_loss, lr = accumulator.finish(), learning_rate(step)
         grad_norm = update(optimizer, parameters, lr, grad_clip, loss_scale, keeps_gradients(model))
         yield StepResult(step + 1, mean_loss, lr, grad_norm, data_wait_s, factor)
 

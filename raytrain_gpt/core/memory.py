@@ -27,7 +27,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.loss import chunk_tokens
 from raytrain_gpt.core.model import GPT, GPTShape
-from raytrain_gpt.core.optim import ForeignOptimizer
+from raytrain_gpt.core.optim import UserOptimizer
 from raytrain_gpt.core.registry import build_optimizer, count_model, new_model, optimizer_class
 
 _FP32_BYTES = 4
@@ -76,7 +76,7 @@ def _fake_state_bytes(shape: GPTShape, of: tuple[Kind, ...], optim: OptimSection
             parameter.grad = torch.zeros_like(parameter)
         try:
             optimizer = build_optimizer(model, optim)
-            assert isinstance(optimizer, ForeignOptimizer)
+            assert isinstance(optimizer, UserOptimizer)
             optimizer.inner.step()
         except Exception:  # any error of the user's code on tensors without values
             return None

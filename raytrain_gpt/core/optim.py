@@ -114,7 +114,7 @@ class AdamW(torch.optim.AdamW):
         return 0
 
 
-class ForeignOptimizer:
+class UserOptimizer:
     """An optimizer of the user's code behind the protocol `Optimizer`.
 
     Each step waits for the device, to know whether the gradients are finite, as torch's optimizers cannot

@@ -23,7 +23,7 @@ from raytrain_gpt.config.kinds import Kind
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.model import GPT, GPTShape
-from raytrain_gpt.core.optim import AdamW, ForeignOptimizer, Optimizer
+from raytrain_gpt.core.optim import AdamW, Optimizer, UserOptimizer
 from raytrain_gpt.errors import ConfigError
 
 
@@ -94,7 +94,7 @@ def build_optimizer(
     kind = kinds.kind("optimizer", config.optimizer)
     parameters = [p for p in model.parameters() if p.requires_grad]
     inner = kind.call(parameters, config.settings(kind.settings), config.peak_lr)
-    return ForeignOptimizer(kind.name, inner, parameters, config.peak_lr)
+    return UserOptimizer(kind.name, inner, parameters, config.peak_lr)
 
 
 @dataclass(frozen=True)

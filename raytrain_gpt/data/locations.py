@@ -47,7 +47,7 @@ def use_code(file: str | Path | None, may_differ: bool = False) -> None:
         ConfigError: it cannot be read.
     """
     with file_on_disk(file, "code") as path:
-        kinds.use(None if path is None else Code.read(path, may_differ))
+        kinds.set_user_code(None if path is None else Code.read(path, may_differ))
 
 
 def data_is_there(config: Config) -> bool:
@@ -56,13 +56,13 @@ def data_is_there(config: Config) -> bool:
     return all((directory / MANIFEST_FILE).is_file() for directory in data)
 
 
-def data_of(config: Config, data_path: str | None = None) -> Mixture:
+def read_data(config: Config, data_path: str | None = None) -> Mixture:
     """Read the prepared datasets of a `data_path`; see `read_mixture`."""
     weighted = parse_data_path(config.data.data_path if data_path is None else data_path)
     return read_mixture([(location(config, path), weight) for path, weight in weighted])
 
 
-def order_of(config: Config, data: Mixture) -> BatchOrder:
+def make_order(config: Config, data: Mixture) -> BatchOrder:
     """Make the training order of a run; see `Mixture.order`."""
     return data.order(config.batch_sequences, config.data.seq_len, config.train.seed)
 

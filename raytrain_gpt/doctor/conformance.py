@@ -58,7 +58,7 @@ def conformance(config: Config, say: Callable[[str], None]) -> list[Check]:
         ConfigError: the code declares nothing.
         Interrupted: Ctrl+C or SIGTERM.
     """
-    code, declared, checks = kinds.used_code(), [*kinds.own_kinds().values()], list[Check]()
+    code, declared, checks = kinds.used_code(), [*kinds.user_kinds().values()], list[Check]()
     assert code is not None, "the command was given code"
     if not declared:
         raise ConfigError(

@@ -23,13 +23,13 @@ from raytrain_gpt.cluster.capacity import Resources, cpus_to_start, fit_to_clust
 from raytrain_gpt.cluster.connection import connect
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.head import HeadRefuses, ask_head
-from raytrain_gpt.cluster.own_cluster import end_own_cluster
+from raytrain_gpt.cluster.private_cluster import end_own_cluster
 from raytrain_gpt.cluster.shared_storage import MAKE_ROOM, storage_probe
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig, RunPlan
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import DEFAULT_DATA
-from raytrain_gpt.data.locations import data_is_there, data_of, location, run_location
+from raytrain_gpt.data.locations import data_is_there, location, read_data, run_location
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.doctor import node_probe, rank_probe
 from raytrain_gpt.doctor.check import Check, Failed, Skipped, named_check
@@ -139,7 +139,7 @@ def _read_data(exam: Examination, is_default: bool) -> str:
     config = exam.config
     if is_default and not data_is_there(config):
         raise Skipped(f"{config.data.data_path} does not exist yet; the first train prepares it")
-    data = data_of(config)
+    data = read_data(config)
     preflight.check_data(config, data)
     exam.data = data
     return f"{amount(data.split_tokens('train'))} train tokens, all shards match the manifest"

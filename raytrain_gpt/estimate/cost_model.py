@@ -123,7 +123,7 @@ def estimate(config: Config, facts: Facts) -> Estimate:
         config.updated({"use_gpu": on_gpu}), facts.num_workers, shape.vocab_size, facts.bf16
     )
     fitting = search.largest(limit_bytes)
-    fit = fitting or search.least()
+    fit = fitting or search.smallest()
     total_tokens = train.max_steps * train.global_batch_tokens
     speed = _speed(config, shape, facts)
     train_s = None if speed is None else total_tokens / speed.tokens_per_s

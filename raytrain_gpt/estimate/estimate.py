@@ -19,7 +19,7 @@ from raytrain_gpt.core.device import (
     gpu_spec,
     gpu_specs_matching,
 )
-from raytrain_gpt.data.locations import data_is_there, data_of
+from raytrain_gpt.data.locations import data_is_there, read_data
 from raytrain_gpt.doctor.rank_probe import ask_ranks
 from raytrain_gpt.errors import ConfigError, TrainingFailed
 from raytrain_gpt.estimate.cost_model import Estimate, Facts, estimate
@@ -35,7 +35,7 @@ _SPEED_SOURCES = {
 }
 
 
-def answer(
+def estimate_run(
     config: Config, given: Facts, log: Log, device: str | None = None, probe: bool = False
 ) -> tuple[Config, Estimate]:
     """Return the estimate and its configuration, fitted to the cluster if that was probed.
@@ -58,7 +58,7 @@ def answer(
         config = preflight.absolute_paths(config)
     train_tokens = given.train_tokens
     if data_is_there(config):
-        train_tokens = train_tokens or data_of(config).split_tokens("train")
+        train_tokens = train_tokens or read_data(config).split_tokens("train")
     precision, use_gpu = config.train.precision, config.cluster.use_gpu
     # A probe resolves use_gpu, even on a device that is not in the table.
     on_gpu = use_gpu is True if probe else gpu is not None and use_gpu is not False
@@ -154,14 +154,14 @@ def run_lines(config: Config, log: Log) -> list[str]:
     Raises:
         UserError: the configuration is impossible, or the data is damaged.
     """
-    config_and_estimate = answer(config, Facts(), log)
+    config_and_estimate = estimate_run(config, Facts(), log)
     change = micro_batch_change(config, config_and_estimate[1].num_workers)
     warnings = [*preflight.warnings(config), *([change] if change else [])]
     out = [*lines(*config_and_estimate)[:3], *(f"warning  {line}" for line in warnings)]
     if config.cluster.num_workers == "auto":
         out.append("workers  auto: one per GPU, or 1 without GPUs; the batch is shown for 1")
     if data_is_there(config):
-        data = data_of(config)
+        data = read_data(config)
         tokens = amount(data.split_tokens("train"))
         return [*out, f"data     {config.data.data_path}: {tokens} train tokens ({data.tokenizer})"]
     path = config.data.data_path

@@ -28,7 +28,7 @@ from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.registry import configured_model
 from raytrain_gpt.core.state import check_model_size, load_model
-from raytrain_gpt.data.locations import data_of, recorded, recorded_data
+from raytrain_gpt.data.locations import read_data, recorded, recorded_data
 from raytrain_gpt.data.mixture import Mixture, check_val_split, check_vocabulary
 from raytrain_gpt.data.tokenizer import (
     TOKENIZER_FILE,
@@ -123,7 +123,7 @@ def evaluate_checkpoint(
     choices = None if hellaswag is None else read_choices(config, hellaswag, tokenizer)
     feed = None
     try:
-        mixture = trained_data(checkpoint, config) if data is None else data_of(config, str(data))
+        mixture = trained_data(checkpoint, config) if data is None else read_data(config, str(data))
         feed = _validation_feed(checkpoint, config, device, mixture, eval_tokens)
     except DataError as error:
         if data is not None or not (choices or config.eval.evaluations):

@@ -11,8 +11,8 @@ from raytrain_gpt.format import amount, duration
 from raytrain_gpt.scaling.law import MIN_RUNS, Law, fit_law
 from raytrain_gpt.scaling.law_file import LawFile
 from raytrain_gpt.scaling.plan import (
-    MOST_EPOCHS,
-    MOST_EXTRAPOLATION,
+    MAX_EPOCHS,
+    MAX_EXTRAPOLATION,
     Size,
     StudyPlan,
     doubt_of_extrapolation,
@@ -95,14 +95,14 @@ def doubts_about(file: LawFile, best: BestRun, train_tokens: int) -> Iterator[st
     """Yield doubts about a forecast."""
     parameters, tokens = file.law.optimal(best.compute)
     fewest, most = file.lengths
-    if (times := file.times(best.size.parameters, best.tokens)) <= MOST_EXTRAPOLATION:
+    if (times := file.times(best.size.parameters, best.tokens)) <= MAX_EXTRAPOLATION:
         yield from doubt_of_extrapolation(times)
     if not fewest < tokens / parameters < most:
         yield (
             f"the law's optimum has {tokens / parameters:.2g} tokens per parameter, but the runs had "
             f"{fewest:.0f} to {most:.0f}, to which the forecast keeps"
         )
-    if (epochs := best.tokens / train_tokens) > MOST_EPOCHS:
+    if (epochs := best.tokens / train_tokens) > MAX_EPOCHS:
         yield f"{epochs:.1f} epochs of the data are worth less than as many new tokens; add data"
     if file.batch_cost is not None and file.noise and file.batch_cost > 2 * file.noise:
         yield (
@@ -114,8 +114,8 @@ def doubts_about(file: LawFile, best: BestRun, train_tokens: int) -> Iterator[st
 def objection_to(file: LawFile, best: BestRun) -> str:
     """Return why no run should be planned with a forecast, or ""."""
     times = file.times(best.size.parameters, best.tokens)
-    if times > MOST_EXTRAPOLATION:
-        return f"the target has {times:.0f} times the compute of the largest run, above {MOST_EXTRAPOLATION}"
+    if times > MAX_EXTRAPOLATION:
+        return f"the target has {times:.0f} times the compute of the largest run, above {MAX_EXTRAPOLATION}"
     if file.half_width is None:
         return "too few runs are left for a hold-out"
     lowest = min(run.loss for run in file.fitted if run.loss is not None)

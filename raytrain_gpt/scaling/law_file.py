@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 
 from raytrain_gpt.config.kinds import Strict
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.data.locations import data_is_there, data_of
+from raytrain_gpt.data.locations import data_is_there, read_data
 from raytrain_gpt.errors import ConfigError, DataError, problem, reason
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.scaling.law import Floats, Law, fit_law
@@ -121,7 +121,7 @@ class LawFile(Strict):
             for name in _RECIPE
             if fields[name] != (value := self.recipe.get(name))
         ]
-        if data_is_there(config) and data_of(config).vocab_hash != self.vocab_hash:
+        if data_is_there(config) and read_data(config).vocab_hash != self.vocab_hash:
             doubts.append("the law has a different tokenizer")
         loss = self.loss_text(self.predict(parameters, tokens))
         text = f"{loss} nats per token, by {self.study}, at {times:.2g} times its largest compute"

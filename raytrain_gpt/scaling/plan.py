@@ -26,11 +26,11 @@ _WHOLE_DECAYS = 5
 """Lengths are multiples of this many steps, so that decays have an integer number of steps."""
 _DEFAULT_NUM_SIZES, _LARGEST_SHARE = 5, 1 / 10
 """Sizes, and compute of the largest run as a fraction of the target's, if the file has none."""
-_FAR_EXTRAPOLATION, MOST_EXTRAPOLATION = 15, 30
+_FAR_EXTRAPOLATION, MAX_EXTRAPOLATION = 15, 30
 """Compute of a forecast over the largest run's from which it is doubted, and refused."""
-MOST_EPOCHS = 4
+MAX_EPOCHS = 4
 """More repetitions of data are worth less than new tokens (Muennighoff et al., 2023)."""
-_MOST_WARMUP = 1 / 10
+_MAX_WARMUP = 1 / 10
 _FEW_STEPS = 100
 """Steps of the shortest run below which it is doubted: one of 85 was 0.07 nats off the line of the others."""
 _NUM_SEEDS = 3
@@ -238,16 +238,16 @@ class StudyPlan:
                 (self.sizes[0], self.sizes[-1]), (self.lengths[0], self.lengths[-1]), strict=True
             )
         )
-        if (warmup := self.base.optim.warmup_steps) > _MOST_WARMUP * shortest:
+        if (warmup := self.base.optim.warmup_steps) > _MAX_WARMUP * shortest:
             raise ConfigError(
                 f"warmup_steps={warmup} is above a tenth of the shortest run, {count(shortest, 'step')}; set "
-                f"it to {int(_MOST_WARMUP * shortest)} or less in overrides, or lower global_batch_tokens"
+                f"it to {int(_MAX_WARMUP * shortest)} or less in overrides, or lower global_batch_tokens"
             )
         epochs = 0.0 if train_tokens is None else longest * self.batch_tokens / train_tokens
-        if epochs > MOST_EPOCHS:
+        if epochs > MAX_EPOCHS:
             raise ConfigError(
                 f"the longest run reads {epochs:.1f} epochs of the data, but a law needs at most "
-                f"{MOST_EPOCHS}; use more data, or smaller sizes"
+                f"{MAX_EPOCHS}; use more data, or smaller sizes"
             )
         if shortest < _FEW_STEPS:
             yield (
@@ -264,12 +264,12 @@ def doubt_of_extrapolation(times: float) -> Iterator[str]:
     """Yield a doubt about a forecast for this multiple of the largest run's compute.
 
     Raises:
-        ConfigError: it is above MOST_EXTRAPOLATION.
+        ConfigError: it is above MAX_EXTRAPOLATION.
     """
     text = f"the run to forecast has {times:.0f} times the compute of the study's largest"
-    if times > MOST_EXTRAPOLATION:
+    if times > MAX_EXTRAPOLATION:
         raise ConfigError(
-            f"{text}, and forecasts reach {MOST_EXTRAPOLATION} times; add larger sizes"
+            f"{text}, and forecasts reach {MAX_EXTRAPOLATION} times; add larger sizes"
         )
     if times > _FAR_EXTRAPOLATION:
         yield f"{text}; 10 times is safer"

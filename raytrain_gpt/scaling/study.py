@@ -17,7 +17,7 @@ from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.batch import check_shares
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.data.locations import data_of
+from raytrain_gpt.data.locations import read_data
 from raytrain_gpt.errors import ConfigError, TrainingFailed
 from raytrain_gpt.format import Log, amount, count, table
 from raytrain_gpt.scaling.forecasts import (
@@ -36,7 +36,7 @@ from raytrain_gpt.scaling.law_file import (
     read_result,
     to_json,
 )
-from raytrain_gpt.scaling.plan import MOST_EPOCHS, PlannedRun, StudyPlan, study_base
+from raytrain_gpt.scaling.plan import MAX_EPOCHS, PlannedRun, StudyPlan, study_base
 from raytrain_gpt.scaling.rates import RatePoint, RateRule, around, fit_rates
 from raytrain_gpt.scaling.study_file import Study
 from raytrain_gpt.storage.location import Location
@@ -230,7 +230,7 @@ class _StudyRun:
         """
         from raytrain_gpt.scaling.scale_page import scale_page  # here: it imports charts
 
-        plan, directory, data = self.plan, self.campaign.directory, data_of(self.plan.base)
+        plan, directory, data = self.plan, self.campaign.directory, read_data(self.plan.base)
         file, law = law_file(plan, data.vocab_hash, rule, found)
         files = [directory / name for name in (LAW_FILE, _PAGE_FILE, BEST_FILE)]
         files[0].write_text(to_json(file))
@@ -274,9 +274,9 @@ class _StudyRun:
         plan, log, directory = self.plan, self.campaign.log, self.campaign.directory
         size = plan.size_near(2 * plan.sizes[-1].parameters)
         run = plan.larger_run(file.rule.rate(size.parameters), size)
-        if run.tokens > MOST_EPOCHS * data_of(plan.base).split_tokens("train"):
+        if run.tokens > MAX_EPOCHS * read_data(plan.base).split_tokens("train"):
             raise ConfigError(
-                f"the validation reads {amount(run.tokens)} tokens, more than {MOST_EPOCHS} epochs of the "
+                f"the validation reads {amount(run.tokens)} tokens, more than {MAX_EPOCHS} epochs of the "
                 "data; use more data, or smaller sizes"
             )
         predicted, half = file.predict(size.parameters, run.tokens), file.half_width or 0.0

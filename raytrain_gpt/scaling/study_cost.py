@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 from raytrain_gpt.core.device import ASSUMED_MFU
-from raytrain_gpt.data.locations import data_is_there, data_of
+from raytrain_gpt.data.locations import data_is_there, read_data
 from raytrain_gpt.format import amount, duration, table
 from raytrain_gpt.scaling.plan import StudyPlan, study_base
 from raytrain_gpt.scaling.rates import around
@@ -19,7 +19,9 @@ def cost_lines(study: Study) -> Iterator[str]:
     """Format models, runs, tokens, time and price; may raise ConfigError."""
     base = cost.one_worker_for_auto(study_base(study))
     plan = StudyPlan(study, base, expected_vocab_size(base))
-    doubts = list(plan.check(data_of(base).split_tokens("train") if data_is_there(base) else None))
+    doubts = list(
+        plan.check(read_data(base).split_tokens("train") if data_is_there(base) else None)
+    )
     rows = []
     for number, size in enumerate(plan.sizes, 1):
         steps = [plan.steps(size, length) for length in plan.lengths]

@@ -31,7 +31,7 @@ from raytrain_gpt.config.kinds import Strict
 from raytrain_gpt.config.load import without_removed
 from raytrain_gpt.config.resolved import FittedConfig, SizedConfig
 from raytrain_gpt.config.schema import Config, changed_fields, changes_math, parse_config
-from raytrain_gpt.data.locations import data_of, location
+from raytrain_gpt.data.locations import location, read_data
 from raytrain_gpt.errors import ConfigError, Interrupted, reason
 from raytrain_gpt.format import Log
 from raytrain_gpt.parsing import parse_yaml
@@ -126,7 +126,7 @@ class Campaign:
         sized = one_worker_for_auto(base)
         preflight.prepare_default_data(sized, log)
         self.base: SizedConfig = preflight.absolute_paths(sized)
-        self.data = data_of(self.base)  # its errors come before a cluster
+        self.data = read_data(self.base)  # its errors come before a cluster
         self._name = getattr(definition, f"{kind.name}_name")
         self.directory = location(self.base, self.base.run.storage_path) / self._name
         check_unchanged(kind, definition, self.base, self.directory, resume)

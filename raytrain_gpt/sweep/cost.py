@@ -15,7 +15,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import resolve_precision
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.registry import count_model, step_flops
-from raytrain_gpt.data.locations import data_is_there, data_of
+from raytrain_gpt.data.locations import data_is_there, read_data
 from raytrain_gpt.format import amount, count, duration
 from raytrain_gpt.sweep.results import plan_table
 from raytrain_gpt.sweep.spec import Asha, Sweep
@@ -95,7 +95,7 @@ def largest_trial(sweep: Sweep, base: SizedConfig) -> SizedConfig:
 
     def needed(config: SizedConfig) -> float:
         search = MemorySearch.of(config, 1, expected_vocab_size(config), bf16=True)
-        return search.least().needed_bytes
+        return search.smallest().needed_bytes
 
     configs = check_sweep(sweep, 1)
     # Equal shapes take equal memory, and a prediction may trace the model.
@@ -152,7 +152,7 @@ def _flops(config: SizedConfig, vocab_size: int) -> float:
     """Return the FLOPs of a trial's steps and evaluations, which have no backward pass."""
     tokens = config.eval.eval_tokens
     if data_is_there(config):
-        tokens = min(tokens, data_of(config).split_tokens("val"))
+        tokens = min(tokens, read_data(config).split_tokens("val"))
     steps, evaluations = (
         config.train.max_steps,
         config.train.max_steps // config.eval.eval_every_steps,

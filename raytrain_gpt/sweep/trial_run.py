@@ -23,14 +23,14 @@ from raytrain_gpt.cluster.connection import cluster_resources
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.data.locations import data_of, run_location
+from raytrain_gpt.data.locations import read_data, run_location
 from raytrain_gpt.errors import Diverged, Interrupted, TrainingFailed
 from raytrain_gpt.format import own_scores
 from raytrain_gpt.sweep.hang_timer import HangTimer
 from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN, Trial
 from raytrain_gpt.tracking.run_files import Row, merge_rows, read_rows
 from raytrain_gpt.tracking.sync import RunSync
-from raytrain_gpt.train.attempt import OnRay
+from raytrain_gpt.train.attempt import RayBackend
 from raytrain_gpt.train.local_mode import InProcess, LaunchRanks, in_local_mode
 from raytrain_gpt.train.supervisor import Run, TrainLoop, TrialHooks
 
@@ -65,7 +65,7 @@ class TrialContext:
 
 
 class _InTrial(InProcess):
-    """The process of a trial as a `Place`: it shares the nodes with other trials."""
+    """The process of a trial as a `Backend`: it shares the nodes with other trials."""
 
     def resources(self) -> Resources:
         return cluster_resources()
@@ -138,7 +138,7 @@ class TrialRun:
     def _go(self) -> None:
         config, context = self._config, self._context
         trial = TrialHooks(lambda _: self._report_new(), self._killed, context.tracker_tags)
-        data, shared = data_of(config), (self._signals, print, context.train_loop, trial)
+        data, shared = read_data(config), (self._signals, print, context.train_loop, trial)
         if config.cluster.is_local:
             if (timeout_s := config.cluster.hang_timeout_s) is not None:
                 stacks = self._sync.work_dir / f"stacks-{os.getpid()}.txt"
@@ -147,7 +147,7 @@ class TrialRun:
                 threading.Thread(target=watch, name="hang timer", daemon=True).start()
             in_local_mode(Run(config, 1, data, self._place, *shared).train)
         else:
-            Run(config, config.cluster.num_workers, data, OnRay(), *shared).train()
+            Run(config, config.cluster.num_workers, data, RayBackend(), *shared).train()
 
     def _report_new(self) -> None:
         """Report every unreported evaluation, and pause after each but the last."""

@@ -17,7 +17,7 @@ from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking import mlflow_run
 from raytrain_gpt.tracking.run_files import TRACKERS_DIR, Row, RunFiles
-from raytrain_gpt.tracking.trackers import Delivered, End, TrackedRun, TrackerQueue
+from raytrain_gpt.tracking.trackers import DeliveryState, End, TrackedRun, TrackerQueue
 
 BUFFER_S = 30.0
 """Time that a tracker may keep rows in memory only; wandb writes its file every 15 s."""
@@ -52,12 +52,12 @@ class NamedTracker:
         kind = kinds.kind("trackers", name)
         code = None if kind.is_built_in else kinds.used_code()
         self._errors_as_line = code.errors_as_line if code else contextlib.nullcontext
-        self._run, self._delivered = run, Delivered()
-        self._unwritten: deque[tuple[float, Delivered]] = deque()
+        self._run, self._delivered = run, DeliveryState()
+        self._unwritten: deque[tuple[float, DeliveryState]] = deque()
         self._file = Location.of(run.directory / TRACKERS_DIR / f"{name}.json")
         with contextlib.suppress(FileNotFoundError, ValueError):
             if run.resumed:
-                self._delivered = Delivered.model_validate_json(self._file.read_bytes())
+                self._delivered = DeliveryState.model_validate_json(self._file.read_bytes())
         if not kind.is_built_in:  # it may replace its rows from first_step on
             self._delivered = self._delivered.until(run.step)
         self._tracker = kind.call(run, run.config.tracking.settings(kind.settings))
@@ -74,7 +74,7 @@ class NamedTracker:
         while self._unwritten and self._unwritten[0][0] <= now - BUFFER_S:
             self._write(self._unwritten.popleft()[1])
 
-    def _write(self, delivered: Delivered) -> None:
+    def _write(self, delivered: DeliveryState) -> None:
         with contextlib.suppress(OSError):  # the recorder reports a full disk
             self._file.write_text(delivered.model_dump_json() + "\n")
 

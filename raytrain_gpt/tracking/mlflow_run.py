@@ -25,7 +25,7 @@ from raytrain_gpt.format import Log, shell
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, is_url
 from raytrain_gpt.tracking.run_files import PROFILE_DIR, Row
-from raytrain_gpt.tracking.trackers import Delivered, End, TrackedRun, plottable_values
+from raytrain_gpt.tracking.trackers import DeliveryState, End, TrackedRun, plottable_values
 
 SQLITE = "sqlite:///"
 OFF = "MLflow is off: its SQLite file cannot be in an object store; set mlflow_uri"
@@ -128,7 +128,7 @@ class MLflow(MLflowRun):
         place, values, is_new = Location.of(run.directory), run.config.field_values(), run.step == 0
         super().__init__(place, run.config, values, run.tags, starts_over=is_new)
         self._run = run
-        self._delivered = Delivered(
+        self._delivered = DeliveryState(
             step=max(self._steps("train/loss"), default=0),
             evaluated=frozenset(self._steps("val/loss")),
             event_s=float(self.tags.get(_EVENTS_TAG, 0.0)),

@@ -175,7 +175,7 @@ class Recorder:
         """Report a trial's evaluation; its ranks wait for the command `continue_run` or `stop`."""
         self._news.put(row)
 
-    async def take_news(self, timeout_s: float) -> list[str | Row]:
+    async def drain_messages(self, timeout_s: float) -> list[str | Row]:
         """Return new console lines and a trial's evaluations; wait up to `timeout_s` for the first."""
         news: list[str | Row] = []
         with contextlib.suppress(queue.Empty):

@@ -203,7 +203,7 @@ def plottable_values(row: Row) -> list[tuple[str, float]]:
     return [*numbers, (f"events/{row['event']}", 1.0)] if "event" in row else numbers
 
 
-class Delivered(BaseModel):
+class DeliveryState(BaseModel):
     """Rows that a tracker has; a new attempt sends those that an outage or a kill kept from it.
 
     Attributes:
@@ -218,12 +218,12 @@ class Delivered(BaseModel):
     evaluated: frozenset[int] = frozenset()
     event_s: float = 0.0
 
-    def until(self, step: int) -> Delivered:
+    def until(self, step: int) -> DeliveryState:
         """Return the state in which later steps are new."""
         evaluated = frozenset(at for at in self.evaluated if at <= step)
-        return Delivered(step=min(self.step, step), evaluated=evaluated, event_s=self.event_s)
+        return DeliveryState(step=min(self.step, step), evaluated=evaluated, event_s=self.event_s)
 
-    def take(self, rows: Iterable[Row], resumed_at: int) -> tuple[list[Row], Delivered]:
+    def take(self, rows: Iterable[Row], resumed_at: int) -> tuple[list[Row], DeliveryState]:
         """Return the new ones of an attempt's rows, and the state once the tracker has them.
 
         Args:
@@ -249,4 +249,4 @@ class Delivered(BaseModel):
             else:
                 evaluated.add(at)
             new.append(row)
-        return new, Delivered(step=step, evaluated=frozenset(evaluated), event_s=event_s)
+        return new, DeliveryState(step=step, evaluated=frozenset(evaluated), event_s=event_s)

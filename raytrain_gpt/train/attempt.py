@@ -69,9 +69,9 @@ class Attempt:
     log: Log
     evaluated: Callable[[Row], None] | None = None
 
-    def take_news(self, within_s: float) -> None:
+    def drain_messages(self, within_s: float) -> None:
         """Print the console lines, and act on the evaluations, that arrive in this time."""
-        for news in self.recorder.ask("take_news", within_s):
+        for news in self.recorder.ask("drain_messages", within_s):
             if isinstance(news, str):
                 self.log(news)
             elif self.evaluated is not None:
@@ -91,16 +91,16 @@ class Attempt:
             "finished": "finished",
             **dict.fromkeys(("failed", "hung", "out_of_memory"), "failed"),
         }
-        told = ends.get(end.kind, "interrupted")
+        tracker_status = ends.get(end.kind, "interrupted")
         if end.kind == "stopped" and not self.killed.is_set():
-            told = "finished"  # the sweep ended this trial as complete
+            tracker_status = "finished"  # the sweep ended this trial as complete
         with contextlib.suppress(ray.exceptions.RayActorError):
-            self.recorder.ask("close", told, str(newest.path) if newest else None)
-            self.take_news(0.01)
+            self.recorder.ask("close", tracker_status, str(newest.path) if newest else None)
+            self.drain_messages(0.01)
             self.recorder.end()
 
 
-class Place(Protocol):
+class Backend(Protocol):
     """Where a run trains: on a Ray cluster, or in this process."""
 
     retries: bool
@@ -125,8 +125,8 @@ class Place(Protocol):
         """Train until the workers have exited or died; raises ClusterError on a lost lease."""
 
 
-class OnRay:
-    """The connected Ray cluster as a `Place`."""
+class RayBackend:
+    """The connected Ray cluster as a `Backend`."""
 
     retries = True
     resources = staticmethod(cluster_resources)
@@ -179,7 +179,7 @@ class _WatchedFit:
         thread, raised = start_fit(trainer)
         try:
             while thread.is_alive():
-                attempt.take_news(POLL_S)
+                attempt.drain_messages(POLL_S)
                 if attempt.stop.is_set() and not self._asked_to_stop:
                     if not self._recorder.ask("is_training"):
                         self._kill_ranks()

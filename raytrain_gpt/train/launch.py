@@ -10,12 +10,12 @@ from raytrain_gpt.cluster.connection import connected
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.data.locations import data_of
+from raytrain_gpt.data.locations import read_data
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.format import Log
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import preflight
-from raytrain_gpt.train.attempt import OnRay
+from raytrain_gpt.train.attempt import RayBackend
 from raytrain_gpt.train.local_mode import train_locally
 from raytrain_gpt.train.supervisor import BEFORE_FIRST_STEP, Run, TrainLoop
 from raytrain_gpt.train.worker import train_worker
@@ -38,7 +38,7 @@ def train(config: Config, log: Log, train_loop: TrainLoop = train_worker) -> Run
         if config.cluster.num_workers == 0:
             return train_locally(config, signals, log, train_loop)
         with training_session(config, log) as (fitted, world_size, data):
-            return Run(fitted, world_size, data, OnRay(), signals, log, train_loop).train()
+            return Run(fitted, world_size, data, RayBackend(), signals, log, train_loop).train()
 
 
 @contextlib.contextmanager
@@ -49,7 +49,7 @@ def training_session(config: Config, log: Log) -> Iterator[tuple[FittedConfig, i
         UserError: the configuration, data or cluster is unusable.
     """
     config = preflight.absolute_paths(config)
-    data = data_of(config)
+    data = read_data(config)
     with connected(cpus_to_start(config), log) as resources:
         fitted, world_size = fit_to_cluster(config, resources)
         if line := idle_gpus(config, fitted, resources):

@@ -30,14 +30,14 @@ from ray._private.utils import estimate_available_memory
 from raytrain_gpt.checkpoint.collectives import as_bytes, check_size
 from raytrain_gpt.cluster.capacity import Node, Resources, fit_to_process
 from raytrain_gpt.cluster.failures import root_cause
-from raytrain_gpt.cluster.process_groups import meet_on_one_host
+from raytrain_gpt.cluster.process_groups import rendezvous_on_host
 from raytrain_gpt.cluster.scaling import Pause
 from raytrain_gpt.cluster.shared_storage import storage_probe
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import set_cuda_defaults
-from raytrain_gpt.data.locations import data_of
+from raytrain_gpt.data.locations import read_data
 from raytrain_gpt.errors import ConfigError, Interrupted, TrainingFailed
 from raytrain_gpt.evaluate.hellaswag import Choices
 from raytrain_gpt.format import Log, count
@@ -78,12 +78,12 @@ def train_locally(
 
     def run() -> RunSummary:
         if ranks.in_node == ranks.world_size > 1:
-            meet_on_one_host()
+            rendezvous_on_host()
         if ranks.rank:
             ranks.run_follower(train_loop, signals, log)
         fitted = fit_to_process(config, ranks.world_size, ranks.in_node, torch.cuda.device_count())
         fitted = preflight.absolute_paths(fitted)
-        data = data_of(fitted)
+        data = read_data(fitted)
         ranks.init_group()
         place = InProcess(ranks, fitted.cluster.cpus_per_worker)
         log(
@@ -164,7 +164,7 @@ class LaunchRanks:
 
     def run_follower(self, train_loop: TrainLoop, signals: StopSignals, log: Log) -> NoReturn:
         """Train by the specs that rank 0 broadcasts, then exit."""
-        with signals.left_alone():
+        with signals.default_handlers():
             self.init_group()
         while (orders := self._received(signals)) is not None:
             signals.defer()
@@ -180,7 +180,7 @@ class LaunchRanks:
 
     def _received(self, signals: StopSignals) -> _Orders:
         size = torch.zeros(1, dtype=torch.int64)
-        with signals.left_alone():
+        with signals.default_handlers():
             dist.broadcast(size, 0, group=self._group)
             check_size(int(size))
             text = torch.empty(int(size), dtype=torch.uint8)
@@ -190,7 +190,7 @@ class LaunchRanks:
 
 @dataclass
 class InProcess:
-    """The processes of this launch as a `Place`; this one is rank 0.
+    """The processes of this launch as a `Backend`; this one is rank 0.
 
     Attributes:
         control: Of the attempt that is training, or of the last one.
@@ -245,7 +245,7 @@ def _show(attempt: Attempt, ended: threading.Event) -> Exception | None:
         is_over = asked_to_stop = False
         while not is_over:
             is_over = ended.wait(POLL_S)
-            attempt.take_news(0.0)
+            attempt.drain_messages(0.0)
             if attempt.lease.lost.is_set():
                 attempt.stop.set()
             if attempt.stop.is_set() and not asked_to_stop:

@@ -112,7 +112,7 @@ class MemorySearch:
         """Predicted bytes of a candidate."""
         return self.memory.predict(sequences, mode).total
 
-    def least(self) -> MemoryFit:
+    def smallest(self) -> MemoryFit:
         """Candidate with the lowest memory, whether or not it fits."""
         sequences, mode = self.sizes[0], self.modes[-1]
         return MemoryFit(sequences, mode, self.predict(sequences, mode))
@@ -216,7 +216,7 @@ def _decide(search: MemorySearch, limit_bytes: float, where: str) -> tuple[Memor
     if (fit := search.largest(limit_bytes)) is not None:
         room = "" if math.isinf(limit_bytes) else f" of {size(limit_bytes)}"
         return fit, f" ({size(fit.needed_bytes)}{room} {where})"
-    least, shape = search.least(), search.memory.shape
+    least, shape = search.smallest(), search.memory.shape
     raise ClusterError(
         f"{least.sequences} × {shape.seq_len} tokens in a micro-batch do not fit: "
         f"{amount(count_model(shape).num_parameters)} parameters with activation_checkpointing="
@@ -274,7 +274,7 @@ def cpu_limit_bytes(
 
 def runs_on_gpu(config: SizedConfig, vocab_size: int, gpu: GpuFacts) -> int:
     """Return how many runs of one worker, without `auto`, fit the memory of a GPU; at least one."""
-    needed = MemorySearch.of(config, 1, vocab_size, gpu.bf16).least().needed_bytes
+    needed = MemorySearch.of(config, 1, vocab_size, gpu.bf16).smallest().needed_bytes
     return max(1, int(gpu.total_bytes * USABLE_FRACTION // (needed + _CONTEXT_BYTES)))
 
 

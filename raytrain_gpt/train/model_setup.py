@@ -23,7 +23,7 @@ from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.resolved import ResolvedConfig
 from raytrain_gpt.config.sections import TrainSection
-from raytrain_gpt.core.accumulation import Accumulation, ExactSum, FloatSum
+from raytrain_gpt.core.accumulation import Accumulation, ExactAccumulator, FloatAccumulator
 from raytrain_gpt.core.device import make_autocast, matmul_dtype, resolve_precision
 from raytrain_gpt.core.loop import Autocast
 from raytrain_gpt.core.loss_scale import LossScale, loss_scale_for
@@ -85,7 +85,7 @@ class Strategy:
 
     def accumulation(self, model: nn.Module, micro_batches_per_step: int) -> Accumulation:
         """Make the sum of a prepared model's gradients."""
-        return FloatSum(model, micro_batches_per_step, self.rank)
+        return FloatAccumulator(model, micro_batches_per_step, self.rank)
 
     def eval_model(self, model: GPT) -> GPT:
         """Model for evaluations, without collectives; called before `prepare`."""
@@ -113,7 +113,7 @@ class Exact(Strategy):
 
     def accumulation(self, model: nn.Module, micro_batches_per_step: int) -> Accumulation:
         trained = [p for p in model.parameters() if p.requires_grad]
-        return ExactSum(trained, micro_batches_per_step, self.ranks)
+        return ExactAccumulator(trained, micro_batches_per_step, self.ranks)
 
 
 class Sharded(Strategy):

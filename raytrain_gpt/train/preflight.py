@@ -19,7 +19,7 @@ from raytrain_gpt.core.model import GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.registry import new_model, resolved_shape
 from raytrain_gpt.core.state import load_model
 from raytrain_gpt.data.documents import STDLIB
-from raytrain_gpt.data.locations import data_is_there, data_of, location, order_of, run_location
+from raytrain_gpt.data.locations import data_is_there, location, make_order, read_data, run_location
 from raytrain_gpt.data.mixture import Mixture, check_val_split, check_vocabulary, map_paths
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.data.verify import check_shards, check_tokenizer
@@ -53,7 +53,7 @@ def prepare_default_data(config: Config, log: Log) -> None:
 def expected_vocab_size(config: Config) -> int:
     """Vocabulary size of the data, or a guess if the data is missing."""
     if data_is_there(config):
-        return data_of(config).vocab_size
+        return read_data(config).vocab_size
     if config.data.data_path == DEFAULT_DATA:
         return int(load_tokenizer(_DEFAULT_TOKENIZER).n_vocab)
     return GPT2_VOCAB_SIZE
@@ -70,7 +70,7 @@ def check_data(config: Config, data: Mixture) -> None:
     for dataset in data.datasets:
         check_tokenizer(dataset.directory, dataset.manifest)
         check_shards(dataset.directory, dataset.manifest, content)
-    order_of(config, data)
+    make_order(config, data)
     check_val_split(data, config.data.seq_len)
 
 

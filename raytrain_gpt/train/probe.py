@@ -10,7 +10,7 @@ import torch
 
 from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.accumulation import FloatSum
+from raytrain_gpt.core.accumulation import FloatAccumulator
 from raytrain_gpt.core.device import make_autocast, matmul_dtype, resolve_precision, synchronize
 from raytrain_gpt.core.loop import train_steps, warm_up_ddp_buckets
 from raytrain_gpt.core.registry import build_optimizer, configured_model
@@ -58,7 +58,7 @@ def probe_steps(
             prepared,
             optimizer,
             batches,
-            FloatSum(model, number)
+            FloatAccumulator(model, number)
             if strategy is None
             else strategy.accumulation(prepared, number),
             first_step=0,

@@ -16,7 +16,7 @@ import numpy as np
 from raytrain_gpt.checkpoint.branch import read_branch
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.load import load_recorded
-from raytrain_gpt.data.locations import data_of, order_of, recorded, recorded_data
+from raytrain_gpt.data.locations import make_order, read_data, recorded, recorded_data
 from raytrain_gpt.data.mixture import WeightedDataset
 from raytrain_gpt.data.order import Ids, batches_to_read
 from raytrain_gpt.data.shards import read_row_group
@@ -75,9 +75,9 @@ class RunProvenance:
         if data is None:
             self._data = recorded_data(self._config, self.dir)
         else:
-            self._data = data_of(self._config, data)
+            self._data = read_data(self._config, data)
         self._seq_len = self._config.data.seq_len
-        self._order = order_of(self._config, self._data)
+        self._order = make_order(self._config, self._data)
         newest = next(reversed(Catalog(self.dir).complete()), None)
         if newest is not None and newest.state.manifest_hash != self._data.hash:
             raise DataError(

@@ -32,7 +32,7 @@ from raytrain_gpt.config.resolved import FittedConfig, RunPlan
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.registry import count_model
-from raytrain_gpt.data.locations import order_of, run_location
+from raytrain_gpt.data.locations import make_order, run_location
 from raytrain_gpt.data.mixed_order import MixedOrder
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.tokenizer import read_tokenizer
@@ -46,7 +46,7 @@ from raytrain_gpt.tracking.mlflow_run import mark_interrupted
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, TRACKERS_DIR, Row
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import policy, preflight
-from raytrain_gpt.train.attempt import Attempt, Place
+from raytrain_gpt.train.attempt import Attempt, Backend
 from raytrain_gpt.train.memory_fit import MemorySearch, fit_memory
 from raytrain_gpt.train.resume import ResumePoints, read_skipped
 from raytrain_gpt.train.run_output import RunOutput
@@ -80,7 +80,7 @@ class Run:
         config: FittedConfig,
         world_size: int,
         data: Mixture,
-        place: Place,
+        place: Backend,
         signals: StopSignals,
         log: Log,
         train_loop: TrainLoop,
@@ -308,7 +308,7 @@ class Run:
 
 
 def _epochs(config: Config, data: Mixture) -> str:
-    order = order_of(config, data)
+    order = make_order(config, data)
     if not isinstance(order, MixedOrder):
         return (
             f"{count(order.batches_per_epoch, 'step')} per epoch, dropping {order.remainder_sequences} of "

@@ -101,7 +101,7 @@ def train_worker(spec: WorkerSpec) -> None:
         actions = step_actions(
             result.step,
             spec.plan.config,
-            leaving=worker.is_leaving,
+            leaving=worker.stop_requested,
             profile_edge=worker.profile.is_edge(result.step),
             is_trial=spec.is_trial,
         )
@@ -117,7 +117,7 @@ def train_worker(spec: WorkerSpec) -> None:
             worker.evaluate()
         if actions.save == "after_evaluation":
             worker.save_checkpoint()
-        if worker.is_leaving or (actions.await_scheduler and not worker.await_scheduler()):
+        if worker.stop_requested or (actions.await_scheduler and not worker.await_scheduler()):
             break
     worker.finish()
 
@@ -230,7 +230,7 @@ class Worker:
             zeros = to_device(np.zeros(shape, np.uint16), setup.device)
             warm_up_ddp_buckets(setup.model, zeros, setup.autocast)
         self.exchange_requests()
-        if self.is_leaving:
+        if self.stop_requested:
             return
         self.recorder.training_started()
         self._record_start()
@@ -339,7 +339,7 @@ class Worker:
         self.agreement.reset()  # its pending flags predate this checkpoint
 
     @property
-    def is_leaving(self) -> bool:
+    def stop_requested(self) -> bool:
         """Whether the ranks were asked to exit; the same on all of them."""
         return self._leaves_for is not None
 
@@ -361,10 +361,10 @@ class Worker:
         if self._asks_ray:
             self._preemption_checked_at = now
             notice = ray.train.get_preemption_info()
-            if notice is not None and not self.is_leaving:
+            if notice is not None and not self.stop_requested:
                 self._leaves_for = "preempted"
                 self.recorder.event(self.step, "preemption_notice", ranks=notice.preempted_ranks)
-        if stop and not self.is_leaving:
+        if stop and not self.stop_requested:
             self._leaves_for = "stopped"
             self.recorder.stop.set()  # in local mode, also stops ranks that got no signal
 

@@ -53,7 +53,7 @@ LION = {"optimizer": "lion", "lion_beta": "0.95"}
 
 def use(text: str) -> Code:
     code = Code("my.py", text)
-    kinds.use(code)
+    kinds.set_user_code(code)
     return code
 
 
@@ -112,7 +112,7 @@ def test_a_configuration_is_read_where_its_code_is_absent() -> None:
     use(OWN)
     config = Config().updated({**LION, "trackers": "csv", "csv_file": "a.csv"})
     tree = config.model_dump()
-    kinds.use(None)
+    kinds.set_user_code(None)
     read = parse_config(tree, "state.json")
     assert read.field_values() == config.field_values()
     assert read.updated({"max_steps": 7}).field_values()["lion_beta"] == 0.95
@@ -173,7 +173,7 @@ def test_changed_text_declares_its_own_kinds_and_the_first_text_its_own_again() 
     """As in a notebook, where a cell is edited and run again."""
     first, second = Code("my.py", OWN), Code("my.py", OWN.replace("lion_beta", "lion_decay"))
     for code, name in ((first, "lion_beta"), (second, "lion_decay"), (first, "lion_beta")):
-        kinds.use(code)
+        kinds.set_user_code(code)
         assert [*kinds.kind("optimizer", "lion").settings.model_fields] == [name]
         assert name in FIELDS
     assert "lion_decay" not in FIELDS
@@ -201,7 +201,7 @@ def test_changed_text_declares_its_own_kinds_and_the_first_text_its_own_again() 
 def test_code_that_cannot_be_used_is_one_line_with_its_place(text: str, words: list[str]) -> None:
     code = use(text)
     with raises_line(ConfigError, "my.py", *words):
-        kinds.own_kinds()
+        kinds.user_kinds()
     assert f"raytrain_gpt_code_{code.sha256[:8]}" not in sys.modules
     with pytest.raises(GeneratorExit), code.errors_as_line():
         raise GeneratorExit  # as of a generator of ours, which is closed

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.sections import OptimSection
-from raytrain_gpt.core.accumulation import ExactSum
+from raytrain_gpt.core.accumulation import ExactAccumulator
 from raytrain_gpt.core.parallel import full_tensor
 from raytrain_gpt.core.registry import build_optimizer, new_model
 from tests import training
@@ -160,7 +160,7 @@ def raises(parameters, settings, peak_lr):
 
 def train_foreign(directory: Path) -> dict[str, Any]:
     """Train on three ranks, straight and resumed after the bad step; then with exact sums on 1 and 2."""
-    kinds.use(CODE)
+    kinds.set_user_code(CODE)
     found: dict[str, Any] = {}
     for name, sharded in (("lion", False), ("lion", True), ("varied", False)):
         case, key = Case(optim=OptimSection(optimizer=name)), f"{name} {sharded}"
@@ -192,7 +192,7 @@ def _trained_exactly(group: dist.ProcessGroup | None) -> list[torch.Tensor]:
     rank, num = (0, 4) if group is None else (group.rank(), 2)
     batches = (batch_of(4 * step + num * rank + n, 0) for step in range(STEPS) for n in range(num))
     optimizer = build_optimizer(model, OptimSection(optimizer="lion"), group=group)
-    sums = ExactSum(parameters, num, group)
-    for _ in training.steps(model, optimizer, batches, STEPS, sums=sums):
+    sums = ExactAccumulator(parameters, num, group)
+    for _ in training.steps(model, optimizer, batches, STEPS, accumulator=sums):
         pass
     return [p.detach() for p in parameters]

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_gpt.config.built_in import Qwen3Settings
 from raytrain_gpt.config.sections import OptimSection
-from raytrain_gpt.core.accumulation import FloatSum
+from raytrain_gpt.core.accumulation import FloatAccumulator
 from raytrain_gpt.core.device import make_autocast, matmul_dtype
 from raytrain_gpt.core.loop import Autocast, MicroBatch, warm_up_ddp_buckets
 from raytrain_gpt.core.loss_scale import loss_scale_for
@@ -101,7 +101,7 @@ class Trained:
             self._micro_batches(first),
             stop,
             first_step=first,
-            sums=FloatSum(self.model, 2, self.rank),
+            accumulator=FloatAccumulator(self.model, 2, self.rank),
             autocast=self._spoiling(bad_step, first),
             loss_scale=self.loss_scale,
         )

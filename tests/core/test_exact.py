@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from raytrain_gpt.core.accumulation import ExactSum, FloatSum
+from raytrain_gpt.core.accumulation import ExactAccumulator, FloatAccumulator
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.optim import update
 from raytrain_gpt.core.registry import build_optimizer
@@ -26,7 +26,7 @@ def parameter(size: int = 64) -> nn.Parameter:
 def summed(gradients: Sequence[Tensor], losses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the mean gradient and loss of micro-batches, added in the given order."""
     p = parameter(len(gradients[0]))
-    exact = ExactSum([p], len(gradients))
+    exact = ExactAccumulator([p], len(gradients))
     for gradient, loss in zip(gradients, losses, strict=True):
         p.grad = gradient.clone()
         exact.add(loss)
@@ -77,7 +77,7 @@ def test_the_largest_that_fits_is_summed_without_overflow() -> None:
 def test_a_bad_step_changes_nothing_and_the_next_one_is_whole(model: GPT) -> None:
     """Any residue of the bad step in the sums would corrupt the next step."""
     parameters = list(model.parameters())
-    optimizer, exact = build_optimizer(model, OPTIM), ExactSum(parameters, 1)
+    optimizer, exact = build_optimizer(model, OPTIM), ExactAccumulator(parameters, 1)
     before = [p.detach().clone() for p in parameters]
 
     def step(gradient: float) -> Tensor:
@@ -96,15 +96,15 @@ def test_losses_are_those_of_float_sums(new_model: NewModel, micro_batches: Micr
     floats, integers = new_model(), new_model()
     losses = []
     for model, sums in (
-        (floats, FloatSum(floats, 4)),
-        (integers, ExactSum(list(integers.parameters()), 4)),
+        (floats, FloatAccumulator(floats, 4)),
+        (integers, ExactAccumulator(list(integers.parameters()), 4)),
     ):
         results = steps(
             model,
             build_optimizer(model, OPTIM),
             micro_batches(60, 2),
             max_steps=60,
-            sums=sums,
+            accumulator=sums,
         )
         losses.append([result.loss.item() for result in results])
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)

@@ -98,7 +98,7 @@ SHAPE = {"num_layers": 3, "num_heads": 2, "embd_size": 16, "seq_len": 24, "vocab
 
 @pytest.fixture(autouse=True)
 def own_code(no_own_code: None) -> None:
-    kinds.use(Code("odd.py", ODD))
+    kinds.set_user_code(Code("odd.py", ODD))
 
 
 def odd_model(document_end: int | None = None) -> GPT:
@@ -194,7 +194,7 @@ def failing(old: str, new: str) -> str:
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )  # fmt: skip
 def test_errors_of_the_code_are_one_line(text: str, words: list[str]) -> None:
-    kinds.use(Code("odd.py", text))
+    kinds.set_user_code(Code("odd.py", text))
     with raises_line(ConfigError, *words):
         init_weights(new_model(GPTShape(**SHAPE, architecture="odd")), 1)
 
@@ -204,7 +204,7 @@ def test_changed_code_of_the_same_name_is_counted_again() -> None:
     for size in (4, 5):
         layers = f"super().make_layers(shape)\n        self.extra = torch.nn.Linear({size}, 4)"
         text = PLAIN.replace("pass", f"def make_layers(self, shape):\n        {layers}")
-        kinds.use(Code("plain.py", text))
+        kinds.set_user_code(Code("plain.py", text))
         shape = GPTShape(**SHAPE, architecture="plain")
         real = sum(p.numel() for p in new_model(shape).parameters())
         assert count_model(shape).num_parameters == real
@@ -216,7 +216,7 @@ def test_parameters_without_gradients_stay(optimizer: str, how: str) -> None:
     extra = "self.extra = nn.Linear(4, 4)"
     if how == "frozen":
         extra = f"{extra}.requires_grad_(False)"
-    kinds.use(Code("odd.py", failing("self.norm = ", f"{extra}\n        self.norm = ")))
+    kinds.set_user_code(Code("odd.py", failing("self.norm = ", f"{extra}\n        self.norm = ")))
     model = odd_model().train()
     before = [p.clone() for name, p in model.named_parameters() if "extra" in name]
     built = build_optimizer(model, OptimSection(optimizer=optimizer, weight_decay=0.0))

@@ -176,7 +176,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def checks_of(text: str, config: Config | None = None) -> list[Check]:
-    kinds.use(Code("my.py", HEAD + text))
+    kinds.set_user_code(Code("my.py", HEAD + text))
     lines: list[str] = []
     checks = conformance.conformance(config or Config(), lines.append)
     assert lines == [check.line for check in checks]
@@ -278,7 +278,7 @@ def test_a_shipped_example_passes(file: Path, tmp_path: Path, run_cli: RunCli) -
         "doctor", "--json", "--code", file, *more
     ).splitlines()
     assert {"PASS"} == {check["status"] for check in json.loads(facts)["checks"]}, lines
-    kind = next(iter(kinds.own_kinds()))
+    kind = next(iter(kinds.user_kinds()))
     assert next_line.startswith(f"next: raytrain-gpt train --code {file} --{kind[0]} {kind[1]}")
 
 

@@ -15,7 +15,7 @@ from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.core.device import gpu_spec
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.estimate.cost_model import Facts, estimate
-from raytrain_gpt.estimate.estimate import answer, lines
+from raytrain_gpt.estimate.estimate import estimate_run, lines
 from tests.conftest import RunCli, raises_line
 
 H200 = gpu_spec("NVIDIA H200")
@@ -85,15 +85,15 @@ def test_auto_is_counted_for_the_device() -> None:
     auto = load_preset("gpt2-350m").updated(open_fields)
     chosen = {}
     for name in ("L4", "h200"):
-        _, found = answer(auto, Facts(), print, name)
+        _, found = estimate_run(auto, Facts(), print, name)
         assert found.fits
         chosen[name] = found.micro_batch_sequences
         assert 512 % found.micro_batch_sequences == 0
     assert 1 < chosen["L4"] < chosen["h200"]
-    _, found = answer(auto, Facts(vocab_size=10**9), print, "L4")
+    _, found = estimate_run(auto, Facts(vocab_size=10**9), print, "L4")
     assert found.fits is False
     assert (found.micro_batch_sequences, found.activation_checkpointing) == (1, "full")
-    _, found = answer(auto, Facts(), print)
+    _, found = estimate_run(auto, Facts(), print)
     assert (found.micro_batch_sequences, found.activation_checkpointing) == (2, "none")
 
 
@@ -101,9 +101,11 @@ def test_the_quickstarts_data_has_bytes_before_it_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    _, found = answer(load_preset("quickstart"), Facts(), print)
+    _, found = estimate_run(load_preset("quickstart"), Facts(), print)
     assert found.num_parameters == 836_992
-    _, found = answer(load_preset("quickstart").updated({"data_path": "other"}), Facts(), print)
+    _, found = estimate_run(
+        load_preset("quickstart").updated({"data_path": "other"}), Facts(), print
+    )
     assert found.num_parameters == 836_992 + 2 * (50_304 - 320) * 128
 
 
@@ -121,13 +123,13 @@ def test_sharding_makes_room_for_larger_models() -> None:
 
 
 def test_the_answer_says_what_is_not_known() -> None:
-    config, found = answer(CONFIG, Facts(), print)
+    config, found = estimate_run(CONFIG, Facts(), print)
     printed = "\n".join(lines(config, found))
     assert "time     unknown: name a --device" in printed
-    slow = answer(CONFIG.updated({"precision": "fp32"}), Facts(), print, "h200")
+    slow = estimate_run(CONFIG.updated({"precision": "fp32"}), Facts(), print, "h200")
     assert "time     unknown: set --precision to bf16" in "\n".join(lines(*slow))
     assert "124.5M parameters" in printed
-    config, found = answer(CONFIG, Facts(price_per_hour=3.0), print, "h200")
+    config, found = estimate_run(CONFIG, Facts(price_per_hour=3.0), print, "h200")
     printed = "\n".join(lines(config, found))
     assert "not measured" in printed
     assert "fits NVIDIA H200" in printed
@@ -152,9 +154,9 @@ def test_what_cannot_be_is_refused(facts: dict[str, Any], words: str) -> None:
 
 def test_an_unknown_device_and_an_odd_batch_are_refused() -> None:
     with pytest.raises(ConfigError, match="is ambiguous"):
-        answer(CONFIG, Facts(), print, "A100")
+        estimate_run(CONFIG, Facts(), print, "A100")
     with pytest.raises(ConfigError, match="is not in the table"):
-        answer(CONFIG, Facts(), print, "voodoo")
+        estimate_run(CONFIG, Facts(), print, "voodoo")
     with pytest.raises(ConfigError, match="does not divide over 7 workers"):
         estimate(CONFIG, replace(FACTS, num_workers=7))
 
@@ -172,7 +174,7 @@ def test_a_plain_name_means_the_sxm_variant_and_says_so(
     text: str, name: str, others: str | None
 ) -> None:
     told: list[str] = []
-    _, found = answer(CONFIG, Facts(), told.append, text)
+    _, found = estimate_run(CONFIG, Facts(), told.append, text)
     assert found.device is not None
     assert found.device.name == name
     said = f"device   {text} is {name}, the SXM variant; also in the table: {others}"

@@ -8,7 +8,7 @@ import pytest
 
 from raytrain_gpt.data.shards import read_manifest
 from raytrain_gpt.estimate.cost_model import Facts
-from raytrain_gpt.estimate.estimate import answer, lines
+from raytrain_gpt.estimate.estimate import estimate_run, lines
 from raytrain_gpt.storage.location import Location
 from tests.runs import MakeConfig
 
@@ -19,7 +19,7 @@ def test_a_probe_times_steps_of_the_run_and_keeps_nothing(
     cluster: str, make_config: MakeConfig, dataset: Path, tmp_path: Path
 ) -> None:
     config = make_config(num_workers=2, storage_path=str(tmp_path / "runs"))
-    config, found = answer(config, Facts(), print, probe=True)
+    config, found = estimate_run(config, Facts(), print, probe=True)
     assert found.num_workers == 2
     assert found.speed is not None
     assert found.speed.source == "probe"

@@ -103,7 +103,7 @@ def test_a_checkpoint_chooses_no_setting_of_the_readers_evaluation(
     tmp_path: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     example = Path(__file__).parents[2] / "examples" / "accuracy.py"
-    kinds.use(Code("accuracy.py", example.read_text()))
+    kinds.set_user_code(Code("accuracy.py", example.read_text()))
     evil = {"evaluations": ["accuracy", "absent"], "accuracy_file": str(tmp_path / "secret")}
     checkpoint = write_checkpoint(tmp_path / "run", 10, 3.0, **evil)
     (tmp_path / "README.md").write_text("the default")

@@ -62,7 +62,7 @@ def start(make_config: MakeConfig, tmp_path: Path) -> Start:
     """Return a function that runs with an evaluation of this body."""
 
     def begin(body: str | None, name: str = "run", **fields: Any) -> Any:
-        kinds.use(None if body is None else Code("my.py", START + body))
+        kinds.set_user_code(None if body is None else Code("my.py", START + body))
         own = {} if body is None else {"evaluations": ["mine"]}
         fields = {"max_steps": 20, "eval_every_steps": 10, "run_name": name, **own, **fields}
         return train(make_config(storage_path=str(tmp_path), **fields), print)
@@ -76,7 +76,7 @@ def newest(run_dir: Location) -> Checkpoint:
 
 def measured(text: str, world_size: int, **fields: Any) -> list[Any]:
     """Evaluate a small model on ranks that are threads; returns each rank's metrics or error."""
-    kinds.use(Code("my.py", text))
+    kinds.set_user_code(Code("my.py", text))
     config = load_preset("quickstart").updated({"evaluations": ["mine"], **fields})
     torch.manual_seed(0)
     tokenizer = load_tokenizer("bytes")
@@ -122,7 +122,7 @@ def test_the_example_measures_accuracy_in_a_run_its_report_and_its_checkpoints(
     assert f"skipping accuracy: no code was given; if you trust it, pass --code {run}" in out
     assert "accuracy/top1" not in out
 
-    kinds.use(Code("accuracy.py", EXAMPLE.read_text()))
+    kinds.set_user_code(Code("accuracy.py", EXAMPLE.read_text()))
     _, config, model, tokenizer, _ = open_checkpoint(run.path)
     ids = torch.tensor(tokenizer.encode_ordinary(file.read_text()))
     right, size = 0, config.data.seq_len
@@ -186,8 +186,8 @@ def test_an_evaluation_that_fails_ends_the_run_with_one_line_and_loses_no_step(
 
 def test_the_line_of_an_error_is_found_if_the_text_ran_under_another_name() -> None:
     text = START + "    raise KeyError('x')\n"
-    kinds.use(Code("other.py", text))
-    kinds.own_kinds()
+    kinds.set_user_code(Code("other.py", text))
+    kinds.user_kinds()
     (told,) = measured(text, 1)
     assert "my.py, line 9: KeyError: 'x'" in told
 
@@ -252,9 +252,9 @@ def test_all_ranks_fail_together(body: str, words: str) -> None:
 
 @pytest.mark.parametrize("name", ROW_PREFIXES)
 def test_names_of_other_rows_are_refused(name: str) -> None:
-    kinds.use(Code("my.py", START.replace('"mine"', f'"{name}"') + "    pass"))
+    kinds.set_user_code(Code("my.py", START.replace('"mine"', f'"{name}"') + "    pass"))
     with raises_line(ConfigError, f"rows have other {name}/… keys already", "my.py, line 7"):
-        kinds.own_kinds()
+        kinds.user_kinds()
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_objectives_that_cannot_be_compared_are_refused(fields: dict[str, Any], 
 
 
 def test_settings_of_the_evaluation_that_is_the_objective_cannot_vary() -> None:
-    kinds.use(Code("accuracy.py", EXAMPLE.read_text("utf-8")))
+    kinds.set_user_code(Code("accuracy.py", EXAMPLE.read_text("utf-8")))
     space = {"accuracy_tokens": {"grid": [1024, 4096]}}
     assert [*sweep_of(space).space] == ["accuracy_tokens"]
     with raises_line(ConfigError, "accuracy_tokens cannot vary between trials; move it"):
@@ -282,7 +282,7 @@ def test_settings_of_the_evaluation_that_is_the_objective_cannot_vary() -> None:
 
 
 def test_a_sweep_ranks_and_draws_the_highest_first_if_it_is_told_so(tmp_path: Path) -> None:
-    kinds.use(Code("my.py", START + "    pass"))
+    kinds.set_user_code(Code("my.py", START + "    pass"))
     space = {"peak_lr": {"grid": [1e-3, 2e-3]}, "seed": {"grid": [1, 2]}}
     own = {"objective": "mine/a", "objective_mode": "max"}
     with raises_line(ConfigError, "mine/a is not measured; add mine to evaluations"):

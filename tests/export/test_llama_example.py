@@ -32,7 +32,7 @@ class Mine(GPT2):
 def test_llama_3_trains_resumes_and_exports(
     tied: bool, make_config: MakeConfig, tmp_path: Path, run_cli: RunCli
 ) -> None:
-    kinds.use(Code.read(LLAMA))
+    kinds.set_user_code(Code.read(LLAMA))
     fields = {
         "architecture": "llama3", "num_kv_heads": 1, "tied_embeddings": tied, "optimizer": "muon",
         "max_steps": 20, "document_mask": True, "activation_checkpointing": "selective",
@@ -49,7 +49,7 @@ def test_llama_3_trains_resumes_and_exports(
     assert "To be" in run_cli.succeeds("sample", run, *prompt, *code)
     run_cli.succeeds("export", run, "--out", tmp_path / "hf", *code)
     run_cli.succeeds("export", run, "--out", tmp_path / "l.gguf", "--format", "gguf", *code)
-    kinds.use(Code.read(LLAMA))
+    kinds.set_user_code(Code.read(LLAMA))
     _, _, model, _, _ = open_checkpoint(run, torch.device("cpu"))
     model.document_end = None  # neither of the others separates documents
     ids = load_tokenizer("bytes").encode_ordinary("To be, or not to be")
@@ -73,7 +73,7 @@ def test_an_architecture_without_a_mapping_is_not_exported(
 ) -> None:
     file = tmp_path / "my.py"
     file.write_text(OWN)
-    kinds.use(Code.read(file))
+    kinds.set_user_code(Code.read(file))
     fields = {"architecture": "mine", "max_steps": 2, "storage_path": str(tmp_path)}
     run = train(make_config(run_name="mine", **fields), print).run_dir.path
     gguf = ("--out", tmp_path / "a.gguf", "--format", "gguf")

@@ -11,7 +11,7 @@ import torch
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.loss import IGNORE_INDEX
-from raytrain_gpt.data.locations import data_of
+from raytrain_gpt.data.locations import read_data
 from raytrain_gpt.data.order import sequence_hashes
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.ingest import ray_dataset
@@ -39,7 +39,7 @@ def config(make_config: MakeConfig) -> Config:
 @pytest.fixture(scope="module")
 def spec(config: Config) -> IngestSpec:
     """Return a spec that skips batches 4 and 5."""
-    data = data_of(config)
+    data = read_data(config)
     return replace(ingest_of(config, data, WORLD_SIZE), first_batch=2, skipped=((4, 6),))
 
 

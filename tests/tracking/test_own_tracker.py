@@ -24,7 +24,7 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking import configured, trackers, wandb_run
 from raytrain_gpt.tracking.configured import check_packages, open_trackers
 from raytrain_gpt.tracking.run_files import Row, RunFiles, read_rows
-from raytrain_gpt.tracking.trackers import Delivered, End, TrackedRun
+from raytrain_gpt.tracking.trackers import DeliveryState, End, TrackedRun
 from raytrain_gpt.train.launch import train
 from tests.conftest import RunCli
 from tests.runs import MakeConfig, flags
@@ -124,7 +124,7 @@ def test_a_tracker_that_raises_or_blocks_harms_nothing(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trackers, "_FINISH_S", 0.5)
-    kinds.use(Code("my.py", FAULTY))
+    kinds.set_user_code(Code("my.py", FAULTY))
     lines: list[str] = []
     names = "raises,blocks,blocks_later,ends_slowly"
     fields = {"trackers": names, "storage_path": str(tmp_path), "max_steps": 10}
@@ -165,7 +165,7 @@ def losses(first: int, last: int) -> list[Row]:
 
 
 def test_a_tracker_gets_rows_of_an_outage_later_and_steps_of_a_kill_again(tmp_path: Path) -> None:
-    kinds.use(Code("my.py", NOTES))
+    kinds.set_user_code(Code("my.py", NOTES))
     lines: list[str] = []
     evaluation = {"step": 2, "val/loss": 9.0}
     track(tmp_path, "notes", 0, [*losses(1, 2), evaluation], "interrupted")
@@ -188,15 +188,15 @@ def test_a_tracker_gets_rows_of_an_outage_later_and_steps_of_a_kill_again(tmp_pa
 def test_rows_that_a_tracker_has_are_not_new_but_those_after_a_rollback_are() -> None:
     first = [*losses(1, 8), {"step": 4, "val/loss": 1.0}, {"step": 8, "val/loss": 1.0}]
     rollback = {"step": 8, "event": "rollback", "time": 5.0, "to_step": 5}
-    new, has = Delivered().take([*first, rollback], resumed_at=0)
+    new, has = DeliveryState().take([*first, rollback], resumed_at=0)
     assert new == [*first, rollback]
-    assert has == Delivered(step=5, evaluated=frozenset({4}), event_s=5.0)
+    assert has == DeliveryState(step=5, evaluated=frozenset({4}), event_s=5.0)
     again = [{"step": 5, "event": "attempt", "time": 6.0}, rollback, *losses(4, 7), *first[8:]]
     new, has = has.take(again, resumed_at=5)
     assert new == [again[0], *losses(6, 7), first[9]]
     late = {"step": 6, "val/loss": 1.0}  # from a checkpoint
     assert has.take([late, *losses(7, 7)], resumed_at=5)[0] == [late]
-    assert Delivered().take([*losses(1, 8), rollback], resumed_at=8)[1].step == 8, "made up for"
+    assert DeliveryState().take([*losses(1, 8), rollback], resumed_at=8)[1].step == 8, "made up for"
 
 
 def wandb_records(directory: Path) -> list[Any]:

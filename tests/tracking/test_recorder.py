@@ -53,7 +53,7 @@ def eval_row(step: int) -> Row:
 
 
 def news(of: Recorder) -> list[str | Row]:
-    return run(of.take_news(0.0))
+    return run(of.drain_messages(0.0))
 
 
 def test_every_row_is_written_and_some_are_said(tmp_path: Path) -> None:

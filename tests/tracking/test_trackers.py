@@ -221,7 +221,7 @@ def test_a_slow_and_failing_tracker_neither_slows_nor_ends_the_recorder(
     asyncio.run(recorder.close("failed", None))
     assert calls.get_nowait() == ("failed", "samples.txt")
     assert calls.empty()
-    lines = [line for line in asyncio.run(recorder.take_news(0.0)) if "Fake" in str(line)]
+    lines = [line for line in asyncio.run(recorder.drain_messages(0.0)) if "Fake" in str(line)]
     assert lines == ["Fake does not respond, retrying: make failed"]
 
 

@@ -15,7 +15,7 @@ from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.config.resolved import ResolvedConfig, decided
 from raytrain_gpt.core.state import MODEL_FILE
-from raytrain_gpt.data.locations import data_of
+from raytrain_gpt.data.locations import read_data
 from raytrain_gpt.data.tokenizer import read_tokenizer
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
@@ -61,7 +61,7 @@ def config(make_config: MakeConfig) -> ResolvedConfig:
 
 
 def set_up(config: ResolvedConfig, resumed: Checkpoint | None = None) -> TrainingSetup:
-    return set_up_training(config, data_of(config), resumed, CPU, Collectives(0, 1))
+    return set_up_training(config, read_data(config), resumed, CPU, Collectives(0, 1))
 
 
 def update(setup: TrainingSetup) -> None:
@@ -85,7 +85,7 @@ def made(
         plan=SimpleNamespace(config=config),
         resumed=None,
         run_dir=run_dir,
-        ingest=ingest_of(config, data_of(config), 1),
+        ingest=ingest_of(config, read_data(config), 1),
         attempt=1,
         lease_token=token,
     )

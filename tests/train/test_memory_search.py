@@ -127,7 +127,7 @@ def test_what_is_predicted_grows_and_the_least_is_what_fits_last() -> None:
     for mode in MODES:
         needs = [search.predict(n, mode) for n in search.sizes]
         assert needs == sorted(needs)
-    least = search.least()
+    least = search.smallest()
     assert search.largest(least.needed_bytes) == least
     assert search.largest(least.needed_bytes - 1) is None
 

@@ -59,7 +59,7 @@ def start(make_config: MakeConfig) -> Start:
         may_differ: bool = False,
         **fields: Any,
     ) -> Any:
-        kinds.use(None if text is None else Code("my.py", text, may_differ))
+        kinds.set_user_code(None if text is None else Code("my.py", text, may_differ))
         fields["storage_path"] = str(fields["storage_path"])
         return train(make_config(**fields), log)
 
@@ -154,7 +154,7 @@ def test_an_own_model_is_built_only_from_the_code_with_its_hash(
     path = newest(run.run_dir).path
     hash12 = Code("", OWN).sha256[:12]
     for used in (None, Code("other.py", OTHER)):
-        kinds.use(used)
+        kinds.set_user_code(used)
         with raises_line(
             CheckpointError, "architecture mine", hash12, f"--code {path / CODE_FILE}"
         ):
@@ -177,7 +177,7 @@ def test_runs_are_listed_and_verified_without_executing_their_code(
     start: Start, tmp_path: Path, run_cli: RunCli
 ) -> None:
     run = start(OWN, run_name="mine", storage_path=tmp_path, architecture="mine", max_steps=10)
-    kinds.use(None)
+    kinds.set_user_code(None)
     newest(run.run_dir).verify()
     for action in (("show", "mine"), ("checkpoints", "mine"), ("report", "mine")):
         run_cli.succeeds("runs", *action, "--storage_path", tmp_path)

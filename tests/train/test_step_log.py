@@ -15,7 +15,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import Moment, Span
 from raytrain_gpt.core.loop import StepResult
 from raytrain_gpt.core.spikes import BadStreak
-from raytrain_gpt.data.locations import data_of
+from raytrain_gpt.data.locations import read_data
 from raytrain_gpt.data.order import extend_order_hash, sequence_hashes, skip_past
 from raytrain_gpt.ingest.feed import TrainFeed
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, ReadRange, rank_chunks, read_chunk
@@ -34,7 +34,7 @@ def config(make_config: MakeConfig) -> Config:
 
 
 def ingest(config: Config, world_size: int = 1) -> IngestSpec:
-    spec = ingest_of(config, data_of(config), world_size)
+    spec = ingest_of(config, read_data(config), world_size)
     return replace(spec, first_batch=2, skipped=SKIPPED)
 
 

@@ -13,7 +13,7 @@ from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.core.spikes import BadStreak
-from raytrain_gpt.data.locations import data_of
+from raytrain_gpt.data.locations import read_data
 from raytrain_gpt.errors import (
     ClusterError,
     DataError,
@@ -51,7 +51,7 @@ def attempts(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.Monkey
         begun: list[int] = []
         lines: list[str] = []
         place: Any = SimpleNamespace(retries=True, await_workers=lambda *_: 1)
-        run = Run(fitted, 1, data_of(fitted), place, StopSignals(""), lines.append, pytest.fail)
+        run = Run(fitted, 1, read_data(fitted), place, StopSignals(""), lines.append, pytest.fail)
         left = list(ends)
 
         def attempt(resumed: Checkpoint | None, lease: Any) -> AttemptEnd:
@@ -255,5 +255,5 @@ def test_without_storage_or_lease_the_files_stay_as_they_are(
             run._settled(attempt, end)
     else:
         assert run._settled(attempt, end).user_error is gone
-    assert asked == ["add_event", "close", "take_news"]
+    assert asked == ["add_event", "close", "drain_messages"]
     assert not run.run_dir.path.exists()

@@ -40,7 +40,7 @@ class FakeWorker:
         self.done.append(f"step {result.step}")
 
     @property
-    def is_leaving(self) -> bool:
+    def stop_requested(self) -> bool:
         return bool(self.step == self._spec.stop_at)
 
     def exchange_requests(self) -> None:
@@ -125,7 +125,7 @@ def test_a_checkpoint_is_collected_once_all_ranks_have_written_it(rank_0: Any) -
     assert rank_0.done == []
     rank_0.checkpoints.writing = False
     rank_0.exchange_requests()
-    assert not rank_0.is_leaving
+    assert not rank_0.stop_requested
     assert rank_0.done == ["collect"]
 
 
@@ -182,19 +182,19 @@ def test_the_first_reason_to_leave_stays(rank_0: Any) -> None:
     rank_0.clock.now = PREEMPTION_CHECK_S
     rank_0.notice = SimpleNamespace(preempted_ranks=[1])
     rank_0.exchange_requests()
-    assert rank_0.is_leaving
+    assert rank_0.stop_requested
     assert rank_0._leaves_for == "preempted"
     assert rank_0.done[-1] == "preemption_notice"
     rank_0.recorder.stop.set()
     rank_0.exchange_requests()
-    assert rank_0.is_leaving
+    assert rank_0.stop_requested
     assert rank_0._leaves_for == "preempted"
 
 
 def test_a_signal_is_a_reason_to_leave(rank_0: Any) -> None:
     rank_0.recorder.stop.set()
     rank_0.exchange_requests()
-    assert rank_0.is_leaving
+    assert rank_0.stop_requested
     assert rank_0._leaves_for == "stopped"
 
 

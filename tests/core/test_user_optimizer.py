@@ -17,7 +17,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.memory import checkpoint_bytes, optimizer_state_bytes
 from raytrain_gpt.core.model import GPT, GPTShape
-from raytrain_gpt.core.optim import ForeignOptimizer, Optimizer, update
+from raytrain_gpt.core.optim import Optimizer, UserOptimizer, update
 from raytrain_gpt.core.registry import build_optimizer, count_model, new_model
 from raytrain_gpt.core.state import MODEL_FILE, HostSnapshot, load_model, load_optimizer
 from raytrain_gpt.errors import CheckpointError, ConfigError
@@ -31,7 +31,7 @@ from tests.core.test_parallel import ranks_of, same
 
 @pytest.fixture(autouse=True)
 def own_code(no_own_code: None) -> None:
-    kinds.use(CODE)
+    kinds.set_user_code(CODE)
 
 
 def take_steps(model: GPT, optimizer: Optimizer, seeds: range) -> None:
@@ -61,7 +61,7 @@ def alike(ours: list[Any], theirs: list[Any]) -> bool:
 def test_gradients_are_clipped_and_settings_arrive(new_model: NewModel) -> None:
     ours, theirs = new_model(), new_model()
     optimizer = build_optimizer(ours, OptimSection(optimizer="lion", lion_beta=0.5, peak_lr=0.3))
-    assert isinstance(optimizer, ForeignOptimizer)
+    assert isinstance(optimizer, UserOptimizer)
     assert (optimizer.param_groups[0]["beta"], optimizer.param_groups[0]["lr"]) == (0.5, 0.3)
     put_gradients(ours, 1, 10.0)
     put_gradients(theirs, 1, 10.0)
@@ -213,7 +213,7 @@ def test_memory_and_files_are_counted_by_one_step_without_memory() -> None:
     assert optimizer_state_bytes(shape, OptimSection(optimizer="two_rates")) == 0
     # It reads a number from the weights, which have none: two moments are assumed.
     assert optimizer_state_bytes(shape, OptimSection(optimizer="varied")) == 8 * num
-    kinds.use(Code("my.py", CODE.text.replace("zeros_like(p)", "zeros_like(p).double()")))
+    kinds.set_user_code(Code("my.py", CODE.text.replace("zeros_like(p)", "zeros_like(p).double()")))
     assert optimizer_state_bytes(shape, OptimSection(optimizer="lion")) == 8 * num
 
 

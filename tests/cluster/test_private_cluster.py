@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import ray
 
-from raytrain_gpt.cluster import own_cluster
+from raytrain_gpt.cluster import private_cluster
 from raytrain_gpt.errors import ClusterError
 from tests.conftest import raises_line
 
@@ -29,7 +29,7 @@ def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setattr(os, "environ", os.environ.copy())
     yield path
-    own_cluster.end_own_cluster()
+    private_cluster.end_own_cluster()
     shutil.rmtree(path)
 
 
@@ -61,7 +61,7 @@ def starts(base: Path, monkeypatch: pytest.MonkeyPatch) -> list[Start]:
 def test_its_directory_is_private_and_goes_away(base: Path, starts: list[Start]) -> None:
     before = os.environ.get("TMPDIR")
     with raises_line(ClusterError, "Ray does not start on this machine (no memory)"):
-        own_cluster.start_own_cluster(1)
+        private_cluster.start_own_cluster(1)
     (start,) = starts
     assert start.mode == 0o700
     assert Path(start.options["_temp_dir"]).parent == start.directory
@@ -75,7 +75,7 @@ def test_where_no_directory_can_be_made_a_line_says_so(
 ) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(base / "none"))
     with raises_line(ClusterError, "cannot make a directory", "No such file", "set TMPDIR"):
-        own_cluster.start_own_cluster(1)
+        private_cluster.start_own_cluster(1)
 
 
 def test_workers_are_no_nicer_than_other_processes_unless_asked(starts: list[Start]) -> None:
@@ -84,7 +84,7 @@ def test_workers_are_no_nicer_than_other_processes_unless_asked(starts: list[Sta
         os.environ.pop(name, None)
         os.environ.update(asked)
         with pytest.raises(ClusterError):
-            own_cluster.start_own_cluster(1)
+            private_cluster.start_own_cluster(1)
     assert [start.environment[name] for start in starts] == ["0", "7"]
 
 
@@ -103,7 +103,7 @@ def test_workers_start_although_the_path_of_python_has_a_blank(
     (tmp_path / "my env").symlink_to(python.parent)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "my env" / python.name))
     with pytest.raises(ClusterError):
-        own_cluster.start_own_cluster(1)
+        private_cluster.start_own_cluster(1)
     executable = starts[0].options["runtime_env"]["py_executable"]
     started = [python, "-c", WORKER, executable]  # as Ray starts a worker with variables
     assert subprocess.run(started, stdout=subprocess.PIPE, check=True).stdout == b"works\n"
@@ -112,9 +112,9 @@ def test_workers_start_although_the_path_of_python_has_a_blank(
 @pytest.mark.fault("worker dies while Ray starts", "start abandoned after 120 s")
 def test_a_start_that_takes_too_long_ends_with_an_error() -> None:
     program = (
-        "import time; from raytrain_gpt.cluster import own_cluster\n"
-        "own_cluster.START_TIMEOUT_S = 0.1\n"
-        "with own_cluster._guarded(): time.sleep(60)"
+        "import time; from raytrain_gpt.cluster import private_cluster\n"
+        "private_cluster.START_TIMEOUT_S = 0.1\n"
+        "with private_cluster._guarded(): time.sleep(60)"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == -signal.SIGKILL
@@ -122,6 +122,6 @@ def test_a_start_that_takes_too_long_ends_with_an_error() -> None:
 
 
 def test_a_start_in_time_is_not_killed(capfd: pytest.CaptureFixture[str]) -> None:
-    with own_cluster._guarded():
+    with private_cluster._guarded():
         pass
     assert capfd.readouterr() == ("", "")
