@@ -79,6 +79,13 @@ declare(
         Kind("schedule", "cosine", Settings, "raytrain_gpt.core.optim:cosine"),
         Kind("schedule", "wsd", WsdSettings, "raytrain_gpt.core.optim:wsd"),
         Kind("schedule", "constant", Settings, "raytrain_gpt.core.optim:constant"),
+        Kind(
+            "trackers",
+            "tensorboard",
+            Settings,
+            "raytrain_gpt.tracking.tensorboard_events:TensorBoard",
+        ),
+        Kind("trackers", "mlflow", Settings, "raytrain_gpt.tracking.mlflow_run:MLflow"),
         Kind("trackers", "wandb", WandbSettings, "raytrain_gpt.tracking.wandb_run:Wandb"),
         Kind("trackers", "trackio", TrackioSettings, "raytrain_gpt.tracking.wandb_run:Trackio"),
     )

@@ -17,36 +17,30 @@ from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking import mlflow_run
 from raytrain_gpt.tracking.run_files import TRACKERS_DIR, Row, RunFiles
-from raytrain_gpt.tracking.trackers import DeliveryState, End, TrackedRun, TrackerQueue
-
-BUFFER_S = 30.0
-"""Time that a tracker may keep rows in memory only; wandb writes its file every 15 s."""
+from raytrain_gpt.tracking.trackers import BUFFER_S, DeliveryState, End, TrackedRun, TrackerQueue
 
 
 def open_trackers(run: TrackedRun, files: RunFiles, log: Log) -> list[TrackerQueue]:
     """Create the trackers of an attempt, with the rows that they may lack."""
     run.log = log
-    queues: list[TrackerQueue] = []
-    if run.config.tracking.tensorboard:
-        from raytrain_gpt.tracking.tensorboard_events import TensorBoard
-
-        off = "no more TensorBoard events"  # its writer cannot recover from a full disk
-        queues.append(TrackerQueue(TensorBoard, run, log, "TensorBoard", off, OSError))
-    with_rows: list[TrackerQueue] = []
-    if (uri := mlflow_run.tracking_uri(run.config)) is not None:
-        queue = TrackerQueue(mlflow_run.MLflow, run, log, f"MLflow at {uri}", "MLflow is off")
-        with_rows.append(queue)
-    for name in run.config.tracking.trackers:
-        assert run.id, "drawn here, before threads draw it"
-        queue = TrackerQueue(partial(NamedTracker, name), run, log, f"tracker {name}", "", ())
-        with_rows.append(queue)
-    for queue in with_rows:
+    assert run.id, "drawn here, before threads draw it"
+    tracking, uri = run.config.tracking, mlflow_run.tracking_uri(run.config)
+    names = ["tensorboard"] * tracking.tensorboard + ["mlflow"] * (uri is not None)
+    queues = []
+    for name in dict.fromkeys([*names, *tracking.trackers]):
+        label = f"MLflow at {uri}" if name == "mlflow" else f"tracker {name}"
+        queue = TrackerQueue(partial(NamedTracker, name), run, log, label)
         queue.rows(files.kept_rows)
-    return queues + with_rows
+        queues.append(queue)
+    return queues
 
 
 class NamedTracker:
-    """A tracker of `trackers`, called with the rows that it lacks; it may have no `text` or `finish`."""
+    """A tracker, called with the rows that it lacks.
+
+    Its class may have no `text` or `finish`; `buffer_s` is the time for which it keeps rows in memory only;
+    `replaces_rows` says that it replaces those of steps that the attempt repeats, as all of the user's may.
+    """
 
     def __init__(self, name: str, run: TrackedRun) -> None:
         kind = kinds.kind("trackers", name)
@@ -58,9 +52,10 @@ class NamedTracker:
         with contextlib.suppress(FileNotFoundError, ValueError):
             if run.resumed:
                 self._delivered = DeliveryState.model_validate_json(self._file.read_bytes())
-        if not kind.is_built_in:  # it may replace its rows from first_step on
+        if getattr(kind.resolve(), "replaces_rows", not kind.is_built_in):
             self._delivered = self._delivered.until(run.step)
         self._tracker = kind.call(run, run.config.tracking.settings(kind.settings))
+        self._buffer_s = getattr(self._tracker, "buffer_s", BUFFER_S)
 
     def rows(self, rows: list[Row]) -> None:
         new, after = self._delivered.take(rows, self._run.step)
@@ -71,7 +66,7 @@ class NamedTracker:
         self._delivered, now = after, time.monotonic()
         self._unwritten.append((now, after))
         # Recorded later: a kill costs rows in the tracker's memory, which then come again.
-        while self._unwritten and self._unwritten[0][0] <= now - BUFFER_S:
+        while self._unwritten and self._unwritten[0][0] <= now - self._buffer_s:
             self._write(self._unwritten.popleft()[1])
 
     def _write(self, delivered: DeliveryState) -> None:
@@ -93,6 +88,8 @@ class NamedTracker:
 def check_packages(config: Config) -> None:
     """Raise a ConfigError if the package of a tracker is not installed."""
     for name in config.tracking.trackers:
+        if name == "mlflow" and mlflow_run.tracking_uri(config) is None:
+            raise ConfigError("trackers=mlflow needs mlflow_uri; set it, or remove mlflow")
         if not kinds.is_built_in("trackers", name):
             continue
         try:

@@ -1,7 +1,7 @@
 """The MLflow run of a training run, or of a sweep, which is the parent of its trials' runs.
 
 `mlflow.json` in the directory stores a random identity, also a tag of the MLflow run. It is written before
-the run is created, so that any restart finds the run. After a restart, only rows that MLflow lacks are sent.
+the run is created, so that any restart finds the run.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from raytrain_gpt.config.kinds import Settings
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import location
 from raytrain_gpt.errors import ConfigError, Interrupted, reason
@@ -25,14 +26,12 @@ from raytrain_gpt.format import Log, shell
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, is_url
 from raytrain_gpt.tracking.run_files import PROFILE_DIR, Row
-from raytrain_gpt.tracking.trackers import DeliveryState, End, TrackedRun, plottable_values
+from raytrain_gpt.tracking.trackers import End, TrackedRun, TrackerOff, plottable_values
 
 SQLITE = "sqlite:///"
 OFF = "MLflow is off: its SQLite file cannot be in an object store; set mlflow_uri"
 TRACKING_FILE = "mlflow.json"
 _IDENTITY_TAG = "raytrain_gpt_run"
-_EVENTS_TAG = "raytrain_gpt_events_until"
-_REDONE_TAG = "raytrain_gpt_redone_from"
 _EXPORT_DIR = "exported"
 """Artifact directory of the last exported model."""
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
@@ -107,7 +106,6 @@ class MLflowRun:
             tags = {**tags, _IDENTITY_TAG: _identity(directory, uri)}
             run = self.client.create_run(experiment_id, tags=tags, run_name=directory.name)
         self.run_id: str = run.info.run_id
-        self.tags: dict[str, str] = run.data.tags
         record = {**read_tracking(directory), "experiment_id": experiment_id, "run_id": self.run_id}
         (directory / TRACKING_FILE).write_text(json.dumps(record) + "\n")
         self.client.update_run(self.run_id, status="RUNNING")
@@ -122,43 +120,29 @@ class MLflowRun:
 
 
 class MLflow(MLflowRun):
-    """Tracker that sends the rows that a run's MLflow run lacks."""
+    """Tracker of a run."""
 
-    def __init__(self, run: TrackedRun) -> None:
+    buffer_s = 0.0  # what it has taken is stored
+
+    def __init__(self, run: TrackedRun, _: Settings) -> None:
         place, values, is_new = Location.of(run.directory), run.config.field_values(), run.step == 0
-        super().__init__(place, run.config, values, run.tags, starts_over=is_new)
+        try:
+            super().__init__(place, run.config, values, run.tags, starts_over=is_new)
+        except ConfigError as error:
+            raise TrackerOff(str(error)) from None
         self._run = run
-        self._delivered = DeliveryState(
-            step=max(self._steps("train/loss"), default=0),
-            evaluated=frozenset(self._steps("val/loss")),
-            event_s=float(self.tags.get(_EVENTS_TAG, 0.0)),
-        )
-        # A rollback repeats steps with different batches; the later point counts.
-        if redone_from := self.tags.get(_REDONE_TAG):
-            self._delivered = self._delivered.until(int(redone_from))
-            self.client.set_tag(self.run_id, _REDONE_TAG, "")
-
-    def _steps(self, key: str) -> list[int]:
-        return [metric.step for metric in self.client.get_metric_history(self.run_id, key)]
 
     def rows(self, rows: list[Row]) -> None:
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
-        new, after = self._delivered.take(rows, self._run.step)
-        for row in new:
-            if row.get("event") == "rollback":
-                self.client.set_tag(self.run_id, _REDONE_TAG, str(row["to_step"]))
         metrics = [
             Metric(key, value, now_ms, row["step"])
-            for row in new
+            for row in rows
             for key, value in plottable_values(row)
         ]
         for start in range(0, len(metrics), _BATCH_POINTS):
             self.client.log_batch(self.run_id, metrics=metrics[start : start + _BATCH_POINTS])
-        if after.event_s > self._delivered.event_s:
-            self.client.set_tag(self.run_id, _EVENTS_TAG, repr(after.event_s))
-        self._delivered = after
 
     def text(self, step: int, name: str, text: str) -> None:
         self.client.log_text(self.run_id, text, f"{name}/step={step:08d}.txt")

@@ -19,12 +19,13 @@ from typing import Any, Literal, Protocol
 from pydantic import BaseModel, ConfigDict
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.errors import UserError
 from raytrain_gpt.format import Log
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, PROFILE_DIR, RUN_ID_FILE, SAMPLES_FILE, Row
 
 End = Literal["finished", "failed", "interrupted"]
 _RETRY_S = 10.0
+BUFFER_S = 30.0
+"""Time that a tracker may keep rows in memory only; wandb writes its file every 15 s."""
 _FINISH_S = 60.0
 
 
@@ -90,6 +91,10 @@ class TrackedRun:
         return [path for name in names for path in sorted(self.directory.glob(name))]
 
 
+class TrackerOff(Exception):
+    """A built-in tracker cannot work in this attempt; it is not called again."""
+
+
 class Tracker(Protocol):
     """Tracker in one attempt; any call may be slow or raise.
 
@@ -112,7 +117,6 @@ class TrackerQueue:
     Args:
         make: Connects; retried until the tracker responds.
         log: Receives a warning with the tracker's `name` when it first fails.
-        final: Errors that turn the tracker off, with the warning `off`.
     """
 
     def __init__(
@@ -121,11 +125,8 @@ class TrackerQueue:
         run: TrackedRun,
         log: Log,
         name: str,
-        off: str,
-        final: type[Exception] | tuple[()] = UserError,
     ) -> None:
-        self._make, self._run, self._log = make, run, log
-        self._name, self._off, self._final = name, off, final
+        self._make, self._run, self._log, self._name = make, run, log, name
         self._rows: list[Row] = []
         self._texts: list[tuple[int, str, str]] = []
         self._end: End | None = None
@@ -177,8 +178,8 @@ class TrackerQueue:
                     return
                 with self._changed:  # only now, so that rows of a failed call are resent
                     del self._rows[: len(rows)], self._texts[: len(texts)]
-            except self._final as error:
-                self._log(f"{self._off}: {error}")
+            except TrackerOff as error:
+                self._log(f"{self._name} is off: {error}")
                 with self._changed:
                     self._rows, self._texts, self._is_off = [], [], True
                     return

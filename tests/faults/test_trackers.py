@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.tracking.mlflow_run import MLflow
+from raytrain_gpt.tracking.configured import NamedTracker
 from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.tracking.trackers import TrackedRun, TrackerQueue
 from tests.ports import free_port
@@ -36,12 +36,12 @@ def test_rows_wait_for_a_server_that_is_down(
     config = Config().updated({"mlflow_uri": uri, "experiment": "down"})
     returned = threading.Event()
 
-    def connect(run: TrackedRun) -> MLflow:
+    def connect(run: TrackedRun) -> NamedTracker:
         assert returned.wait(WITHIN_S), "adding rows must not wait for a tracker that is down"
-        return MLflow(run)
+        return NamedTracker("mlflow", run)
 
     run = TrackedRun(tmp_path / "run", config, 0, tags={})
-    tracker = TrackerQueue(connect, run, lines.put, f"MLflow at {uri}", "off")
+    tracker = TrackerQueue(connect, run, lines.put, f"MLflow at {uri}")
     tracker.rows(rows[:20])
     returned.set()
     assert "does not respond" in lines.get(timeout=60)

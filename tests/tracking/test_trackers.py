@@ -7,6 +7,7 @@ import json
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,10 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.configured import open_trackers
+from raytrain_gpt.tracking.configured import NamedTracker, open_trackers
 from raytrain_gpt.tracking.mlflow_run import (
     TRACKING_FILE,
     URI_VARIABLE,
-    MLflow,
     MLflowRun,
     mark_interrupted,
     track_export,
@@ -33,6 +33,7 @@ from raytrain_gpt.tracking.sync import RunSync
 from raytrain_gpt.tracking.trackers import End, TrackedRun, TrackerQueue, plottable_values
 
 Track = Callable[..., TrackerQueue]
+MLFLOW = partial(NamedTracker, "mlflow")
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def track(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Track:
         uri = {"mlflow_uri": f"file:{tmp_path / 'mlruns'}", "experiment": "tests"}
         run = TrackedRun(tmp_path / "run", Config().updated(uri | fields), step, {"sweep": "a"})
         run.newest_checkpoint = newest
-        return TrackerQueue(MLflow, run, pytest.fail, "MLflow", "off")
+        return TrackerQueue(MLFLOW, run, pytest.fail, "MLflow")
 
     return start
 
@@ -140,8 +141,8 @@ def test_what_mlflow_refuses_is_no_outage(tmp_path: Path) -> None:
         (str(tmp_path / "mlruns"), "a directory"),
     ):
         run = TrackedRun(tmp_path, Config().updated({"mlflow_uri": uri}), 0, {})
-        TrackerQueue(MLflow, run, said.append, "MLflow", "off").close("finished")
-        assert said.pop().startswith(f"off: MLflow cannot use {uri}: "), why
+        TrackerQueue(MLFLOW, run, said.append, "MLflow").close("finished")
+        assert said.pop().startswith(f"MLflow is off: MLflow cannot use {uri}: "), why
 
 
 def test_the_page_of_a_run_is_told_and_a_run_that_was_left_is_killed(
@@ -198,7 +199,7 @@ def test_a_slow_and_failing_tracker_neither_slows_nor_ends_the_recorder(
             self._call("finish")
 
     def open_trackers(run: TrackedRun, _files: Any, log: Log) -> list[TrackerQueue]:
-        return [TrackerQueue(Fake, run, log, "Fake", "off")]
+        return [TrackerQueue(Fake, run, log, "Fake")]
 
     monkeypatch.setattr("raytrain_gpt.tracking.recorder.open_trackers", open_trackers)
     monkeypatch.setattr("raytrain_gpt.tracking.trackers._RETRY_S", 0.0)
@@ -240,7 +241,7 @@ def test_tensorboard_ends_with_the_first_row_that_it_cannot_write(
         tracker.close("finished")
     tracker.rows(rows(4, 5))
     tracker.close("finished")
-    assert said == ["no more TensorBoard events: [Errno 28] No space left on device"]
+    assert said == ["tracker tensorboard is off: [Errno 28] No space left on device"]
 
 
 def test_a_new_parameter_is_added_and_the_others_stay(
