@@ -143,7 +143,7 @@ def hangs_once(spec: WorkerSpec) -> None:
 def test_a_trial_that_hangs_is_killed_and_continued(make_sweep: MakeSweep) -> None:
     def curves(name: str, train_loop: Callable[[WorkerSpec], None]) -> list[Any]:
         space = {"peak_lr": {"grid": [1e-3, 2e-3]}}
-        changes = {"hang_timeout_s": 3, "max_failures": 1}
+        changes = {"hang_timeout_s": 10, "max_failures": 1}
         sweep = make_sweep(name, space, steps=10, report=5, overrides=changes)
         summary = run_sweep(sweep, resume=False, log=lines.append, train_loop=train_loop)
         return [(trial.state, trial.curve) for trial in summary.trials]
