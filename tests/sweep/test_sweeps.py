@@ -228,7 +228,7 @@ def test_a_sweep_that_was_stopped_and_killed_ends_with_the_same_results(
         return False
 
     process = start("--sweep_name", "whole", "--max_concurrent_trials", "1")
-    assert process.wait(200) == 0, process.communicate()
+    assert process.wait(300) == 0, process.communicate()
 
     process = start()
     wait_until(a_trial_trains, "the last trial's checkpoint")
@@ -244,7 +244,7 @@ def test_a_sweep_that_was_stopped_and_killed_ends_with_the_same_results(
     for pid in held[:1]:  # the driver waits for it, unless Ray Tune ended it with its trial
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    output, _ = process.communicate(timeout=100)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 130, [*lines, output]
     assert "interrupted, all trials saved" in output
     process = start("--resume")
@@ -252,7 +252,7 @@ def test_a_sweep_that_was_stopped_and_killed_ends_with_the_same_results(
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     process = start("--resume")
-    output, _ = process.communicate(timeout=200)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert results("killed") == results("whole")
     assert weights("whole").items() <= weights("killed").items()  # and what SIGTERM made them save
