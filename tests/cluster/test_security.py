@@ -241,7 +241,7 @@ def seen(make_config: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> I
         modes = [path.stat().st_mode & 0o777 for path in ray_dir.iterdir()]
         logs = [path.read_bytes() for path in ray_dir.glob("**/logs/**/*.*") if path.is_file()]
         run.send_signal(signal.SIGTERM)
-        rest, _ = run.communicate(timeout=120)
+        rest, _ = run.communicate(timeout=300)
         output = "".join(lines) + rest
         assert run.returncode == 130, output
         run_dir = Path(config.run.storage_path, "own")

@@ -17,7 +17,7 @@ from tests.conftest import ForksWorkers
 from tests.faults.test_leaving import Head
 from tests.runs import command, flags
 
-WITHIN_S = 150
+WITHIN_S = 300
 
 
 @dataclass(frozen=True)

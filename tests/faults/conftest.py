@@ -39,7 +39,7 @@ class Command:
     def output(self) -> str:
         return self._log.read_text()
 
-    def ends(self, within_s: float = 120) -> int:
+    def ends(self, within_s: float = 300) -> int:
         return self.process.wait(within_s)
 
     def prints(self, text: str) -> None:

@@ -32,7 +32,7 @@ from raytrain_gpt.train.worker import Worker, train_worker
 from raytrain_gpt.train.worker_group import WorkerSpec
 
 POLL_S = 0.02
-WITHIN_S = 150.0
+WITHIN_S = 300.0
 
 
 def wait_until(condition: Callable[[], Any], what: str, within_s: float = WITHIN_S) -> Any:

@@ -97,5 +97,5 @@ def test_killed_five_times_it_ends_with_the_same_bytes(
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         assert not (out / MANIFEST_FILE).exists()
-    assert start().wait(120) == 0, log.read_text()
+    assert start().wait(300) == 0, log.read_text()
     assert all_files(out) == all_files(tmp_path / "whole")

@@ -143,7 +143,7 @@ def test_a_trial_that_hangs_ends_its_process_and_continues(
 ) -> None:
     def curves(name: str, train_loop: Callable[[WorkerSpec], None]) -> list[Any]:
         space = {"peak_lr": {"grid": [1e-3, 2e-3]}}
-        changes = {"hang_timeout_s": 3, "max_failures": 1}
+        changes = {"hang_timeout_s": 10, "max_failures": 1}
         sweep = make_sweep(name, space, steps=10, report=5, overrides=changes)
         summary = run_sweep(sweep, resume=False, log=lines.append, train_loop=train_loop)
         return [(trial.state, trial.curve) for trial in summary.trials]
@@ -229,13 +229,13 @@ def test_a_sweep_that_was_stopped_and_killed_ends_with_the_same_results(
         return False
 
     process = start("--sweep_name", "whole", "--max_concurrent_trials", "1")
-    assert process.wait(200) == 0, process.communicate()
+    assert process.wait(300) == 0, process.communicate()
 
     process = start()
     wait_until(a_trial_trains, "the last trial's checkpoint")
     wait_until(ended(1), "the end of a trial")
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=100)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 130, output
     assert "continue with the same command and --resume" in output
     process = start("--resume")
@@ -243,7 +243,7 @@ def test_a_sweep_that_was_stopped_and_killed_ends_with_the_same_results(
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     process = start("--resume")
-    output, _ = process.communicate(timeout=200)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert results("killed") == results("whole")
     assert weights("whole").items() <= weights("killed").items()  # and what SIGTERM made them save

@@ -174,7 +174,7 @@ def test_processes_of_torchrun_are_ranks(
     config = make_config(run_name=f"torchrun-{optimizer}", optimizer=optimizer)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
     process = start(config, Faults(), *launcher)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert "local mode: 2 processes" in out
     run_dir = Path(config.run.storage_path, config.run.run_name)
@@ -199,7 +199,7 @@ def test_a_signal_to_one_process_of_torchrun_ends_all_after_saving(
     rank_1 = psutil.Process(gate.reached(lambda: process.poll() is not None))
     rank_1.terminate()
     gate.open()
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     assert err.count("interrupted at step 1") == 1
     assert "exitcode  : 130" in err  # also of rank 1, which did not die when rank 0 exited
     assert "Connection closed" not in err
@@ -229,7 +229,7 @@ def test_what_torchrun_cannot_do_is_one_line_of_one_rank(
     config = make_config(run_name="torchrun-5", **sizes)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
     process = start(config, Faults(), *launcher)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     assert process.returncode != 0
     assert err.count("does not divide over 2 workers") == 1
 
