@@ -19,6 +19,7 @@ from raytrain_gpt.scaling.law import Floats, Law, fit_law
 from raytrain_gpt.scaling.plan import StudyPlan, doubt_of_extrapolation
 from raytrain_gpt.scaling.rates import RateRule
 from raytrain_gpt.storage.location import Location
+from raytrain_gpt.train.preflight import expected_vocab_size
 
 LAW_FILE = "law.json"
 _RECIPE = ("architecture", "optimizer", "seq_len", "global_batch_tokens")
@@ -123,9 +124,13 @@ class LawFile(Strict):
         ]
         if data_is_there(config) and read_data(config).vocab_hash != self.vocab_hash:
             doubts.append("the law has a different tokenizer")
-        loss = self.loss_text(self.predict(parameters, tokens))
-        text = f"{loss} nats per token, by {self.study}, at {times:.2g} times its largest compute"
-        return "; ".join([text, *doubts])
+        loss, most = self.predict(parameters, tokens), math.log(expected_vocab_size(config))
+        if not loss + (self.half_width or 0.0) <= most:
+            raise ConfigError(
+                f"{self.study} forecasts {self.loss_text(loss)}, but guessing has {most:.3f}; use another law"
+            )
+        by = f"nats per token, by {self.study}, at {times:.2g} times its largest compute"
+        return "; ".join([f"{self.loss_text(loss)} {by}", *doubts])
 
 
 def law_file(
