@@ -109,7 +109,13 @@ class Goodput:
     def summary(self) -> str:
         share, elapsed = self.share(self.effective_s), short_duration(self.elapsed_s)
         headline = f"goodput {share} of {elapsed} training" if share else "goodput unknown"
-        texts = [headline, self.restarts_text(), self.lost_steps_text()]
+        causes = [f"{n} {cause.replace('_', ' ')}" for cause, n in self.restarts_by_cause.items()]
+        restarts = f"{count(self.restarts, 'restart')} ({', '.join(causes)})"
+        rolled_back = self.rolled_back_steps
+        detail = f" ({rolled_back} of them rolled back)" if rolled_back else ""
+        repeated = f"{count(self.lost_steps, 'step')} repeated{detail}"
+        texts = [headline, restarts if self.restarts else "no restart"]
+        texts.append(repeated if self.lost_steps else "no step repeated")
         if self.bad_steps:
             texts.append(count(self.bad_steps, "bad step"))
         if self.skipped_batches:
@@ -120,21 +126,6 @@ class Goodput:
         if self.not_running_s:
             texts.append(f"not running for {short_duration(self.not_running_s)} between commands")
         return " | ".join(texts)
-
-    def restarts_text(self) -> str:
-        """Return `no restart` or `3 restarts (2 failed, 1 preempted)`."""
-        if not self.restarts:
-            return "no restart"
-        causes = (f"{n} {cause.replace('_', ' ')}" for cause, n in self.restarts_by_cause.items())
-        return f"{count(self.restarts, 'restart')} ({', '.join(causes)})"
-
-    def lost_steps_text(self) -> str:
-        """Return `no step repeated` or `24 steps repeated (10 of them rolled back)`."""
-        if not self.lost_steps:
-            return "no step repeated"
-        rolled_back = self.rolled_back_steps
-        detail = f" ({rolled_back} of them rolled back)" if rolled_back else ""
-        return f"{count(self.lost_steps, 'step')} repeated{detail}"
 
     def share(self, part_s: float) -> str:
         """Format a fraction of the elapsed time in percent, or nothing without times."""
@@ -160,21 +151,13 @@ class RunSpeed:
     mfu: float | None
     peak_memory_bytes: int | None
 
-    @property
-    def mfu_overall(self) -> float | None:
-        """MFU with all time included, as in `tokens_per_s_overall`."""
-        if self.mfu is None or not self.tokens_per_s or self.tokens_per_s_overall is None:
-            return None
-        return self.mfu * self.tokens_per_s_overall / self.tokens_per_s
-
     def summary(self) -> str:
         speeds = ((self.tokens_per_s, "in steps (median)"), (self.tokens_per_s_overall, "overall"))
         texts = [f"{value:,.0f} tokens/s {label}" for value, label in speeds if value is not None]
         if self.data_wait_fraction is not None:
             texts.append(f"data wait {self.data_wait_fraction:.2%} of step time")
         if self.mfu is not None:
-            overall = "" if self.mfu_overall is None else f" ({self.mfu_overall:.1%} overall)"
-            texts.append(f"mfu {self.mfu:.1%}{overall}")
+            texts.append(f"mfu {self.mfu:.1%}")
         if self.peak_memory_bytes is not None:
             texts.append(f"peak memory {size(self.peak_memory_bytes)} per worker")
         return " | ".join(texts) or "speed unknown"

@@ -21,12 +21,12 @@ from typing import Any
 from raytrain_gpt.config.kinds import Settings
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import location
-from raytrain_gpt.errors import ConfigError, Interrupted, reason
+from raytrain_gpt.errors import ConfigError, Interrupted
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, is_url
 from raytrain_gpt.tracking.run_files import PROFILE_DIR, Row
-from raytrain_gpt.tracking.trackers import End, TrackedRun, TrackerOff, plottable_values
+from raytrain_gpt.tracking.trackers import End, TrackedRun, plottable_values
 
 SQLITE = "sqlite:///"
 OFF = "MLflow is off: its SQLite file cannot be in an object store; set mlflow_uri"
@@ -126,10 +126,7 @@ class MLflow(MLflowRun):
 
     def __init__(self, run: TrackedRun, _: Settings) -> None:
         place, values, is_new = Location.of(run.directory), run.config.field_values(), run.step == 0
-        try:
-            super().__init__(place, run.config, values, run.tags, starts_over=is_new)
-        except ConfigError as error:
-            raise TrackerOff(str(error)) from None
+        super().__init__(place, run.config, values, run.tags, starts_over=is_new)
         self._run = run
 
     def rows(self, rows: list[Row]) -> None:
@@ -246,18 +243,13 @@ def tracking_lines(directory: Location) -> list[str]:
 
 
 def _client(uri: str) -> Any:
-    """Create MLflow's client, which gives up within seconds; raises a ConfigError for an unusable URI."""
+    """Create MLflow's client, which gives up within seconds; may raise any error."""
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     from mlflow import MlflowClient  # imported here because it takes seconds
-    from mlflow.exceptions import MlflowException
-    from sqlalchemy.exc import ArgumentError
 
     logging.getLogger("mlflow").setLevel(logging.WARNING)  # the import sets it
-    try:
-        return MlflowClient(uri)
-    except (ImportError, MlflowException, ArgumentError) as error:
-        raise ConfigError(f"MLflow cannot use {uri}: {reason(error)}") from None
+    return MlflowClient(uri)
 
 
 def read_tracking(directory: Location) -> dict[str, str]:
@@ -268,8 +260,7 @@ def read_tracking(directory: Location) -> dict[str, str]:
     try:
         content = parse_json((directory / TRACKING_FILE).read_bytes())
         names = ("uri", "identity", "experiment_id", "run_id")
-        record = {n: str(content[n]) for n in names if n in content or n in names[:2]}
-        return record if all(map(str.isprintable, record.values())) else {}
+        return {n: str(content[n]) for n in names if n in content or n in names[:2]}
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return {}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from raytrain_gpt.config.kinds import Settings
 from raytrain_gpt.tracking.run_files import Row
-from raytrain_gpt.tracking.trackers import End, TrackedRun, TrackerOff, plottable_values
-
-
-@contextlib.contextmanager
-def _off_if_full() -> Iterator[None]:
-    """Turn the tracker off after an error, from which tensorboard's writer cannot recover."""
-    try:
-        yield
-    except OSError as error:
-        raise TrackerOff(str(error)) from None
+from raytrain_gpt.tracking.trackers import End, TrackedRun, plottable_values
 
 
 class TensorBoard:
@@ -38,23 +28,20 @@ class TensorBoard:
     replaces_rows = True
 
     def __init__(self, run: TrackedRun, _: Settings) -> None:
-        with _off_if_full():
-            self._writer = EventFileWriter(str(run.directory / "tensorboard"))
-            self._add(run.step + 1, session_log=SessionLog(status=SessionLog.START))
+        self._writer = EventFileWriter(str(run.directory / "tensorboard"))
+        self._add(run.step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def rows(self, rows: list[Row]) -> None:
-        with _off_if_full():
-            for row in rows:
-                numbers = plottable_values(row)
-                values = [Summary.Value(tag=tag, simple_value=number) for tag, number in numbers]
-                self._add(row["step"], row.get("time"), summary=Summary(value=values))
-            self._writer.flush()
+        for row in rows:
+            numbers = plottable_values(row)
+            values = [Summary.Value(tag=tag, simple_value=number) for tag, number in numbers]
+            self._add(row["step"], row.get("time"), summary=Summary(value=values))
+        self._writer.flush()
 
     def text(self, step: int, name: str, text: str) -> None:
         tensor = TensorProto(dtype=DT_STRING, string_val=[f"```\n{text}\n```".encode()])
         value = Summary.Value(tag=name, metadata=create_summary_metadata(name, ""), tensor=tensor)
-        with _off_if_full():
-            self._add(step, summary=Summary(value=[value]))
+        self._add(step, summary=Summary(value=[value]))
 
     def _add(self, step: int, time_s: float | None = None, **content: Any) -> None:
         self._writer.add_event(Event(step=step, wall_time=time_s or time.time(), **content))

@@ -91,10 +91,6 @@ class TrackedRun:
         return [path for name in names for path in sorted(self.directory.glob(name))]
 
 
-class TrackerOff(Exception):
-    """A built-in tracker cannot work in this attempt; it is not called again."""
-
-
 class Tracker(Protocol):
     """Tracker in one attempt; any call may be slow or raise.
 
@@ -130,22 +126,19 @@ class TrackerQueue:
         self._rows: list[Row] = []
         self._texts: list[tuple[int, str, str]] = []
         self._end: End | None = None
-        self._is_off = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._follow, name=name, daemon=True)
 
     def rows(self, rows: list[Row]) -> None:
         with self._changed:
-            if not self._is_off:
-                self._rows.extend(rows)
+            self._rows.extend(rows)
             self._changed.notify()
         if any("train/loss" in row and row["step"] > self._run.step for row in rows):
             self._start()
 
     def text(self, step: int, name: str, text: str) -> None:
         with self._changed:
-            if not self._is_off:
-                self._texts.append((step, name, text))
+            self._texts.append((step, name, text))
             self._changed.notify()
 
     def close(self, end: End) -> None:
@@ -178,11 +171,6 @@ class TrackerQueue:
                     return
                 with self._changed:  # only now, so that rows of a failed call are resent
                     del self._rows[: len(rows)], self._texts[: len(texts)]
-            except TrackerOff as error:
-                self._log(f"{self._name} is off: {error}")
-                with self._changed:
-                    self._rows, self._texts, self._is_off = [], [], True
-                    return
             except (Exception, SystemExit) as error:  # a tracker must not end the run
                 if not warned:
                     self._log(f"{self._name} does not respond, retrying: {error}")

@@ -67,7 +67,6 @@ class Wandb:
             symlink=False,
             init_timeout=_INIT_TIMEOUT_S,
             finish_timeout=_UPLOAD_TIMEOUT_S,
-            finish_timeout_raises=True,
             stop_fn=lambda: None,  # wandb's page would send SIGINT to this process
             x_disable_stats=True,
             x_disable_meta=True,
@@ -102,11 +101,7 @@ class Wandb:
             )
         if end == "interrupted":
             self._run.mark_preempting()
-        try:
-            self._run.finish(exit_code=0 if end == "finished" else 1)
-        except TimeoutError:
-            sync = shell("wandb", "sync", "--include-online", Path(self._run.settings.sync_dir))
-            self._tracked.log(f"wandb       upload not complete; complete it: {sync}")
+        self._run.finish(exit_code=0 if end == "finished" else 1)
         if self._wandb.run is None:  # a notebook may have a run of its user's
             self._wandb.teardown()  # its process may still write, but ends with a Ray actor
 

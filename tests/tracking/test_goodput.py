@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 from dataclasses import asdict
@@ -14,7 +13,6 @@ import pytest
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.goodput import (
-    END_EVENTS,
     RunSpeed,
     goodput,
     read_attempts,
@@ -101,7 +99,7 @@ def test_an_unbroken_run() -> None:
     )
 
 
-@pytest.mark.parametrize("end", [e for e in END_EVENTS if e != "finished"])
+@pytest.mark.parametrize("end", ["failed", "rolled_back"])
 def test_a_restart_in_one_command_costs_the_time_between(end: str) -> None:
     result = goodput(restarted(end))
     assert result.elapsed_s == 50.0
@@ -138,13 +136,6 @@ def test_a_killed_driver_ended_before_the_next_attempt_began() -> None:
     assert [attempt.end_s for attempt in read_attempts(rows)] == [3.0, 3.0]
 
 
-def test_a_killed_start_up_is_known_to_its_last_event() -> None:
-    result = goodput([begin(1, 0, 0.0), begin(2, 0, 50.0, "b"), event("failed", 0, 57.0)])
-    assert (result.elapsed_s, result.not_running_s) == (7.0, 50.0)
-    assert result.lost_to["startup"] == 7.0
-    assert result.effective_fraction == 0.0
-
-
 def test_a_run_that_is_going_on() -> None:
     rows = unbroken()[:-1]
     assert goodput(rows).elapsed_s == 31.0  # its last event
@@ -155,26 +146,13 @@ def test_a_run_that_is_going_on() -> None:
     assert goodput(rows[:1]).effective_fraction is None
 
 
-BARE = {"step": 1, "train/loss": None, "perf/step_time_s": None}
-
-
-@pytest.mark.parametrize(
-    ("rows", "elapsed_s"),
-    [
-        ([], 0.0),
-        (steps(1, 9), 0.0),
-        ([event("failed", 0, 3.0)], 0.0),
-        ([begin(1, 0, 1.0), event("start", 0, 2.0), BARE, event("checkpoint", 1, 3.0)], 2.0),
-    ],
-    ids=["nothing", "steps only", "an end only", "null and missing numbers"],
-)
-def test_what_is_not_in_the_rows_is_zero_or_unknown(rows: list[Row], elapsed_s: float) -> None:
-    result = goodput(rows)
-    assert result.elapsed_s == elapsed_s
-    if not elapsed_s:
-        assert result.effective_fraction is None
+def test_what_is_not_in_the_rows_is_zero_or_unknown() -> None:
+    bare: Row = {"step": 1, "train/loss": None, "perf/step_time_s": None}
+    for rows in ([], steps(1, 9), [event("failed", 0, 3.0)]):
+        result = goodput(rows)
+        assert (result.elapsed_s, result.effective_fraction) == (0.0, None)
         assert result.summary().startswith("goodput unknown | no restart | no step repeated")
-    json.dumps(asdict(result), allow_nan=False)
+    assert goodput([begin(1, 0, 1.0), event("start", 0, 2.0), bare]).elapsed_s == 1.0
 
 
 def test_a_rollback_tells_its_steps_and_batches() -> None:
@@ -203,7 +181,12 @@ def test_a_rollback_tells_its_steps_and_batches() -> None:
 
 @pytest.mark.parametrize(
     ("end", "same_session", "killed_startups", "lost_steps"),
-    itertools.product((None, "failed", "hung", "rolled_back"), (True, False), (0, 2), (0, 3)),
+    [
+        (None, True, 2, 3),
+        ("failed", False, 0, 0),
+        ("hung", True, 0, 3),
+        ("rolled_back", False, 2, 3),
+    ],
 )
 def test_a_grid_of_attempts_adds_up(
     end: str | None, same_session: bool, killed_startups: int, lost_steps: int
@@ -295,22 +278,8 @@ def test_evaluations_and_checkpoints_count_in_one_of_the_two() -> None:
     assert found.data_wait_fraction == pytest.approx(0.005)
     assert found.summary() == (
         "500 tokens/s in steps (median) | 250 tokens/s overall | data wait 0.50% of step time | "
-        "mfu 40.0% (20.0% overall) | peak memory 1.0 GB per worker"
+        "mfu 40.0% | peak memory 1.0 GB per worker"
     )
-
-
-def test_restarts_and_repeated_steps_cost_speed_over_all() -> None:
-    rows = [
-        begin(1, 0, 0.0),
-        event("start", 0, 10.0),
-        *(step_row(s) for s in range(1, 6)),
-        event("failed", 0, 30.0),
-        begin(2, 0, 40.0) | {"lost_s": 10.0, "lost_steps": 5},
-        event("resume", 5, 60.0),
-        *(step_row(s) for s in range(6, 11)),
-        event("finished", 10, 80.0),
-    ]
-    assert run_speed(rows).tokens_per_s_overall == 10_000 / (20 + 20)
 
 
 def test_profiled_steps_do_not_count_as_speed_but_as_time() -> None:

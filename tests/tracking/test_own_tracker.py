@@ -21,42 +21,15 @@ from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking import configured, trackers, wandb_run
+from raytrain_gpt.tracking import configured, wandb_run
 from raytrain_gpt.tracking.configured import check_packages, open_trackers
-from raytrain_gpt.tracking.run_files import Row, RunFiles, read_rows
+from raytrain_gpt.tracking.run_files import Row, RunFiles
 from raytrain_gpt.tracking.trackers import DeliveryState, End, TrackedRun
 from raytrain_gpt.train.launch import train
 from tests.conftest import RunCli
 from tests.runs import MakeConfig, flags
 
 CSV = Path(raytrain_gpt.__file__).parents[1] / "examples" / "csv_tracker.py"
-FAULTY = """
-import threading
-from raytrain_gpt.extend import tracker
-
-@tracker("raises")
-class Raises:
-    def __init__(self, run, settings): pass
-    def rows(self, rows): raise RuntimeError("no room")
-    def text(self, step, name, text): raise RuntimeError("no room")
-    def finish(self, end, files): raise RuntimeError("no room")
-
-@tracker("blocks")
-class Blocks:
-    def __init__(self, run, settings):
-        threading.Event().wait()
-
-@tracker("blocks_later")
-class BlocksLater:
-    def __init__(self, run, settings): pass
-    def rows(self, rows): threading.Event().wait()
-
-@tracker("ends_slowly")
-class EndsSlowly:
-    def __init__(self, run, settings): pass
-    def rows(self, rows): rows.clear()
-    def finish(self, end, files): threading.Event().wait()
-"""
 NOTES = """
 from raytrain_gpt.extend import tracker
 
@@ -118,22 +91,6 @@ def test_a_csv_file_has_every_row_once_also_after_a_resume(
             checkpoint.path.remove()
     assert train(make_config(run_name="csv", **fields), print).step == 30
     assert sorted(csv_rows(whole.path)) == sorted(rows)
-
-
-def test_a_tracker_that_raises_or_blocks_harms_nothing(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trackers, "_FINISH_S", 0.5)
-    kinds.set_user_code(Code("my.py", FAULTY))
-    lines: list[str] = []
-    names = "raises,blocks,blocks_later,ends_slowly"
-    fields = {"trackers": names, "storage_path": str(tmp_path), "max_steps": 10}
-    run = train(make_config(run_name="faulty", **fields), lines.append)
-    assert run.step == 10
-    steps = [row["step"] for row in read_rows(run.run_dir.path) if "train/loss" in row]
-    assert steps == list(range(1, 11))
-    why = "my.py, line 8: RuntimeError: no room"
-    assert f"tracker raises does not respond, retrying: {why}" in lines
 
 
 def track(
@@ -253,16 +210,6 @@ def test_weights_and_biases_has_rows_samples_and_files_without_a_key(tmp_path: P
     assert {"run/config.yaml", "run/samples.txt"} <= {*saved}, "not over wandb's config.yaml"
     (copied,) = directory.glob("wandb/offline-run-*/files/run/config.yaml")
     assert not copied.is_symlink(), "wandb would write its own configuration through it"
-
-
-def test_resumed_attempts_are_one_run_of_weights_and_biases(tmp_path: Path) -> None:
-    first = track(tmp_path / "run", "wandb", 0, ROWS[:1], "interrupted")
-    for file in (tmp_path / "run").glob("wandb/offline-run-*"):
-        file.rename(tmp_path / "first")
-    second = track(tmp_path / "run", "wandb", 1, ROWS[1:], "finished")
-    assert first.id == second.id
-    (started,) = [r.run for r in wandb_records(tmp_path / "run") if r.HasField("run")][:1]
-    assert started.run_id == first.id
 
 
 def test_weights_and_biases_is_offline_if_its_server_is_out(

@@ -11,7 +11,6 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import CheckpointError
 from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.mlflow_run import TRACKING_FILE, read_tracking
 from raytrain_gpt.tracking.report import RunHistory
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE
 from raytrain_gpt.tracking.runs import find_run, runs_command
@@ -59,12 +58,9 @@ def test_a_misspelt_run_is_answered_with_its_name(
 
 
 @pytest.mark.fault("metrics.jsonl, config.yaml or samples.txt damaged")
-@pytest.mark.parametrize("content", [b"model: \xef", b"- 1", b"model: 5", b"train: {max_steps: x}"])
-def test_a_damaged_configuration_is_told_and_the_run_is_shown(
-    tmp_path: Path, content: bytes
-) -> None:
+def test_a_damaged_configuration_is_told_and_the_run_is_shown(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / CONFIG_FILE).write_bytes(content)
+    (tmp_path / "run" / CONFIG_FILE).write_bytes(b"model: \xef")
     (tmp_path / "run" / METRICS_FILE).write_text('{"step": 1, "train/loss": 2.0}\n')
     for action in ("list", "show", "report"):
         lines: list[str] = []
@@ -82,12 +78,6 @@ def test_a_run_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
     runs_command("list", [], Location.of(tmp_path), True, lines.append)
     assert lines[0].startswith(f"skipped run {tmp_path / 'damaged'}: ")
     assert [run["run"] for run in json.loads(lines[-1])["runs"]] == ["whole"]
-
-
-@pytest.mark.parametrize("content", [b"", b"5", b'{"uri": "a"}', b"\xff"])
-def test_a_damaged_identity_is_none(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / TRACKING_FILE).write_bytes(content)
-    assert read_tracking(Location.of(tmp_path)) == {}
 
 
 def test_a_live_run_is_shown_by_its_newest_step_and_a_stopped_one_by_its_checkpoint(

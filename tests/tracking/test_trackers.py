@@ -13,24 +13,25 @@ from typing import Any
 
 import pytest
 from mlflow import MlflowClient
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.configured import NamedTracker, open_trackers
+from raytrain_gpt.tracking.configured import NamedTracker
 from raytrain_gpt.tracking.mlflow_run import (
     TRACKING_FILE,
     URI_VARIABLE,
     MLflowRun,
+    ParentRun,
     mark_interrupted,
     track_export,
     tracking_lines,
 )
 from raytrain_gpt.tracking.recorder import Recorder, RecorderSpec
-from raytrain_gpt.tracking.run_files import Row, RunFiles, read_rows
+from raytrain_gpt.tracking.run_files import Row, read_rows
 from raytrain_gpt.tracking.sync import RunSync
 from raytrain_gpt.tracking.trackers import End, TrackedRun, TrackerQueue, plottable_values
+from tests.ports import free_port
 
 Track = Callable[..., TrackerQueue]
 MLFLOW = partial(NamedTracker, "mlflow")
@@ -134,17 +135,6 @@ def test_an_export_is_logged_with_its_run(
     assert lines == ["mlflow      artifacts/exported of run run"]
 
 
-def test_what_mlflow_refuses_is_no_outage(tmp_path: Path) -> None:
-    said: list[str] = []
-    for uri, why in (
-        ("postgresql+none://host/db", "an unknown driver"),
-        (str(tmp_path / "mlruns"), "a directory"),
-    ):
-        run = TrackedRun(tmp_path, Config().updated({"mlflow_uri": uri}), 0, {})
-        TrackerQueue(MLFLOW, run, said.append, "MLflow").close("finished")
-        assert said.pop().startswith(f"MLflow is off: MLflow cannot use {uri}: "), why
-
-
 def test_the_page_of_a_run_is_told_and_a_run_that_was_left_is_killed(
     track: Track, client: MlflowClient, tmp_path: Path
 ) -> None:
@@ -226,22 +216,12 @@ def test_a_slow_and_failing_tracker_neither_slows_nor_ends_the_recorder(
     assert lines == ["Fake does not respond, retrying: make failed"]
 
 
-def test_tensorboard_ends_with_the_first_row_that_it_cannot_write(
+def test_a_tracker_that_never_ends_does_not_keep_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(_writer: EventFileWriter) -> None:
-        raise OSError(28, "No space left on device")
-
-    said: list[str] = []
-    run = TrackedRun(tmp_path, Config().updated({"mlflow_uri": None}), 0, {})
-    (tracker,) = open_trackers(run, RunFiles(tmp_path, 0, []), said.append)
-    with monkeypatch.context() as patch:
-        patch.setattr(EventFileWriter, "flush", full)
-        tracker.rows(rows(1, 3))
-        tracker.close("finished")
-    tracker.rows(rows(4, 5))
-    tracker.close("finished")
-    assert said == ["tracker tensorboard is off: [Errno 28] No space left on device"]
+    monkeypatch.setattr("raytrain_gpt.tracking.trackers._FINISH_S", 0.1)
+    run = TrackedRun(tmp_path, Config(), 0, {})
+    TrackerQueue(lambda _: threading.Event().wait(), run, pytest.fail, "blocks").close("finished")
 
 
 def test_a_new_parameter_is_added_and_the_others_stay(
@@ -252,3 +232,40 @@ def test_a_new_parameter_is_added_and_the_others_stay(
     MLflowRun(Location.of(tmp_path / "run"), config, {"seed": 2, "new": 3}, {})
     (run,) = runs(client)
     assert (run.data.params["seed"], run.data.params["new"]) == ("1", "3")
+
+
+SWEEP = {"sweep_name": "small", "budget_tokens": 40_960}
+
+
+def test_a_sweep_that_continues_has_one_run_with_its_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = f"file:{tmp_path / 'mlruns'}"
+    base, lines = Config().updated({"mlflow_uri": uri}), []
+    (tmp_path / "small").mkdir()
+    first = ParentRun(Location.of(tmp_path / "small"), base, SWEEP, lines.append)
+    first.close("interrupted", {}, {})
+    again = ParentRun(Location.of(tmp_path / "small"), base, SWEEP, lines.append)
+    again.close("finished", {"best/val/loss": 2.5}, {"best.yaml": b"seed: 1"})
+    assert first.child_tags == again.child_tags
+    run = MlflowClient(uri).get_run(again.child_tags["mlflow.parentRunId"])
+    assert (run.info.run_name, run.info.status) == ("small", "FINISHED")
+    assert run.data.metrics == {"best/val/loss": 2.5}
+    assert run.data.params["budget_tokens"] == "40960"
+    files = MlflowClient(uri).list_artifacts(run.info.run_id)
+    assert [file.path for file in files] == ["best.yaml"]
+    assert lines == []
+
+
+def test_a_server_that_is_down_costs_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    lines: list[str] = []
+    base = Config().updated({"mlflow_uri": f"http://127.0.0.1:{free_port()}"})
+    parent = ParentRun(Location.of(tmp_path), base, SWEEP, lines.append)
+    parent.close("finished", {}, {})
+    assert parent.child_tags == {}
+    assert len(lines) == 1
+    assert "cannot create the sweep's run" in lines[0]
