@@ -95,12 +95,13 @@ def _numbers(
 
 def _runs(file: LawFile) -> Iterator[list[str]]:
     for run in file.runs:
-        sizes = [run.name, amount(run.parameters), amount(run.tokens), f"{run.peak_lr:g}"]
+        sizes = [pages.sorted_by(size, amount(size)) for size in (run.parameters, run.tokens)]
+        cells = [run.name, *sizes, f"{run.peak_lr:g}"]
         if run.loss is None:
-            yield [*sizes, run.left_out, "–"]
+            yield [*cells, run.left_out, "–"]
         else:
             error = run.loss - file.predict(run.parameters, run.tokens)
-            yield [*sizes, f"{run.loss:.4f}", f"{error:+.4f}"]
+            yield [*cells, f"{run.loss:.4f}", f"{error:+.4f}"]
 
 
 def _by_size(file: LawFile, role: str, x: str) -> Iterator[tuple[int, float, Floats, Floats]]:

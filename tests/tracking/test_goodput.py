@@ -131,11 +131,6 @@ def test_a_killed_driver_ended_after_all_that_it_did() -> None:
     assert result.restarts_by_cause == {"killed": 1}
 
 
-def test_a_killed_driver_ended_before_the_next_attempt_began() -> None:
-    rows = [begin(1, 0, 0.0), event("start", 0, 1.0), *steps(1, 10), begin(2, 10, 3.0, "b")]
-    assert [attempt.end_s for attempt in read_attempts(rows)] == [3.0, 3.0]
-
-
 def test_a_run_that_is_going_on() -> None:
     rows = unbroken()[:-1]
     assert goodput(rows).elapsed_s == 31.0  # its last event

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.errors import StorageError
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking import recorder as module
@@ -232,15 +231,6 @@ def test_stacks_are_those_of_the_ranks_that_answer(
 
     writer = recorder(tmp_path)
     assert run(stacks()) == ({1: "in a loop"}, {0: "waiting", 1: "in a loop"})
-
-
-def test_how_the_workers_left_is_kept(tmp_path: Path) -> None:
-    writer = recorder(tmp_path)
-    assert (run(writer.is_training()), run(writer.outcome())) == (False, None)
-    run(writer.training_started())
-    stretch = BadStreak(4, 9, 3, 8)
-    run(writer.left(None, stretch))
-    assert (run(writer.is_training()), run(writer.outcome())) == (True, CleanExit(None, stretch))
 
 
 @pytest.mark.ray

@@ -146,20 +146,6 @@ def test_a_loss_spike_is_marked_and_a_high_norm_is_not(tmp_path: Path) -> None:
     assert "▼" in page(write_report(run))
 
 
-def test_a_start_whose_steps_were_all_done_again_is_no_mark(tmp_path: Path) -> None:
-    events = [
-        event
-        for step, time in ((0, 1.0), (40, 2.0), (20, 3.0))
-        for event in (attempt(step, time), start("resume" if step else "start", step, time + 0.5))
-    ]
-    run = make_run(tmp_path / "run", [*events, *steps(60)])
-    story = RunHistory(run)
-    kept = [list(attempt.kept) for attempt in story.attempts]
-    assert kept == [list(range(1, 21)), [], list(range(21, 61))]
-    assert story.charts()[0].marks == [20]
-    assert "<td>none</td>" in page(write_report(run))
-
-
 def test_goodput_and_every_kind_of_end(tmp_path: Path) -> None:
     rows = [
         attempt(0, 100.0),

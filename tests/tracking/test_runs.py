@@ -44,11 +44,8 @@ def test_a_misspelt_run_is_answered_with_its_name(
     (runs / "book-3.txt").write_text("no run")
     for command in (
         ["runs", "show", "bok-2"],
-        ["runs", "report", "runs/bok-2"],
-        ["data", "at", "bok-2", "--step", 3],
         ["sample", "bok-2", "--prompt", "x"],
         ["eval", "runs/bok-2"],
-        ["export", "bok-2", "--out", "out"],
         ["train", "--init_from", "bok-2"],
     ):
         code, _, errors = run_cli(*command)
