@@ -37,7 +37,7 @@ END_EVENTS = (
     "out_of_memory",
 )
 BAD_STEP_EVENTS = ("nonfinite", "spike")
-LOST_TO = {
+_LOST_TO = {
     "startup": "start-up",
     "restarts": "restarts",
     "repeated_steps": "repeated steps",
@@ -77,7 +77,7 @@ class Goodput:
         not_running_s: Time between sessions, not included in `elapsed_s`.
         effective_s: Time of retained steps without data waits.
         effective_fraction: Fraction of `elapsed_s`, or None without times.
-        lost_to: Seconds per key of `LOST_TO`. With `effective_s` they add up to `elapsed_s`. `startup`: to
+        lost_to: Seconds per key of `_LOST_TO`. With `effective_s` they add up to `elapsed_s`. `startup`: to
             the first step of every attempt. `restarts`: between the attempts of a session. `repeated_steps`:
             steps discarded because the next attempt resumed from an earlier checkpoint. `evaluation`,
             `checkpoints`: only while training waited for them. `data_wait`: in retained steps. `other`: the
@@ -120,7 +120,7 @@ class Goodput:
             texts.append(count(self.bad_steps, "bad step"))
         if self.skipped_batches:
             texts.append(f"{count(self.skipped_batches, 'batch', 'batches')} skipped")
-        lost = [(LOST_TO[name], short_duration(lost_s)) for name, lost_s in self.lost_to.items()]
+        lost = [(_LOST_TO[name], short_duration(lost_s)) for name, lost_s in self.lost_to.items()]
         if shown := [f"{label} {text}" for label, text in lost if text != "0.0s"]:
             texts.append(f"lost to: {', '.join(shown)}")
         if self.not_running_s:

@@ -93,7 +93,7 @@ def page(kind: str, title: str, blocks: Iterable[str], files: Iterable[object]) 
     html = frame.substitute(
         {name: escape(text) for name, text in texts.items()},
         blocks=Markup("\n").join(map(_block, blocks)),
-        files=Markup(", ").join(map(code, files)),
+        files=Markup(", ").join(map(_code, files)),
     )
     return printable(html)
 
@@ -106,7 +106,7 @@ def utc(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}"
 
 
-def code(text: object) -> Markup:
+def _code(text: object) -> Markup:
     return Markup("<code>{}</code>").format(text)
 
 

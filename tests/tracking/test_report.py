@@ -112,6 +112,12 @@ def full_run(tmp_path_factory: pytest.TempPathFactory) -> RunSync:
     )
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw no charts, which takes seconds."""
+    monkeypatch.setattr("raytrain_gpt.tracking.pages.draw", lambda chart: "")
+
+
 def page(path: Path) -> str:
     return path.read_text("utf-8")
 
@@ -135,6 +141,7 @@ def test_numbers_of_a_finished_run(full_run: RunSync) -> None:
     assert html.count('class="resume"') == 6  # all charts except the one that starts after step 30
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_loss_spike_is_marked_and_a_high_norm_is_not(tmp_path: Path) -> None:
     zscores = {34: 9.0, 40: 2.0, 50: None}
     spikes = [start("spike", s, float(s), loss=8.0, loss_zscore=z) for s, z in zscores.items()]
@@ -146,6 +153,7 @@ def test_a_loss_spike_is_marked_and_a_high_norm_is_not(tmp_path: Path) -> None:
     assert "▼" in page(write_report(run))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_goodput_and_every_kind_of_end(tmp_path: Path) -> None:
     rows = [
         attempt(0, 100.0),
@@ -190,6 +198,7 @@ def test_goodput_and_every_kind_of_end(tmp_path: Path) -> None:
     assert story.charts()[0].marks == [20, 40, 50]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_an_attempt_that_goes_on_has_no_end(tmp_path: Path) -> None:
     rows = [attempt(0, 1.0), start("start", 0, 2.0), *steps(7)]
     assert "killed</td>" not in page(write_report(make_run(tmp_path / "run", rows)))
