@@ -114,15 +114,7 @@ def test_commands_of_one_process_start_no_ray(tmp_path: Path) -> None:
 NOT_UTF8 = os.fsdecode(b"na\xffme")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["data", "show"],
-        ["sample", "--prompt=x"],
-        ["runs", "list", "--storage_path"],
-        ["train", "--dry_run", "--config"],
-    ],
-)
+@pytest.mark.parametrize("arguments", [["data", "show"], ["sample", "--prompt=x"]])
 @pytest.mark.parametrize("path", ["a" * 300, NOT_UTF8, "file/below", "pipe"])
 def test_a_path_that_nobody_can_use_is_one_line(
     run_cli: RunCli,
@@ -133,12 +125,8 @@ def test_a_path_that_nobody_can_use_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    if arguments[-1] != "--config":  # a configuration may come from a pipe
-        os.mkfifo(tmp_path / "pipe")
+    os.mkfifo(tmp_path / "pipe")
     code, shown, errors = run_cli(*arguments, path)
-    if arguments[:2] == ["runs", "list"] and path == "pipe":
-        assert code == 0, "there are no runs"
-        return
     assert (code, shown, errors.count("\n")) == (2, "", 1), errors
     assert errors.startswith("error: ")
 
@@ -154,34 +142,6 @@ def test_a_path_without_access_is_one_line(
     assert f"cannot use {tmp_path}: Permission denied" in errors
 
 
-INTERRUPTED = """
-import os, signal, sys
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background commands ignore it
-
-class Interrupt:
-    def find_spec(self, name, *_):
-        if name == "raytrain_gpt.commands.data":
-            os.kill(os.getpid(), signal.SIGINT)
-            raise ImportError("what a library makes of an interrupt")
-
-sys.meta_path.insert(0, Interrupt())
-from raytrain_gpt import cli
-assert "pydantic" not in sys.modules, "slow to import, before Ctrl+C is taken care of"
-cli.main(["--version"])
-"""
-
-
-def test_an_interrupt_while_the_commands_are_imported_is_one_line() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
-
-
 WITHIN = """
 import sys
 from raytrain_gpt import cli
@@ -189,36 +149,21 @@ cli.LEAVE_AFTER_S = float(sys.argv.pop(1))
 cli.main()
 """
 KEPT = """
-import atexit, os, signal, threading
-
-def stay():
-    threading.main_thread().join()  # until Python waits for this thread
-    while True:
-        os.kill(os.getpid(), SIGNAL)
-
-signal.signal(signal.SIGTERM, lambda *_: None)
+import atexit, threading, time
 atexit.register(print, "at exit")
-threading.Thread(target=stay, name="mine").start()
+threading.Thread(target=time.sleep, args=(100,), name="mine").start()
 """
 
 
-@pytest.mark.parametrize(
-    ("after_s", "signal", "flags", "code", "words"),
-    [
-        ("0.1", "0", ["--dry_run"], 0, "left mine running; end your threads"),
-        ("1000", "signal.SIGTERM", ["--no"], 2, "error: unknown argument --no"),
-    ],
-)
-def test_a_thread_of_the_users_code_keeps_no_finished_command(
-    tmp_path: Path, after_s: str, signal: str, flags: list[str], code: int, words: str
-) -> None:
-    (file := tmp_path / "my.py").write_text(KEPT.replace("SIGNAL", signal))
+def test_a_thread_of_the_users_code_keeps_no_finished_command(tmp_path: Path) -> None:
+    (file := tmp_path / "my.py").write_text(KEPT)
     done = subprocess.run(
-        [sys.executable, "-c", WITHIN, after_s, "train", "--code", file, *flags],
+        [sys.executable, "-c", WITHIN, "0.1", "train", "--code", file, "--no"],
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert (done.returncode, done.stderr.count("\n")) == (code, 1), done.stderr
-    assert done.stderr.startswith(words)
-    assert done.stdout.endswith("at exit\n")
+    first, second = done.stderr.splitlines()
+    assert first.startswith("error: unknown argument --no")
+    assert second.startswith("left mine running; end your threads")
+    assert (done.returncode, done.stdout) == (2, "at exit\n")

@@ -13,7 +13,6 @@ from raytrain_gpt.format import (
     count,
     duration,
     event_line,
-    preview,
     sample_command,
     shell,
     short_duration,
@@ -81,9 +80,3 @@ def test_a_table_is_as_wide_as_it_needs() -> None:
         "b              new       5",
     ]
     assert table(["run"], [], []) == ["run"]
-
-
-def test_a_preview_is_cut_before_it_is_escaped() -> None:
-    assert preview("\x1b\x1b\x1b", 2) == r"'\x1b\x1b'…"
-    assert preview("\x1b\x1b", 2) == r"'\x1b\x1b'"
-    assert preview([1, 2, 3], 4) == "[1, …"

@@ -149,28 +149,6 @@ def test_an_action_has_help_with_its_own_flags(
     assert "--json" not in shown, "flags are shown in the help of each action"
 
 
-def test_flags_of_an_action_stand_before_or_after_it(run_cli: RunCli, tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "config.yaml").write_text("")
-    storage = ("--storage-path", tmp_path)
-    lines = [
-        run_cli("runs", *before, "list", *after)
-        for before, after in (
-            ((), ("--json", *storage)),
-            (("--json", *storage), ()),
-            (("--json",), storage),
-            (("--json", "--storage_path", "no"), storage),
-        )
-    ]
-    assert lines[0][0] == 0
-    assert '"run": "a"' in lines[0][1]
-    assert lines[1:] == lines[:1] * 3
-    _, _, errors = run_cli("data", "--worker=1", "at", "--batch", "3", "nobody", *storage)
-    assert "data at takes --worker N with --step N" in errors
-    _, _, errors = run_cli("data", "show", tmp_path, "--step", "3", *storage)
-    assert f"{tmp_path} has no manifest.json" in errors, "flags of other actions do not matter"
-
-
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
@@ -180,6 +158,7 @@ def test_flags_of_an_action_stand_before_or_after_it(run_cli: RunCli, tmp_path: 
         (("runs", "show"), "required: RUN; see: raytrain-gpt runs show --help"),
         (("runs", "show", "a", "b"), "unknown argument b of raytrain-gpt runs show; see: "),
         (("data", "at", "a", "--setp=3"), "unknown argument --setp of raytrain-gpt data at; did "),
+        (("data", "at", "a", "--batch=3", "--worker=1"), "data at takes --worker N with --step N"),
     ],
 )
 def test_a_wrong_command_is_one_line(argv: tuple[str, ...], said: str, run_cli: RunCli) -> None:
