@@ -10,50 +10,61 @@ from pathlib import Path
 
 import pytest
 
+from raytrain_gpt import cli
+from raytrain_gpt.config import kinds
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.errors import ConfigError
 from tests.checkpoints import write_checkpoint
-from tests.conftest import RunCli
+from tests.conftest import RunCli, raises_line
 from tests.runs import command
 
 
-def test_a_reader_that_has_enough_is_not_told_of_a_broken_pipe() -> None:
+def test_a_reader_that_has_enough_is_not_told_of_a_broken_pipe(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
+    listing = command("runs", "list", "--storage_path", str(tmp_path))
     try:
-        done = subprocess.run(
-            command("train", "--dry_run"), stdout=writing, stderr=subprocess.PIPE, timeout=120
-        )
+        done = subprocess.run(listing, stdout=writing, stderr=subprocess.PIPE, timeout=120)
     finally:
         os.close(writing)
     assert (done.returncode, done.stderr) == (1, b"")
 
 
-@pytest.fixture
-def runs(tmp_path: Path) -> Path:
-    """Return a storage with three runs, two of which have names that could corrupt a terminal."""
+def test_names_reach_the_terminal_as_text_and_commands_to_copy_are_quoted(
+    run_cli: RunCli, tmp_path: Path
+) -> None:
     storage = tmp_path / "my  runs"
     for name in ("a", "b\x1b]0;owned\x07[red]", "c\nnext: d"):
         (storage / name).mkdir(parents=True)
         (storage / name / "config.yaml").write_text(Config().to_yaml())
-    return storage
-
-
-def test_names_of_runs_reach_the_terminal_as_text(run_cli: RunCli, runs: Path) -> None:
-    shown = run_cli.succeeds("runs", "list", "--storage_path", runs, "--json")
+    shown = run_cli.succeeds("runs", "list", "--storage_path", storage, "--json")
     assert "\x1b" not in shown
     assert "b\\u001b]0;owned\\u0007[red]  stopped" in shown
     assert "\nc\\nnext: d" in shown
-    assert f"--storage_path '{runs}'" in shown
-    errors = run_cli.refuses("runs", "show", "none", "--storage_path", runs)
-    assert str(runs) in errors, "both spaces must be shown"
-    assert "\x1b" not in errors
+    assert f"--storage_path '{storage}'" in shown
+    _, shown, _ = run_cli("runs", "checkpoints", storage / "a")
+    assert (
+        shown.splitlines()[-1] == f"next: raytrain-gpt sample '{storage / 'a'}' --prompt \"Hello\""
+    )
 
 
-def test_commands_to_copy_have_quoted_paths(run_cli: RunCli, runs: Path) -> None:
-    _, shown, _ = run_cli("runs", "checkpoints", runs / "a")
-    assert shown.splitlines()[-1] == f"next: raytrain-gpt sample '{runs / 'a'}' --prompt \"Hello\""
-    _, _, errors = run_cli("data", "show", runs / "none")
-    assert errors.endswith(f"raytrain-gpt prepare SOURCE --out '{runs / 'none'}'\n")
+@pytest.mark.parametrize("words", [["--code", "my.py"], ["--code=my.py"]])
+def test_code_is_read_before_the_flags_that_it_declares(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.py").write_text("raise ValueError('executed')")
+    cli._use_code(["sample", *words, "--prompt", "a"])
+    code = kinds.used_code()
+    assert code is not None
+    assert (code.file_name, code.may_differ) == ("my.py", False)
+    with raises_line(ConfigError, "executed"):
+        cli._use_code(["train", "--max_steps", "7", *words, "--accept_changed_code"])
+    code = kinds.used_code()
+    assert code is not None
+    assert code.may_differ
+    cli._use_code(["sample", "--prompt", "a"])
+    assert kinds.used_code() is None
 
 
 IN_ONE_PROCESS = """

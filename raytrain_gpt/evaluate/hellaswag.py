@@ -16,7 +16,7 @@ import math
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -24,7 +24,7 @@ import tiktoken
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from pydantic import BaseModel, StringConstraints
+from pydantic import BaseModel, Field, StringConstraints
 from torch import Tensor
 
 from raytrain_gpt.config.schema import Config
@@ -47,24 +47,15 @@ _WIDTH_MULTIPLES = {"cuda": 16}
 _WAY_OUT = "use HellaSwag's validation file as it is published (hellaswag_val.jsonl)"
 
 
-@dataclass(frozen=True)
-class Example:
-    """A context, its endings, and the index of the correct one."""
-
-    context: str
-    endings: tuple[str, ...]
-    label: int
-
-
 _Text = Annotated[str, StringConstraints(pattern=r"\S")]
 
 
-class _Row(BaseModel):
-    """A line of the file."""
+class Example(BaseModel):
+    """A line of the file: a context, its endings, and the index of the correct one."""
 
     ctx: _Text
     endings: tuple[_Text, _Text, _Text, _Text]
-    label: Literal[0, 1, 2, 3, "0", "1", "2", "3"]
+    label: Annotated[int, Field(ge=0, lt=NUM_ENDINGS)]
 
 
 @dataclass(frozen=True)
@@ -150,10 +141,9 @@ def _parsed(content: bytes, name: str) -> list[Example]:
         if not line.strip():
             continue
         try:
-            row = _Row.model_validate_json(line)
+            examples.append(Example.model_validate_json(line))
         except ValueError as error:
             raise DataError(f"{name} line {number}: {reason(error)}; {_WAY_OUT}") from None
-        examples.append(Example(row.ctx, row.endings, int(row.label)))
     if not examples:
         raise DataError(f"{name} has no examples; {_WAY_OUT}")
     return examples
@@ -188,7 +178,7 @@ def encode_choices(examples: list[Example], tokenizer: tiktoken.Encoding, seq_le
     """
     rows, num_scored, num_cut = [], [], 0
     for example in examples:
-        context = encode(tokenizer, example.context)
+        context = encode(tokenizer, example.ctx)
         endings = [encode(tokenizer, f" {ending}") for ending in example.endings]
         rows += [[*context, *ending][-(seq_len + 1) :] for ending in endings]
         num_scored += [min(len(ending), seq_len) for ending in endings]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import codecs
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,8 +45,6 @@ if TYPE_CHECKING:
     from raytrain_gpt.ingest.feed import EvalFeed
 
 
-_MANY_PARAMETERS = 2**24
-"""Model size from which a token is enough work for several threads."""
 RULE = "-" * 40
 """Separator of printed samples."""
 
@@ -212,25 +209,13 @@ def sample_checkpoint(
     if len(ids) > model.shape.seq_len:
         log(f"the prompt has {len(ids)} tokens; the model sees the last {model.shape.seq_len}")
     first = _Lines(tokenizer, prompt, show)
-    with inference_autocast(device), _few_threads(model):
+    with inference_autocast(device):
         drawn = sample_tokens(model, tokenizer.eot_token, ids, num_samples, how, first.add)
     texts = [prompt + decode_tokens(tokenizer, tokens) for tokens in drawn]
     first.close()
     for text in texts[1:]:
         show(f"{text}\n{RULE}")
     return texts
-
-
-@contextlib.contextmanager
-def _few_threads(model: GPT) -> Iterator[None]:
-    """Use one thread for a small model on a CPU: more are no faster, and wait for each other under load."""
-    threads = torch.get_num_threads()
-    if sum(p.numel() for p in model.parameters()) < _MANY_PARAMETERS:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 class _Lines:

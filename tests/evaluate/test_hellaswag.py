@@ -52,17 +52,21 @@ def without(*fields: str, **more: Any) -> dict[str, Any]:
     return {**{name: value for name, value in LINE.items() if name not in fields}, **more}
 
 
+def example(context: str, endings: tuple[str, ...], label: int) -> Example:
+    return Example.model_validate({"ctx": context, "endings": endings, "label": label})
+
+
 def made(num: int) -> list[Example]:
     """Return examples of various lengths."""
     return [
-        Example("a man " * (7 * i % 40 + 1), tuple(f"{e} " * (i % 3 + 1) for e in ENDINGS), i % 4)
+        example("a man " * (7 * i % 40 + 1), tuple(f"{e} " * (i % 3 + 1) for e in ENDINGS), i % 4)
         for i in range(num)
     ]
 
 
 def test_an_example_is_read(tmp_path: Path) -> None:
     examples = read_examples(write(tmp_path / "a.jsonl", without(label="2"), "", LINE))
-    assert examples == [Example("A dog", tuple(ENDINGS), 2)] * 2
+    assert examples == [example("A dog", tuple(ENDINGS), 2)] * 2
 
 
 @pytest.mark.parametrize(
@@ -105,7 +109,7 @@ def row(choices: Choices, number: int) -> tuple[bytes, bytes]:
 
 
 def test_context_and_ending_are_tokenized_apart(gpt2: Any) -> None:
-    choices = encode_choices([Example("A dog sing", ("s", "ing away", "x", "y"), 0)], gpt2, 64)
+    choices = encode_choices([example("A dog sing", ("s", "ing away", "x", "y"), 0)], gpt2, 64)
     assert choices.tokens[: choices.starts[1]].tolist() == [
         *gpt2.encode_ordinary("A dog sing"),
         *gpt2.encode_ordinary(" s"),
@@ -116,7 +120,7 @@ def test_context_and_ending_are_tokenized_apart(gpt2: Any) -> None:
 
 def test_what_is_too_long_is_cut_from_the_left() -> None:
     endings = ("is", "is here", "is not here", "went away and is not here any more")
-    examples = [Example("the small dog", endings, 0), Example("dog", ("a", "b", "c", "d"), 1)]
+    examples = [example("the small dog", endings, 0), example("dog", ("a", "b", "c", "d"), 1)]
     choices = encode_choices(examples, BYTES, 16)
     assert [row(choices, i) for i in range(4)] == [
         (b"the small dog is", b" is"),
@@ -161,7 +165,7 @@ def test_a_batch_holds_what_was_encoded(device_type: str) -> None:
 
 
 def test_an_example_that_is_larger_than_a_batch_is_one_alone() -> None:
-    choices = encode_choices([Example("x" * 5000, tuple(ENDINGS), 0)] * 2, BYTES, 4096)
+    choices = encode_choices([example("x" * 5000, tuple(ENDINGS), 0)] * 2, BYTES, 4096)
     assert [batch.tokens.shape for batch in choices.batches(0, 1, "cpu")] == [(4, 4097)] * 2
 
 
@@ -278,7 +282,7 @@ def test_the_standard_error_is_that_of_the_sample(correct: int, examples: int) -
 
 @pytest.mark.parametrize("world_size", [2, 40])
 def test_any_number_of_ranks_scores_as_one_does(world_size: int, tmp_path: Path) -> None:
-    lines = [{"ctx": e.context, "endings": e.endings, "label": e.label} for e in made(200)]
+    lines = [{"ctx": e.ctx, "endings": e.endings, "label": e.label} for e in made(200)]
     path = write(tmp_path / "a.jsonl", *lines)
     config = Config().updated({"hellaswag_path": str(path)})
     model = make_model(GPTShape(1, 2, 16, 96, 257))
