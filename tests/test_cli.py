@@ -91,20 +91,13 @@ def test_commands_of_one_process_start_no_ray(tmp_path: Path) -> None:
     data, hf = tmp_path / "data", tmp_path / "hf"
     without_import: list[list[object]] = [
         ["prepare", tmp_path / "a.txt", "--out", data, "--val_fraction=0.2"],
-        *(["data", action, data] for action in ("show", "verify")),
-        ["runs", "list", "--storage_path", tmp_path / "runs"],
-        *(
-            ["runs", action, tmp_path / "runs" / "a"]
-            for action in ("show", "checkpoints", "report")
-        ),
+        ["runs", "report", tmp_path / "runs" / "a"],
         ["sample", checkpoint, "--prompt", "a", "--max_new_tokens=1"],
         ["export", checkpoint, "--out", hf],
         ["import", hf, "--out", tmp_path / "imported"],
     ]
     with_import: list[list[object]] = [
         ["eval", checkpoint, "--data", data, "--eval_tokens=128"],
-        ["estimate"],
-        ["train", "--dry_run"],
         ["tune", "tune_configs/quickstart.yaml", "--dry_run"],
     ]
     done = subprocess.run(

@@ -10,7 +10,6 @@ from pathlib import Path
 from textwrap import indent
 
 import pytest
-from ray._private.runtime_env.packaging import get_excludes_from_ignore_files
 
 import raytrain_gpt
 from raytrain_gpt import cli
@@ -48,7 +47,6 @@ LINK = re.compile(
 )
 CODE = re.compile(r"^ {4}[^\n]*$|^```.*?^```$", re.MULTILINE | re.DOTALL)
 
-MADE = re.compile(r"(?:--out|--local-dir) ([a-z][\w./-]*)")
 """Path that a command on a page makes in the working directory."""
 
 COMMAND = re.compile(r"(?:raytrain-gpt|python (?=train\.py)) ?([a-z]\w*)(?:\.py)?([^`#|\n]*)")
@@ -227,17 +225,3 @@ def test_commands_that_are_named_have_these_flags(page: Path) -> None:
         if flag not in flags.get(command, ()) and flag not in OF_EXAMPLES
     ]
     assert not unknown
-
-
-def test_what_the_commands_of_the_pages_make_is_neither_committed_nor_submitted() -> None:
-    lines = [line for page in CURRENT for line in page.read_text("utf-8").splitlines()]
-    made = {path for line in lines if "benchmarks/" not in line for path in MADE.findall(line)}
-    assert {"book-hf", "gpt2-hf", "models/gpt2", "data/book"} <= made
-    made |= {"runs/book", "examples/data/stdlib", "examples/runs/notebook"}
-    excludes = get_excludes_from_ignore_files(ROOT, include_gitignore=True)
-    uploaded = [
-        path for path in made if not any(excluded(ROOT / path / "file") for excluded in excludes)
-    ]
-    assert not uploaded
-    kept = ["train.py", "constraints.txt", "raytrain_gpt/data/order.py", "tune_configs/muon.yaml"]
-    assert not any(excluded(ROOT / path) for path in kept for excluded in excludes)

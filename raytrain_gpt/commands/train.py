@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel, Field
 
 from raytrain_gpt.commands.flags import (
     CodeOptions,
@@ -128,21 +127,22 @@ class TuneOptions(ProgressOptions, CodeOptions):
     fields: dict[str, str | None] = Field({}, exclude=True)
 
 
-def _sweep_fields() -> Groups:
-    return _with_sections(
-        "sweep", {name: Sweep.model_fields[name] for name in SWEEP_FLAGS}, SET_BY_SWEEP
-    )
+def _fields_of(
+    title: str, file: type[BaseModel], flags: Iterable[str], fixed: Container[str]
+) -> Callable[[], Groups]:
+    """Fields of a file that are flags, and those of the configuration that the file does not set."""
+
+    def groups() -> Groups:
+        sections = {
+            section: {name: field for name, field in fields.items() if name not in fixed}
+            for section, fields in section_fields().items()
+        }
+        return {title: {name: file.model_fields[name] for name in flags}, **sections}
+
+    return groups
 
 
-def _with_sections(title: str, own: dict[str, FieldInfo], without: Container[str]) -> Groups:
-    sections = {
-        section: {name: field for name, field in fields.items() if name not in without}
-        for section, fields in section_fields().items()
-    }
-    return {title: own, **sections}
-
-
-@command("tune", TuneOptions, _sweep_fields)
+@command("tune", TuneOptions, _fields_of("sweep", Sweep, SWEEP_FLAGS, SET_BY_SWEEP))
 def tune(options: TuneOptions) -> None:
     """Search learning rate, batch size or any other field over many runs.
 
@@ -188,13 +188,7 @@ class ScaleOptions(ProgressOptions, CodeOptions):
     fields: dict[str, str | None] = Field({}, exclude=True)
 
 
-def _study_fields() -> Groups:
-    return _with_sections(
-        "study", {name: Study.model_fields[name] for name in STUDY_FLAGS}, SET_BY_STUDY
-    )
-
-
-@command("scale", ScaleOptions, _study_fields)
+@command("scale", ScaleOptions, _fields_of("study", Study, STUDY_FLAGS, SET_BY_STUDY))
 def scale(options: ScaleOptions) -> None:
     """Forecast a large run from a ladder of small ones.
 
@@ -215,12 +209,8 @@ def scale(options: ScaleOptions) -> None:
     )
     for file in results:
         say(f"{file.name:<16}{file}")
-    say(
-        next_line(
-            results[-1],
-            shell("raytrain-gpt", "train", "--config", results[-1], *options.code_flags),
-        )
-    )
+    train_best = shell("raytrain-gpt", "train", "--config", results[-1], *options.code_flags)
+    say(next_line(results[-1], train_best))
 
 
 class ReportOptions(StorageOptions):
