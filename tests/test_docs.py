@@ -47,8 +47,6 @@ LINK = re.compile(
 )
 CODE = re.compile(r"^ {4}[^\n]*$|^```.*?^```$", re.MULTILINE | re.DOTALL)
 
-"""Path that a command on a page makes in the working directory."""
-
 COMMAND = re.compile(r"(?:raytrain-gpt|python (?=train\.py)) ?([a-z]\w*)(?:\.py)?([^`#|\n]*)")
 """Command, and the rest of its line."""
 

@@ -10,7 +10,6 @@ import pytest
 
 from raytrain_gpt.format import (
     amount,
-    count,
     duration,
     event_line,
     sample_command,
@@ -46,11 +45,6 @@ def test_durations_and_amounts_read_well() -> None:
     amounts = ["0.123", "12", "433", "1000", "850.7k", "124.5M", "9.9B"]
     numbers = (0.12345, 12, 433.025, 999.7, 850_688, 124_475_904, 9.9e9)
     assert [amount(n) for n in numbers] == amounts
-
-
-def test_one_is_no_plural() -> None:
-    assert [count(n, "thread") for n in (0, 1, 2)] == ["0 threads", "1 thread", "2 threads"]
-    assert count(2, "batch", "batches") == "2 batches"
 
 
 @pytest.mark.parametrize(

@@ -194,14 +194,6 @@ def test_an_evaluation_that_fails_ends_the_run_with_one_line_and_loses_no_step(
     assert [row["mine/a"] for row in evaluations(fixed.run_dir)] == [0.5]
 
 
-def test_the_line_of_an_error_is_found_if_the_text_ran_under_another_name() -> None:
-    text = START + "    raise KeyError('x')\n"
-    kinds.set_user_code(Code("other.py", text))
-    kinds.user_kinds()
-    (told,) = measured(text, 1)
-    assert "my.py, line 9: KeyError: 'x'" in told
-
-
 @pytest.mark.parametrize(
     ("pair", "expected"),
     [
