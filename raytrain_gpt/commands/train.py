@@ -117,13 +117,13 @@ def train(options: TrainOptions) -> None:
     run_end(launch.train(config, options.log), say)
 
 
-class TuneOptions(ProgressOptions, CodeOptions):
+class PlannedOptions(ProgressOptions, CodeOptions):
     file: Annotated[Path, Metavar("FILE", positional=True)]
-    """Sweep file, as in tune_configs/."""
+    """Sweep file, as in tune_configs/, or study file, as in scale_configs/."""
     resume: bool = False
-    """Continue a sweep that was stopped or killed."""
+    """Continue one that was stopped or killed, or a study that has ended."""
     dry_run: bool = False
-    """Print the trials and their cost, then exit."""
+    """Print the runs and their cost, then exit."""
     fields: dict[str, str | None] = Field({}, exclude=True)
 
 
@@ -142,8 +142,8 @@ def _fields_of(
     return groups
 
 
-@command("tune", TuneOptions, _fields_of("sweep", Sweep, SWEEP_FLAGS, SET_BY_SWEEP))
-def tune(options: TuneOptions) -> None:
+@command("tune", PlannedOptions, _fields_of("sweep", Sweep, SWEEP_FLAGS, SET_BY_SWEEP))
+def tune(options: PlannedOptions) -> None:
     """Search learning rate, batch size or any other field over many runs.
 
     Runs the trials of a sweep file, compares them after equal numbers of tokens, and writes the best
@@ -176,16 +176,9 @@ def _say_costs(lines: Iterable[str]) -> None:
     say("next: the same command without --dry_run")
 
 
-class ScaleOptions(ProgressOptions, CodeOptions):
-    file: Annotated[Path, Metavar("FILE", positional=True)]
-    """Study file, as in scale_configs/."""
-    resume: bool = False
-    """Continue a study that was stopped or killed, or that has ended."""
+class ScaleOptions(PlannedOptions):
     validate_forecast: bool = Field(False, alias="validate")
     """Then write down the forecast of a model twice as large as the largest, and train it."""
-    dry_run: bool = False
-    """Print the runs and their cost, then exit."""
-    fields: dict[str, str | None] = Field({}, exclude=True)
 
 
 @command("scale", ScaleOptions, _fields_of("study", Study, STUDY_FLAGS, SET_BY_STUDY))
