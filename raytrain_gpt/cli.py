@@ -10,15 +10,12 @@ from __future__ import annotations
 import argparse
 import atexit
 import errno
-import itertools
 import os
 import re
-import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from raytrain_gpt.errors import Interrupted, RaytrainGptError, UserError, reason
@@ -38,15 +35,6 @@ CODE_OF_CHECKPOINT = ("eval", "sample", "export")
 """Commands with `--code`; the latter compare it with the checkpoint before it is executed, except for
 `eval --evaluations`, whose flags it declares."""
 
-REMOVED_COMMANDS = {
-    "completion": "raytrain-gpt COMMAND --help",
-    "data stats": "raytrain-gpt data show DIR",
-    "runs watch": "tensorboard --logdir RUN/tensorboard, or raytrain-gpt runs report RUN",
-    "serve": "raytrain-gpt export, then transformers serve, llama-server or vllm serve (docs/models.md)",
-    "submit": "ray job submit --working-dir . -- python train.py … (docs/clusters.md)",
-}
-"""Command of earlier versions -> what to use instead."""
-
 
 class _Parser(argparse.ArgumentParser):
     """Parser with one-line errors that suggest the nearest name."""
@@ -58,9 +46,6 @@ class _Parser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             from raytrain_gpt.config.wording import suggestion
 
-            command = f"{self.prog} {value}".removeprefix("raytrain-gpt ")
-            if command in REMOVED_COMMANDS:
-                raise UserError(f"{command} no longer exists; use {REMOVED_COMMANDS[command]}")
             name, choices = str(action.metavar).lower(), list(action.choices)
             raise UserError(
                 f"unknown {name} {value}{suggestion(value, choices)} (available: {', '.join(choices)})"
@@ -94,10 +79,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def _run(argv: Sequence[str] | None) -> NoReturn:
     try:
         arguments = _underscored(sys.argv[1:] if argv is None else argv)
-        with _interrupts_end():
-            _use_code(arguments)
-            parser = _parser()
-        args = parser.parse_args(arguments)
+        _use_code(arguments)
+        args = _parser().parse_args(arguments)
         args.command(args)
     except RaytrainGptError as error:
         kind = "error: " if error.exit_code != Interrupted.exit_code else ""
@@ -122,43 +105,21 @@ def _run(argv: Sequence[str] | None) -> NoReturn:
     sys.exit(0)
 
 
-@contextmanager
-def _interrupts_end() -> Iterator[None]:
-    """Make Ctrl+C exit at once: libraries replace exceptions raised during their imports."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _end(*_: object) -> NoReturn:
-    _complain("interrupted")
-    os._exit(Interrupted.exit_code)
-
-
 def _leave_soon(code: int) -> None:
-    """Leave after LEAVE_AFTER_S or at a signal, where Python would wait for threads without limit."""
+    """Leave after LEAVE_AFTER_S, where Python would wait for threads without limit."""
 
-    def leave(number: int, _frame: object) -> None:
-        if number == signal.SIGALRM:
-            names = ", ".join(one.name for one in threading.enumerate()[1:] if not one.daemon)
-            _complain(f"left {names} running; end your threads, or start them with daemon=True")
+    def leave() -> None:
+        waits = [one for one in threading.enumerate() if not one.daemon]
+        names = ", ".join(one.name for one in waits if one is not threading.main_thread())
+        _complain(f"left {names} running; end your threads, or start them with daemon=True")
         atexit._run_exitfuncs()
         print(end="", flush=True)
         os._exit(code)
 
-    def arrived() -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
-
-    before = {n: signal.signal(n, leave) for n in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM)}
-    # Repeated, since a signal just before Python waits would not wake it.
-    signal.setitimer(signal.ITIMER_REAL, LEAVE_AFTER_S, 1.0)
-    atexit.register(arrived)  # called before those registered earlier
+    timer = threading.Timer(LEAVE_AFTER_S, leave)
+    timer.daemon = True
+    timer.start()
+    atexit.register(timer.cancel)  # called before those registered earlier
 
 
 def _complain(text: str) -> None:
@@ -186,15 +147,16 @@ def _use_code(argv: Sequence[str]) -> None:
     kinds.set_user_code(None)
     if not argv or argv[0] not in (*CODE_DECLARES_FLAGS, *CODE_OF_CHECKPOINT):
         return
-    stop = argv.index("--") if "--" in argv else len(argv)
-    files = [one.removeprefix("--code=") for one in argv[:stop] if one.startswith("--code=")]
-    files += [file for flag, file in itertools.pairwise(argv[:stop]) if flag == "--code"]
-    if files:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--code", nargs="?")
+    parser.add_argument("--evaluations", nargs="?")
+    parser.add_argument("--accept_changed_code", action="store_true")
+    given, _ = parser.parse_known_args(argv)
+    if given.code is not None:
         from raytrain_gpt.data.locations import use_code  # here: its import takes a while
 
-        use_code(files[-1], "--accept_changed_code" in argv[:stop])
-        evaluates = any(one.partition("=")[0] == "--evaluations" for one in argv[:stop])
-        if argv[0] in CODE_DECLARES_FLAGS or evaluates:
+        use_code(given.code, given.accept_changed_code)
+        if argv[0] in CODE_DECLARES_FLAGS or given.evaluations is not None:
             kinds.user_kinds()
 
 

@@ -88,7 +88,7 @@ def evaluation(name: str, settings: type[Settings] = Settings) -> Callable[[T], 
 
     It evaluates this rank's share of some examples and returns name -> (sum, count), the same names on all
     ranks; the row's `evaluation/name` is the sum over all ranks by the count over them, or null if that is
-    not finite.
+    not finite. A long evaluation yields such a dict for each batch instead, which are added.
 
     The model is unwrapped, in eval mode, under no_grad and autocast. `model.logits(ids)` is (B, T, V),
     V padded beyond `tokenizer.n_vocab`; `model(ids, targets, reduction="none")` is (B, T) in nats, 0 at

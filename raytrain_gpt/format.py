@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
@@ -13,7 +12,6 @@ Log = Callable[[str], None]
 
 _MAX_LISTED = 8
 _MAX_NAME = 40
-_PLAIN_NAME = re.compile(r"[\w.:/@+-]+")
 
 
 def duration(seconds: float) -> str:
@@ -42,19 +40,13 @@ def cut(text: str, limit: int) -> str:
 
 def preview(value: object, limit: int) -> str:
     """Python's repr of a value, cut to about `limit` characters."""
-    if not isinstance(value, str):
-        return cut(repr(value), limit)
-    return repr(value) if len(value) <= limit else f"{value[:limit]!r}…"
+    return cut(repr(value), limit)
 
 
 def listed(names: Iterable[str]) -> str:
-    """List the first names, quoted if needed; `none` for an empty list."""
-    first = list(islice(names, _MAX_LISTED + 1))
-    shown = [
-        name if _PLAIN_NAME.fullmatch(name) and len(name) <= _MAX_NAME else preview(name, _MAX_NAME)
-        for name in first[:_MAX_LISTED]
-    ]
-    return ", ".join([*shown, *["…"] * (len(first) > _MAX_LISTED)]) or "none"
+    """List the first names; `none` for an empty list."""
+    first = [cut(name, _MAX_NAME) for name in islice(names, _MAX_LISTED + 1)]
+    return ", ".join([*first[:_MAX_LISTED], *["…"] * (len(first) > _MAX_LISTED)]) or "none"
 
 
 def amount(value: float) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from raytrain_gpt.checkpoint.catalog import CHECKPOINTS_DIR, Catalog
+from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.model import GPTShape
@@ -62,17 +62,3 @@ def write_checkpoint(
     )
     texts = {TOKENIZER_FILE: tokenizer_json(tokenizer)}
     return draft.commit(state, entries, texts).path
-
-
-def write_damaged(run_dir: Path, step: int, val_loss: float, seq_len: int = SEQ_LEN) -> Path:
-    """Write a checkpoint with one changed byte; a reader of the run never sees it undamaged."""
-    whole = write_checkpoint(run_dir.with_name("elsewhere"), step, val_loss, seq_len)
-    flip_last_byte(whole / MODEL_FILE)
-    return whole.rename(run_dir / CHECKPOINTS_DIR / whole.name)
-
-
-def flip_last_byte(file: Path) -> None:
-    """Damage a file, or repair it on a second call."""
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 255
-    file.write_bytes(content)

@@ -1,4 +1,4 @@
-"""Read 100 checkpoints and datasets that name code in many ways, under an audit hook: nothing of it may run.
+"""Read checkpoints and datasets that name code in many ways, under an audit hook: nothing of it may run.
 
 `python -m tests.hostile_files DIRECTORY` prints one JSON object: files read and refused, and every
 import, exec, compile, unpickling or process that reading caused. It is a process of its own, as an audit hook
@@ -32,7 +32,7 @@ from raytrain_gpt.tracking.runs import runs_command
 from tests.checkpoints import write_checkpoint
 from tests.data.shard_tools import prepare_here
 
-NUM_FILES = 100
+NUM_FILES = 60
 WATCHED = (
     "import",
     "exec",
@@ -52,24 +52,16 @@ def payloads(evil: Path) -> list[Any]:
     module, file = evil.stem, str(evil)
     call = f"__import__({module!r})"
     return [
-        file, evil.name, module, f"{module}:main", f"{module}.main", f"{file}:main", f"py://{module}",
-        "os:system", "os.system", "builtins:exec", "subprocess.Popen", "raytrain_gpt.core.gpt2:GPT2",
-        call, f"{{{{ {call} }}}}", f"${{{call}}}", f"$(python {file})", f"`python {file}`", f"lambda: {call}",
-        f"eval({call!r})", f"exec(open({file!r}).read())", f"--code {file}", f"--code={file}",
-        {"_target_": f"{module}.main"}, {"_target_": "os.system", "_args_": [f"python {file}"]},
-        {"_partial_": True, "_target_": module}, {"eval": call}, {"py/object": f"{module}.main"},
-        {"py/reduce": [{"py/function": "os.system"}, {"py/tuple": [file]}]}, {"__class__": module},
-        {"class_path": f"{module}.main", "init_args": {}}, {"$ref": file}, {"expression": call},
-        {"expression": f"peak_lr.__class__.__init__.__globals__[{module!r}]"}, {"grid": [call, file]},
-        {"import": module}, {"code": file}, {"auto_map": {"AutoModel": f"{module}.main"}}, [file], [call],
-        {"name": f"{module}:main", "path": file, "code": evil.read_text()}, evil.read_text(),
+        file, module, f"{module}:main", f"{module}.main", "os:system", "raytrain_gpt.core.gpt2:GPT2", call,
+        f"{{{{ {call} }}}}", f"$(python {file})", f"eval({call!r})", f"--code {file}", f"--code={file}",
+        {"_target_": f"{module}.main"}, {"py/reduce": [{"py/function": "os.system"}, {"py/tuple": [file]}]},
+        {"expression": call}, {"grid": [call, file]}, {"code": file}, [file], evil.read_text(),
     ]  # fmt: skip
 
 
-KEYS = ("_target_", "code", "code_file", "--code", "import", "imports", "plugins", "trust_remote_code",
-        "auto_map", "architecture", "optimizer", "schedule", "evaluations", "trackers", "_code",
-        "code_sha256", "tokenizer", "__reduce__", "__init__", "py/object", "class_path", "settings",
-        "implementation", "extends", "defaults", "hydra", "init_from", "sample_prompt")  # fmt: skip
+KEYS = ("_target_", "code", "--code", "imports", "trust_remote_code", "auto_map", "architecture", "optimizer",
+        "schedule", "evaluations", "trackers", "_code", "code_sha256", "tokenizer", "__reduce__",
+        "settings", "implementation", "init_from", "sample_prompt")  # fmt: skip
 
 
 def planted(tree: Any, values: list[Any], draw: random.Random) -> Any:

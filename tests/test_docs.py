@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
 from functools import cache
@@ -9,7 +10,6 @@ from pathlib import Path
 from textwrap import indent
 
 import pytest
-from ray._private.runtime_env.packaging import get_excludes_from_ignore_files
 
 import raytrain_gpt
 from raytrain_gpt import cli
@@ -46,9 +46,6 @@ LINK = re.compile(
     re.MULTILINE | re.VERBOSE,
 )
 CODE = re.compile(r"^ {4}[^\n]*$|^```.*?^```$", re.MULTILINE | re.DOTALL)
-
-MADE = re.compile(r"(?:--out|--local-dir) ([a-z][\w./-]*)")
-"""Path that a command on a page makes in the working directory."""
 
 COMMAND = re.compile(r"(?:raytrain-gpt|python (?=train\.py)) ?([a-z]\w*)(?:\.py)?([^`#|\n]*)")
 """Command, and the rest of its line."""
@@ -202,15 +199,22 @@ def test_the_page_on_extending_has_the_examples_as_they_stand() -> None:
     for file in EXAMPLES:
         is_shown = file.read_text("utf-8").rstrip() in shown
         assert is_shown or f"(../examples/{file.name})" in page, file.name
-    assert len(shown) == len(EXAMPLES) - 1
+
+
+def parsers_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Return the parsers of a parser's commands or actions."""
+    choices = [one.choices for one in parser._actions if isinstance(one.choices, dict)]
+    return choices[0] if choices else {}
+
+
+def flags_of(parser: argparse.ArgumentParser) -> set[str]:
+    below = [flags_of(one) for one in parsers_of(parser).values()]
+    return {*parser._option_string_actions}.union(*below)
 
 
 @pytest.mark.parametrize("page", CURRENT, ids=by_name)
 def test_commands_that_are_named_have_these_flags(page: Path) -> None:
-    (parsers,) = [
-        action.choices for action in cli._parser()._actions if isinstance(action.choices, dict)
-    ]
-    flags = {name: {*parser._option_string_actions} for name, parser in parsers.items()}
+    flags = {name: flags_of(parser) for name, parser in parsers_of(cli._parser()).items()}
     text = re.sub(r"\\\n\s*", "", page.read_text("utf-8"))
     unknown = [
         f"{command} {flag}"
@@ -219,28 +223,3 @@ def test_commands_that_are_named_have_these_flags(page: Path) -> None:
         if flag not in flags.get(command, ()) and flag not in OF_EXAMPLES
     ]
     assert not unknown
-
-
-def own_flags(rest: str) -> set[str]:
-    """Return the flags of settings that the code of a command declares."""
-    file = re.search(r"--code (examples/\S+)", rest)
-    tree = ast.parse((ROOT / file[1]).read_text("utf-8")) if file else ast.Module([], [])
-    return {
-        f"--{ast.unparse(field.target)}"
-        for field in ast.walk(tree)
-        if isinstance(field, ast.AnnAssign)
-    }
-
-
-def test_what_the_commands_of_the_pages_make_is_neither_committed_nor_submitted() -> None:
-    lines = [line for page in CURRENT for line in page.read_text("utf-8").splitlines()]
-    made = {path for line in lines if "benchmarks/" not in line for path in MADE.findall(line)}
-    assert {"book-hf", "gpt2-hf", "models/gpt2", "data/book"} <= made
-    made |= {"runs/book", "examples/data/stdlib", "examples/runs/notebook"}
-    excludes = get_excludes_from_ignore_files(ROOT, include_gitignore=True)
-    uploaded = [
-        path for path in made if not any(excluded(ROOT / path / "file") for excluded in excludes)
-    ]
-    assert not uploaded
-    kept = ["train.py", "constraints.txt", "raytrain_gpt/data/order.py", "tune_configs/muon.yaml"]
-    assert not any(excluded(ROOT / path) for path in kept for excluded in excludes)

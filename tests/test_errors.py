@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_gpt.errors import DataError, StorageError, damage_as, reason
+from raytrain_gpt.errors import DataError, damage_as, reason
 from tests.conftest import raises_line
 
 
@@ -37,8 +37,3 @@ def test_a_reason_is_one_line_and_never_empty(error: Exception, said: str) -> No
 def test_whatever_is_wrong_with_a_file_names_it(error: Exception, said: str) -> None:
     with raises_line(DataError, said), damage_as(DataError, Path("a.json"), "; make it anew"):
         raise error
-
-
-def test_an_error_that_says_more_than_damage_stays() -> None:
-    with pytest.raises(StorageError, match="away"), damage_as(DataError, "a.json"):
-        raise StorageError("away")

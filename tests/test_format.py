@@ -10,10 +10,8 @@ import pytest
 
 from raytrain_gpt.format import (
     amount,
-    count,
     duration,
     event_line,
-    preview,
     sample_command,
     shell,
     short_duration,
@@ -49,11 +47,6 @@ def test_durations_and_amounts_read_well() -> None:
     assert [amount(n) for n in numbers] == amounts
 
 
-def test_one_is_no_plural() -> None:
-    assert [count(n, "thread") for n in (0, 1, 2)] == ["0 threads", "1 thread", "2 threads"]
-    assert count(2, "batch", "batches") == "2 batches"
-
-
 @pytest.mark.parametrize(
     ("loss_zscore", "name"),
     [(9.1, "spike"), (6.0, "spike"), (-0.4, "high gradient norm"), (None, "high gradient norm")],
@@ -81,9 +74,3 @@ def test_a_table_is_as_wide_as_it_needs() -> None:
         "b              new       5",
     ]
     assert table(["run"], [], []) == ["run"]
-
-
-def test_a_preview_is_cut_before_it_is_escaped() -> None:
-    assert preview("\x1b\x1b\x1b", 2) == r"'\x1b\x1b'…"
-    assert preview("\x1b\x1b", 2) == r"'\x1b\x1b'"
-    assert preview([1, 2, 3], 4) == "[1, …"

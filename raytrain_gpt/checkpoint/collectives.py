@@ -19,15 +19,12 @@ MAX_JSON_BYTES = 64 * 2**20
 T = TypeVar("T")
 
 
-_AS_LIST = PlainSerializer(lambda array: array.tolist())
 Int64Array = Annotated[
-    NDArray[np.int64], PlainValidator(lambda numbers: np.array(numbers, np.int64)), _AS_LIST
+    NDArray[np.int64],
+    PlainValidator(lambda numbers: np.array(numbers, np.int64)),
+    PlainSerializer(lambda array: array.tolist()),
 ]
 """int64 array that travels as JSON."""
-Uint32Array = Annotated[
-    NDArray[np.uint32], PlainValidator(lambda numbers: np.array(numbers, np.uint32)), _AS_LIST
-]
-"""uint32 array that travels as JSON."""
 
 
 class Collectives:

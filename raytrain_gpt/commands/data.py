@@ -21,7 +21,7 @@ from raytrain_gpt.format import count, shell
 from raytrain_gpt.redact import say
 
 
-class PrepareTarget(ProgressOptions):
+class PrepareFlags(PrepareOptions, ProgressOptions):
     sources: Annotated[list[str], Metavar("SOURCE", positional=True)]
     """Files, directories or globs, local, s3://…, gs://… or hf://datasets/OWNER/NAME/…; or stdlib
     (Python's own source). Text: .txt, .jsonl(.gz, .zst), .json, .parquet; token ids: .bin of nanoGPT
@@ -31,10 +31,6 @@ class PrepareTarget(ProgressOptions):
     tokenizer: Annotated[str, Metavar("NAME")] = "bytes"
     """Tokenizer; bytes, a tiktoken encoding (gpt2, …), bpe:VOCAB_SIZE to train one, or a tokenizer.json,
     dataset or checkpoint; for token ids: their tokenizer."""
-
-
-class PrepareFlags(PrepareOptions, PrepareTarget):
-    """Flags of `prepare`; those of the base named last come first in the help."""
 
 
 class DatasetOptions(JsonOptions):
@@ -123,25 +119,20 @@ def at(options: AtOptions) -> None:
     from raytrain_gpt.storage.location import Location
     from raytrain_gpt.train.provenance import RunProvenance, describe_sequence
 
-    if (options.step is None) == (options.batch is None):
-        raise ConfigError("data at takes --step N or --batch N; see: raytrain-gpt data at --help")
-    if options.step is None and options.worker is not None:
-        raise ConfigError(
-            "data at takes --worker N with --step N; see: raytrain-gpt data at --help"
-        )
     run = RunProvenance(options.run, Location.of(options.storage_path), options.data)
-    facts: dict[str, int | None]
-    if options.step is not None:
-        sequences = run.step(options.step, options.worker, options.documents)
-        facts = {"step": options.step, "batch": run.batch_of(options.step)}
+    step, batch = options.step, options.batch
+    if step is not None and batch is None:
+        sequences, batch = run.step(step, options.worker, options.documents), run.batch_of(step)
+    elif batch is not None and step is None and options.worker is None:
+        sequences = run.batch(batch, options.documents)
     else:
-        assert options.batch is not None
-        sequences = run.batch(options.batch, options.documents)
-        facts = {"step": None, "batch": options.batch}
+        raise ConfigError(
+            "data at takes --step N or --batch N, and --worker with --step; see: raytrain-gpt data at --help"
+        )
     for sequence in sequences:
         say(describe_sequence(sequence))
     rows = [asdict(sequence) for sequence in sequences]
-    options.say_json({"run": str(run.dir), **facts, "sequences": rows})
+    options.say_json({"run": str(run.dir), "step": step, "batch": batch, "sequences": rows})
 
 
 @command("find", FindOptions)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel, Field
 
 from raytrain_gpt.commands.flags import (
     CodeOptions,
@@ -118,32 +117,33 @@ def train(options: TrainOptions) -> None:
     run_end(launch.train(config, options.log), say)
 
 
-class TuneOptions(ProgressOptions, CodeOptions):
+class PlannedOptions(ProgressOptions, CodeOptions):
     file: Annotated[Path, Metavar("FILE", positional=True)]
-    """Sweep file, as in tune_configs/."""
+    """Sweep file, as in tune_configs/, or study file, as in scale_configs/."""
     resume: bool = False
-    """Continue a sweep that was stopped or killed."""
+    """Continue one that was stopped or killed, or a study that has ended."""
     dry_run: bool = False
-    """Print the trials and their cost, then exit."""
+    """Print the runs and their cost, then exit."""
     fields: dict[str, str | None] = Field({}, exclude=True)
 
 
-def _sweep_fields() -> Groups:
-    return _with_sections(
-        "sweep", {name: Sweep.model_fields[name] for name in SWEEP_FLAGS}, SET_BY_SWEEP
-    )
+def _fields_of(
+    title: str, file: type[BaseModel], flags: Iterable[str], fixed: Container[str]
+) -> Callable[[], Groups]:
+    """Fields of a file that are flags, and those of the configuration that the file does not set."""
+
+    def groups() -> Groups:
+        sections = {
+            section: {name: field for name, field in fields.items() if name not in fixed}
+            for section, fields in section_fields().items()
+        }
+        return {title: {name: file.model_fields[name] for name in flags}, **sections}
+
+    return groups
 
 
-def _with_sections(title: str, own: dict[str, FieldInfo], without: Container[str]) -> Groups:
-    sections = {
-        section: {name: field for name, field in fields.items() if name not in without}
-        for section, fields in section_fields().items()
-    }
-    return {title: own, **sections}
-
-
-@command("tune", TuneOptions, _sweep_fields)
-def tune(options: TuneOptions) -> None:
+@command("tune", PlannedOptions, _fields_of("sweep", Sweep, SWEEP_FLAGS, SET_BY_SWEEP))
+def tune(options: PlannedOptions) -> None:
     """Search learning rate, batch size or any other field over many runs.
 
     Runs the trials of a sweep file, compares them after equal numbers of tokens, and writes the best
@@ -176,25 +176,12 @@ def _say_costs(lines: Iterable[str]) -> None:
     say("next: the same command without --dry_run")
 
 
-class ScaleOptions(ProgressOptions, CodeOptions):
-    file: Annotated[Path, Metavar("FILE", positional=True)]
-    """Study file, as in scale_configs/."""
-    resume: bool = False
-    """Continue a study that was stopped or killed, or that has ended."""
+class ScaleOptions(PlannedOptions):
     validate_forecast: bool = Field(False, alias="validate")
     """Then write down the forecast of a model twice as large as the largest, and train it."""
-    dry_run: bool = False
-    """Print the runs and their cost, then exit."""
-    fields: dict[str, str | None] = Field({}, exclude=True)
 
 
-def _study_fields() -> Groups:
-    return _with_sections(
-        "study", {name: Study.model_fields[name] for name in STUDY_FLAGS}, SET_BY_STUDY
-    )
-
-
-@command("scale", ScaleOptions, _study_fields)
+@command("scale", ScaleOptions, _fields_of("study", Study, STUDY_FLAGS, SET_BY_STUDY))
 def scale(options: ScaleOptions) -> None:
     """Forecast a large run from a ladder of small ones.
 
@@ -215,12 +202,8 @@ def scale(options: ScaleOptions) -> None:
     )
     for file in results:
         say(f"{file.name:<16}{file}")
-    say(
-        next_line(
-            results[-1],
-            shell("raytrain-gpt", "train", "--config", results[-1], *options.code_flags),
-        )
-    )
+    train_best = shell("raytrain-gpt", "train", "--config", results[-1], *options.code_flags)
+    say(next_line(results[-1], train_best))
 
 
 class ReportOptions(StorageOptions):

@@ -79,6 +79,7 @@ declare(
         Kind("schedule", "cosine", Settings, "raytrain_gpt.core.optim:cosine"),
         Kind("schedule", "wsd", WsdSettings, "raytrain_gpt.core.optim:wsd"),
         Kind("schedule", "constant", Settings, "raytrain_gpt.core.optim:constant"),
+        Kind("evaluations", "hellaswag", Settings, "raytrain_gpt.evaluate.hellaswag:HELLASWAG"),
         Kind(
             "trackers",
             "tensorboard",

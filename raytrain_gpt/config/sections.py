@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.arithmetic import check_divides
-from raytrain_gpt.config.kinds import Strict
+from raytrain_gpt.config.kinds import Selector, Strict
 from raytrain_gpt.config.open_section import Name, Names, OpenSection
 
 STEPS_BEFORE_PROFILE = 5
@@ -218,6 +218,17 @@ class EvalSection(SafeSection, OpenSection):
     """Number of most likely tokens to sample from."""
     temperature: float = Field(1.0, ge=0)
     """Sampling temperature; 0: the most likely token."""
+
+    def chosen_names(self) -> list[tuple[Selector, str]]:
+        """(Selector, name) of each evaluation; `hellaswag_path` chooses HellaSwag."""
+        built_in: list[tuple[Selector, str]] = [("evaluations", "hellaswag")]
+        return built_in * (self.hellaswag_path is not None) + super().chosen_names()
+
+    @model_validator(mode="after")
+    def _hellaswag_by_its_path(self) -> EvalSection:
+        if "hellaswag" in self.evaluations:
+            raise ValueError("evaluations has hellaswag; set hellaswag_path instead")
+        return self
 
 
 class ClusterSection(SafeSection):

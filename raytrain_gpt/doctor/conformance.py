@@ -176,7 +176,7 @@ def _sums(kind: Kind, config: Config) -> str:
 
     def sums(rank: int, world_size: int) -> dict[str, tuple[float, float]]:
         ranks = cast(Collectives, SimpleNamespace(rank=rank, world_size=world_size))
-        run = Evaluation(config, model, tokenizer, None, ranks, contextlib.nullcontext, None)
+        run = Evaluation(config, model, tokenizer, None, ranks, contextlib.nullcontext)
         pairs, error = run.sums(kind)
         if error is not None:
             raise Failed(f"{error}; correct it")

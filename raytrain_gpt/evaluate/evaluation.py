@@ -1,4 +1,4 @@
-"""Evaluation over all ranks: validation loss, HellaSwag, the user's evaluations, and samples.
+"""Evaluation over all ranks: validation loss, evaluations by name, and samples.
 
 The same code runs in training workers and in `eval`.
 """
@@ -28,8 +28,8 @@ from raytrain_gpt.core.loss import IGNORE_INDEX
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.data.tokenizer import bytes_per_id, decode_tokens, prompt_tokens
 from raytrain_gpt.errors import ConfigError, UserError, reason
-from raytrain_gpt.evaluate.hellaswag import NUM_ENDINGS, Choices, choice_metrics, ending_losses
-from raytrain_gpt.format import Log, count
+from raytrain_gpt.evaluate.hellaswag import DOWNLOAD
+from raytrain_gpt.format import Log
 from raytrain_gpt.tracking.run_files import Row, finite
 
 if TYPE_CHECKING:
@@ -37,6 +37,24 @@ if TYPE_CHECKING:
 
 SHOW_EVERY_S = 10.0
 _SUMS = TypeAdapter(dict[Name, tuple[float, float]])
+
+
+def _ignore(_line: str) -> None: ...
+
+
+def check_evaluations(config: Config) -> None:
+    """Raise a UserError if a file of a built-in evaluation cannot be read."""
+    for selector, name in config.eval.chosen_names():
+        if kinds.is_built_in(selector, name):
+            kinds.kind(selector, name).resolve().check(config)
+
+
+def absolute_files(config: Config, absolute: Callable[[str, str], str]) -> dict[str, str]:
+    """Return the files of built-in evaluations with absolute paths, by a function of field and path."""
+    path = config.eval.hellaswag_path
+    if path is None or path == DOWNLOAD:
+        return {}
+    return {"hellaswag_path": absolute("hellaswag_path", path)}
 
 
 def watched(
@@ -53,7 +71,6 @@ class Evaluation:
     Args:
         model: Unwrapped; its weights may be filled in later.
         feed: This rank's validation sequences, or None to skip the validation loss.
-        choices: HellaSwag, or None to skip it.
     """
 
     def __init__(
@@ -64,38 +81,33 @@ class Evaluation:
         feed: EvalFeed | None,
         collectives: Collectives,
         autocast: Autocast,
-        choices: Choices | None,
     ) -> None:
         self._config, self._model, self._tokenizer = config, model, tokenizer
         self._feed, self._collectives, self._autocast = feed, collectives, autocast
-        self._choices = choices
-        self._own = [kinds.kind("evaluations", name) for name in config.eval.evaluations]
+        self._kinds = [kinds.kind(*one) for one in config.eval.chosen_names()]
         self._token_bytes = torch.from_numpy(bytes_per_id(tokenizer, model.shape.padded_vocab_size))
 
-    def metrics(self, progress: Callable[[], None] = lambda: None, log: Log | None = None) -> Row:
+    def metrics(self, progress: Callable[[], None] = lambda: None, log: Log = _ignore) -> Row:
         """Return the keys of an evaluation's row, over all ranks, with None for numbers that are not finite.
 
-        `progress` is called before every micro-batch; `log` receives HellaSwag's progress every SHOW_EVERY_S.
+        `progress` is called before every micro-batch and between the sums that an evaluation yields; `log`
+        receives their means so far every SHOW_EVERY_S.
 
         Raises:
-            ConfigError: on all ranks, as an evaluation of the user's failed on one of them.
+            ConfigError: on all ranks, as an evaluation failed on one of them.
         """
         metrics: dict[str, float | int] = {}
         if self._feed is not None:
             metrics |= self._validated(self._feed, progress)
-        if self._choices is not None:
-            score = self._scored(self._choices, progress, log)
-            metrics |= {f"hellaswag/{name}": value for name, value in score.items()}
-            metrics["hellaswag/cut"] = self._choices.num_cut
-        for kind in self._own:
-            progress()
-            metrics |= self._measured(kind)
-            progress()
+        for kind in self._kinds:
+            metrics |= self._measured(kind, progress, log)
         return {name: finite(value) for name, value in metrics.items()}
 
-    def _measured(self, kind: Kind) -> dict[str, float]:
-        """Run an evaluation of the user's; NaN where the counts of all ranks are 0."""
-        own, error = self.sums(kind)
+    def _measured(
+        self, kind: Kind, progress: Callable[[], None], log: Log
+    ) -> dict[str, float | int]:
+        """Run an evaluation; NaN where the counts of all ranks are 0."""
+        own, error = self.sums(kind, progress, log)
         keys = sorted(own)
         # All ranks exchange their errors: a rank that raised its own would block the others.
         answers = self._collectives.all_gather_json((error, keys), tuple[str | None, list[str]])
@@ -106,25 +118,44 @@ class Evaluation:
                 raise ConfigError(f"evaluation {kind.name}, rank {rank}: {failed}")
         pairs = torch.tensor([own[key] for key in keys], dtype=torch.float64).view(-1, 2)
         totals, counts = self._collectives.all_reduce_sum(pairs).T
-        means = (totals / counts).tolist()
-        return {f"{kind.name}/{key}": mean for key, mean in zip(keys, means, strict=True)}
+        means = dict(zip(keys, (totals / counts).tolist(), strict=True))
+        row = getattr(kind.resolve(), "row", dict)(means) if kind.is_built_in else means
+        return {f"{kind.name}/{key}": value for key, value in row.items()}
 
-    def sums(self, kind: Kind) -> tuple[dict[str, tuple[float, float]], str | None]:
+    def sums(
+        self, kind: Kind, progress: Callable[[], None] = lambda: None, log: Log = _ignore
+    ) -> tuple[dict[str, tuple[float, float]], str | None]:
         """Return this rank's sums and counts, or none and an error."""
         self._model.eval()
         seed_everything(self._config.train.seed, 0)  # equal on all ranks and in every evaluation
-        settings, ranks = self._config.eval.settings(kind.settings), self._collectives
+        sums: dict[str, tuple[float, float]] = {}
+        shown_at = time.monotonic()
         try:
             with torch.no_grad(), self._autocast():
-                sums = kind.call(
-                    self._model, self._tokenizer, ranks.rank, ranks.world_size, settings
-                )
-            return _SUMS.validate_python(sums), None
+                for part in self._parts(kind):
+                    progress()
+                    for key, (total, num) in _SUMS.validate_python(part).items():
+                        before = sums.get(key, (0.0, 0.0))
+                        sums[key] = (before[0] + total, before[1] + num)
+                    if time.monotonic() - shown_at >= SHOW_EVERY_S:
+                        means = [f"{key} {s / n:.6g}" for key, (s, n) in sums.items() if n]
+                        log(f"{kind.name} so far: {', '.join(means)}")
+                        shown_at = time.monotonic()
+            return sums, None
         except ValidationError as error:
             return {}, f"must return a dict of key -> (sum, count): {reason(error)}"
         except UserError as error:
             told = str(error).removeprefix(f"evaluations {kind.name}, ")
             return {}, told.encode(errors="replace").decode()
+
+    def _parts(self, kind: Kind) -> Iterator[object]:
+        """Yield what an evaluation returns, or what it yields."""
+        config, ranks = self._config, self._collectives
+        settings = config if kind.is_built_in else config.eval.settings(kind.settings)
+        with kind.errors_as_line():
+            function = kind.resolve()
+            found = function(self._model, self._tokenizer, ranks.rank, ranks.world_size, settings)
+            yield from found if isinstance(found, Iterator) else [found]
 
     def _validated(self, feed: EvalFeed, progress: Callable[[], None]) -> dict[str, float | int]:
         lengths = self._token_bytes.to(self._model.device)
@@ -141,37 +172,6 @@ class Evaluation:
                 metrics[f"val/loss/{name}"] = alone["val/loss"]
                 metrics[f"val/tokens/{name}"] = alone["val/tokens"]
         return metrics
-
-    def _scored(
-        self, choices: Choices, progress: Callable[[], None], log: Log | None
-    ) -> dict[str, float | int]:
-        own = torch.zeros(3, dtype=torch.int64)
-        shown_at = time.monotonic()
-        for _, labels, *chosen in self.answers(choices, progress):
-            right = [(endings == labels).sum() for endings in chosen]
-            own += torch.stack([torch.tensor(len(labels)), *right])
-            if log is not None and time.monotonic() - shown_at >= SHOW_EVERY_S:
-                log(f"hellaswag: {own[0]} of {count(len(choices.labels), 'example')}")
-                shown_at = time.monotonic()
-        return choice_metrics(*self._collectives.all_reduce_sum(own).tolist())
-
-    def answers(
-        self, choices: Choices, progress: Callable[[], None] = lambda: None
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Evaluate this rank's examples, batch by batch.
-
-        Yields:
-            Four int64 (n,): indices of the examples in the file, correct endings, and the endings with the
-            smallest summed loss and with the smallest loss per token.
-        """
-        device = self._model.device
-        rank, world_size = self._collectives.rank, self._collectives.world_size
-        for batch in choices.batches(rank, world_size, device.type):
-            progress()
-            tokens, scored = batch.tokens.to(device), batch.scored.to(device)
-            losses = ending_losses(self._model, tokens, scored, self._autocast)
-            by_sum, by_mean = (loss.view(-1, NUM_ENDINGS).argmin(1) for loss in losses)
-            yield batch.examples, batch.labels, by_sum, by_mean
 
     def samples(self) -> str:
         e = self._config.eval

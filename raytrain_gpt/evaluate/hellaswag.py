@@ -4,6 +4,7 @@
 2. `encode_choices` makes a row of tokens of every context with each of its endings.
 3. `Choices.batches` distributes batches over the ranks; they are the same for any number of ranks.
 4. `ending_losses` scores the endings under a model.
+5. `HellaSwag` is the evaluation: its sums on each rank, and the row's values from the sums over all ranks.
 
 Source: Zellers et al., "HellaSwag: Can a machine really finish your sentence?" (2019).
 """
@@ -15,20 +16,19 @@ import math
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import tiktoken
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from pydantic import BaseModel, StringConstraints
+from pydantic import BaseModel, Field, StringConstraints
 from torch import Tensor
 
-from raytrain_gpt.checkpoint.collectives import Int64Array, Uint32Array
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.attention import without_cudnn_sdpa
-from raytrain_gpt.core.loop import Autocast
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.data.locations import location
 from raytrain_gpt.data.tokenizer import encode
@@ -47,24 +47,15 @@ _WIDTH_MULTIPLES = {"cuda": 16}
 _WAY_OUT = "use HellaSwag's validation file as it is published (hellaswag_val.jsonl)"
 
 
-@dataclass(frozen=True)
-class Example:
-    """A context, its endings, and the index of the correct one."""
-
-    context: str
-    endings: tuple[str, ...]
-    label: int
-
-
 _Text = Annotated[str, StringConstraints(pattern=r"\S")]
 
 
-class _Row(BaseModel):
-    """A line of the file."""
+class Example(BaseModel):
+    """A line of the file: a context, its endings, and the index of the correct one."""
 
     ctx: _Text
     endings: tuple[_Text, _Text, _Text, _Text]
-    label: Literal[0, 1, 2, 3, "0", "1", "2", "3"]
+    label: Annotated[int, Field(ge=0, lt=NUM_ENDINGS)]
 
 
 @dataclass(frozen=True)
@@ -96,10 +87,10 @@ class Choices:
         num_cut: Examples with an ending that did not fit the model's context.
     """
 
-    tokens: Uint32Array
-    starts: Int64Array
-    num_scored: Int64Array
-    labels: Int64Array
+    tokens: NDArray[np.uint32]
+    starts: NDArray[np.int64]
+    num_scored: NDArray[np.int64]
+    labels: NDArray[np.int64]
     num_cut: int
 
     def batches(self, rank: int, world_size: int, device_type: str) -> Iterator[_ChoiceBatch]:
@@ -150,10 +141,9 @@ def _parsed(content: bytes, name: str) -> list[Example]:
         if not line.strip():
             continue
         try:
-            row = _Row.model_validate_json(line)
+            examples.append(Example.model_validate_json(line))
         except ValueError as error:
             raise DataError(f"{name} line {number}: {reason(error)}; {_WAY_OUT}") from None
-        examples.append(Example(row.ctx, row.endings, int(row.label)))
     if not examples:
         raise DataError(f"{name} has no examples; {_WAY_OUT}")
     return examples
@@ -188,7 +178,7 @@ def encode_choices(examples: list[Example], tokenizer: tiktoken.Encoding, seq_le
     """
     rows, num_scored, num_cut = [], [], 0
     for example in examples:
-        context = encode(tokenizer, example.context)
+        context = encode(tokenizer, example.ctx)
         endings = [encode(tokenizer, f" {ending}") for ending in example.endings]
         rows += [[*context, *ending][-(seq_len + 1) :] for ending in endings]
         num_scored += [min(len(ending), seq_len) for ending in endings]
@@ -202,27 +192,19 @@ def encode_choices(examples: list[Example], tokenizer: tiktoken.Encoding, seq_le
     )
 
 
-def read_choices(config: Config, path: str, tokenizer: tiktoken.Encoding) -> Choices:
-    """Read and tokenize HellaSwag from a file, or DOWNLOAD; raises a DataError if that fails."""
-    place = downloaded() if path == DOWNLOAD else location(config, path)
-    return encode_choices(read_examples(place), tokenizer, config.data.seq_len)
-
-
 @torch.no_grad()
-def ending_losses(
-    model: GPT, tokens: Tensor, scored: Tensor, autocast: Autocast
-) -> tuple[Tensor, Tensor]:
+def ending_losses(model: GPT, tokens: Tensor, scored: Tensor) -> tuple[Tensor, Tensor]:
     """Return the loss of every row's ending, summed and per token: two float64 (R,) on the CPU, in nats.
 
     The softmax excludes padded ids of the vocabulary, as every exported model does. The model runs eagerly,
     since batches have too many shapes to compile, and logits are computed only for the endings.
 
     Args:
+        model: In evaluation mode, under autocast.
         tokens: int64 (R, T + 1).
         scored: bool (R, T), whether the next token belongs to the ending.
     """
-    model.eval()
-    with autocast(), without_cudnn_sdpa(tokens.device):
+    with without_cudnn_sdpa(tokens.device):
         hidden = model.hidden(tokens[:, :-1])[scored]  # (S, D)
         logits = F.linear(hidden, model.head_weight)[:, : model.shape.vocab_size].float()  # (S, V)
     nats = F.cross_entropy(logits, tokens[:, 1:][scored], reduction="none")  # (S,)
@@ -233,17 +215,68 @@ def ending_losses(
     return summed, summed / scored.sum(1)
 
 
-def choice_metrics(examples: int, correct: int, correct_norm: int) -> dict[str, float | int]:
-    """Return accuracies (fractions), standard errors sqrt(p(1 − p) / (n − 1)), and the number of examples.
+def choose_endings(
+    model: GPT, choices: Choices, rank: int, world_size: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Choose the endings of a rank's examples, batch by batch.
 
-    `correct` counts correct endings with the smallest summed loss, `correct_norm` by loss per token.
+    Yields:
+        Four int64 (n,): indices of the examples in the file, correct endings, and the endings with the
+        smallest summed loss and with the smallest loss per token.
     """
-    acc, acc_norm = correct / examples, correct_norm / examples
-    stderrs = [math.sqrt(p * (1 - p) / max(1, examples - 1)) for p in (acc, acc_norm)]
-    return {
-        "acc": acc,
-        "acc_norm": acc_norm,
-        "acc_stderr": stderrs[0],
-        "acc_norm_stderr": stderrs[1],
-        "examples": examples,
-    }
+    for batch in choices.batches(rank, world_size, model.device.type):
+        losses = ending_losses(model, batch.tokens.to(model.device), batch.scored.to(model.device))
+        by_sum, by_mean = (loss.view(-1, NUM_ENDINGS).argmin(1) for loss in losses)
+        yield batch.examples, batch.labels, by_sum, by_mean
+
+
+class HellaSwag:
+    """The evaluation `hellaswag`, chosen by `hellaswag_path`."""
+
+    def __init__(self) -> None:
+        self._choices: WeakKeyDictionary[GPT, Choices] = WeakKeyDictionary()
+
+    def check(self, config: Config) -> None:
+        """Raise a DataError if the file cannot be read."""
+        _examples(config)
+
+    def __call__(
+        self, model: GPT, tokenizer: tiktoken.Encoding, rank: int, world_size: int, config: Config
+    ) -> Iterator[dict[str, tuple[int, int]]]:
+        """Yield the sums of each batch; the file is read once for a model."""
+        if model not in self._choices:
+            examples = _examples(config)
+            self._choices[model] = encode_choices(examples, tokenizer, model.shape.seq_len)
+        choices, first = self._choices[model], int(rank == 0)
+        cut = (first * choices.num_cut, first)
+        yield {"acc": (0, 0), "acc_norm": (0, 0), "examples": (0, first), "cut": cut}
+        for _, labels, by_sum, by_mean in choose_endings(model, choices, rank, world_size):
+            num, right, right_norm = len(labels), by_sum == labels, by_mean == labels
+            yield {
+                "acc": (int(right.sum()), num),
+                "acc_norm": (int(right_norm.sum()), num),
+                "examples": (num, 0),
+            }
+
+    @staticmethod
+    def row(means: dict[str, float]) -> dict[str, float | int]:
+        """Add the accuracies' standard errors, sqrt(p(1 − p) / (n − 1))."""
+        examples, accuracies = round(means["examples"]), (means["acc"], means["acc_norm"])
+        stderrs = [math.sqrt(p * (1 - p) / max(1, examples - 1)) for p in accuracies]
+        return {
+            "acc": means["acc"],
+            "acc_norm": means["acc_norm"],
+            "acc_stderr": stderrs[0],
+            "acc_norm_stderr": stderrs[1],
+            "examples": examples,
+            "cut": round(means["cut"]),
+        }
+
+
+HELLASWAG = HellaSwag()
+
+
+def _examples(config: Config) -> list[Example]:
+    path = config.eval.hellaswag_path
+    assert path is not None, "it chooses the evaluation"
+    return read_examples(downloaded() if path == DOWNLOAD else location(config, path))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import codecs
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +37,7 @@ from raytrain_gpt.data.tokenizer import (
     token_to_bytes,
 )
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
-from raytrain_gpt.evaluate.evaluation import Evaluation
-from raytrain_gpt.evaluate.hellaswag import read_choices
+from raytrain_gpt.evaluate.evaluation import Evaluation, check_evaluations
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location, LocationLike
 
@@ -47,8 +45,6 @@ if TYPE_CHECKING:
     from raytrain_gpt.ingest.feed import EvalFeed
 
 
-_MANY_PARAMETERS = 2**24
-"""Model size from which a token is enough work for several threads."""
 RULE = "-" * 40
 """Separator of printed samples."""
 
@@ -115,23 +111,23 @@ def evaluate_checkpoint(
         log("evaluated in fp32: this device does not support bf16")
         config = config.updated({"precision": "fp32"})
     own = _known_evaluations(checkpoint, config, log) if evaluations is None else evaluations
-    config = config.updated({"evaluations": own, **(settings or {})})
+    config = config.updated({"evaluations": own, "hellaswag_path": hellaswag, **(settings or {})})
+    check_evaluations(config)
     ours, theirs = config.eval.model_extra or {}, checkpoint.state.config.get("eval", {})
     left = [name for name in ours if name not in (settings or {})]
     if flags := [f"--{n}={theirs[n]}" for n in left if theirs.get(n, ours[n]) != ours[n]]:
         log(f"not with the run's settings; if you trust it, add --evaluations {shell(own, *flags)}")
-    choices = None if hellaswag is None else read_choices(config, hellaswag, tokenizer)
     feed = None
     try:
         mixture = trained_data(checkpoint, config) if data is None else read_data(config, str(data))
         feed = _validation_feed(checkpoint, config, device, mixture, eval_tokens)
     except DataError as error:
-        if data is not None or not (choices or config.eval.evaluations):
+        if data is not None or not config.eval.chosen_names():
             raise
         log(f"no validation loss: {error}")
     autocast = make_autocast(resolve_precision(config.train.precision, device), device)
     alone = Collectives(0, 1)
-    evaluation = Evaluation(config, model, tokenizer, feed, alone, autocast, choices)
+    evaluation = Evaluation(config, model, tokenizer, feed, alone, autocast)
     return checkpoint.path, {"step": checkpoint.state.step, **evaluation.metrics(log=log)}
 
 
@@ -213,25 +209,13 @@ def sample_checkpoint(
     if len(ids) > model.shape.seq_len:
         log(f"the prompt has {len(ids)} tokens; the model sees the last {model.shape.seq_len}")
     first = _Lines(tokenizer, prompt, show)
-    with inference_autocast(device), _few_threads(model):
+    with inference_autocast(device):
         drawn = sample_tokens(model, tokenizer.eot_token, ids, num_samples, how, first.add)
     texts = [prompt + decode_tokens(tokenizer, tokens) for tokens in drawn]
     first.close()
     for text in texts[1:]:
         show(f"{text}\n{RULE}")
     return texts
-
-
-@contextlib.contextmanager
-def _few_threads(model: GPT) -> Iterator[None]:
-    """Use one thread for a small model on a CPU: more are no faster, and wait for each other under load."""
-    threads = torch.get_num_threads()
-    if sum(p.numel() for p in model.parameters()) < _MANY_PARAMETERS:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 class _Lines:

@@ -115,9 +115,6 @@ class Backend(Protocol):
     def await_workers(self, config: FittedConfig, current: int, pause: Pause, log: Log) -> int:
         """Return the number of workers for the next attempt, once they fit."""
 
-    def share(self, value: object) -> object:
-        """Return a value in the form that specs carry, so that nodes need not share its file."""
-
     def recorder(self, spec: RecorderSpec) -> RecorderHandle:
         """Start a recorder."""
 
@@ -131,7 +128,6 @@ class RayBackend:
     retries = True
     resources = staticmethod(cluster_resources)
     check_storage = staticmethod(check_storage)
-    share = staticmethod(ray.put)
     recorder = staticmethod(ActorRecorder)
 
     def await_workers(self, config: FittedConfig, current: int, pause: Pause, log: Log) -> int:

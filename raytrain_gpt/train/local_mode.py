@@ -39,7 +39,6 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import set_cuda_defaults
 from raytrain_gpt.data.locations import read_data
 from raytrain_gpt.errors import ConfigError, Interrupted, TrainingFailed
-from raytrain_gpt.evaluate.hellaswag import Choices
 from raytrain_gpt.format import Log, count
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.recorder_handle import ConsoleRecorder, ThreadRecorder
@@ -107,8 +106,7 @@ def in_local_mode(run: Callable[[], T]) -> T:
     return result
 
 
-_Orders = tuple[AttemptSpec, Choices | None] | None
-_ORDERS: TypeAdapter[_Orders] = TypeAdapter(_Orders)
+_SPEC: TypeAdapter[AttemptSpec | None] = TypeAdapter(AttemptSpec | None)
 
 
 @dataclass
@@ -151,8 +149,7 @@ class LaunchRanks:
     def broadcast_spec(self, spec: WorkerSpec | None) -> None:
         """Send the other ranks their spec; None makes them exit."""
         if self.world_size > 1:
-            sent = None if spec is None else (spec, spec.hellaswag)
-            text = as_bytes(_ORDERS.dump_json(sent))
+            text = as_bytes(_SPEC.dump_json(spec))
             dist.broadcast(torch.tensor([len(text)]), 0, group=self._group)
             dist.broadcast(text, 0, group=self._group)
 
@@ -166,11 +163,11 @@ class LaunchRanks:
         """Train by the specs that rank 0 broadcasts, then exit."""
         with signals.default_handlers():
             self.init_group()
-        while (orders := self._received(signals)) is not None:
+        while (attempt := self._received(signals)) is not None:
             signals.defer()
-            attempt, choices = orders
-            spec = WorkerSpec(**vars(attempt), hellaswag=choices)
-            own = replace(spec, recorder=ConsoleRecorder(log), control=RankControl(signals.stop))
+            own = WorkerSpec(
+                **vars(attempt), recorder=ConsoleRecorder(log), control=RankControl(signals.stop)
+            )
             try:
                 train_loop(own)
             except (SystemExit, KeyboardInterrupt) as error:  # of the user's code, not of a signal
@@ -178,14 +175,14 @@ class LaunchRanks:
         dist.destroy_process_group()
         sys.exit(Interrupted.exit_code if signals.stop.is_set() else 0)
 
-    def _received(self, signals: StopSignals) -> _Orders:
+    def _received(self, signals: StopSignals) -> AttemptSpec | None:
         size = torch.zeros(1, dtype=torch.int64)
         with signals.default_handlers():
             dist.broadcast(size, 0, group=self._group)
             check_size(int(size))
             text = torch.empty(int(size), dtype=torch.uint8)
             dist.broadcast(text, 0, group=self._group)
-        return _ORDERS.validate_json(bytes(text.numpy()))
+        return _SPEC.validate_json(bytes(text.numpy()))
 
 
 @dataclass
@@ -213,9 +210,6 @@ class InProcess:
 
     def await_workers(self, config: FittedConfig, current: int, pause: Pause, log: Log) -> int:
         return current
-
-    def share(self, value: object) -> object:
-        return value
 
     def train(self, attempt: Attempt) -> AttemptEnd:
         ended = threading.Event()

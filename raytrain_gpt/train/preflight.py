@@ -24,7 +24,7 @@ from raytrain_gpt.data.mixture import Mixture, check_val_split, check_vocabulary
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.data.verify import check_shards, check_tokenizer
 from raytrain_gpt.errors import CheckpointError, ClusterError, ConfigError
-from raytrain_gpt.evaluate.hellaswag import DOWNLOAD
+from raytrain_gpt.evaluate.evaluation import absolute_files
 from raytrain_gpt.format import Log, count, size
 from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.storage.location import Location, is_url
@@ -196,9 +196,10 @@ def absolute_paths(config: ConfigT) -> ConfigT:
         return str(Path(path).absolute())
 
     changes = {"data_path": map_paths(values["data_path"], partial(absolute, "data_path"))}
-    for name in ("storage_path", "init_from", "hellaswag_path"):
-        if values[name] is not None and (name, values[name]) != ("hellaswag_path", DOWNLOAD):
+    for name in ("storage_path", "init_from"):
+        if values[name] is not None:
             is_start = name == "init_from"
             path = _start_path(config, values[name]) if is_start else values[name]
             changes[name] = absolute(name, path)
-    return config.updated({**changes, **absolute_stores(config, absolute)})
+    changes |= absolute_files(config, absolute) | absolute_stores(config, absolute)
+    return config.updated(changes)

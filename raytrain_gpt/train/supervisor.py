@@ -35,9 +35,8 @@ from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.data.locations import make_order, run_location
 from raytrain_gpt.data.mixed_order import MixedOrder
 from raytrain_gpt.data.mixture import Mixture
-from raytrain_gpt.data.tokenizer import read_tokenizer
 from raytrain_gpt.errors import Interrupted, StorageError, TrainingFailed
-from raytrain_gpt.evaluate.hellaswag import read_choices
+from raytrain_gpt.evaluate.evaluation import check_evaluations
 from raytrain_gpt.format import Log, amount, count
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.lease import LEASE_FILE, Lease, hold_lease
@@ -93,7 +92,6 @@ class Run:
         self.output = RunOutput(self.run_dir, trial.tracker_tags if trial else {}, log)
         self.resume = ResumePoints(config, log)
         self.catalog = Catalog(self.run_dir)
-        self._choices: object = None
         self._most_sequences: int | None = None  # of a micro-batch, after a lack of memory
         self._session = uuid.uuid4().hex[:8]
         self._attempts = 0
@@ -102,9 +100,7 @@ class Run:
         """Check, resume, train and finish."""
         # Read-only checks run before the lease: a mistake must not disturb a run that holds it.
         preflight.check_data(self.config, self.data)
-        if (path := self.config.eval.hellaswag_path) is not None:
-            tokenizer = read_tokenizer(self.data.first.directory)
-            self._choices = self.place.share(read_choices(self.config, path, tokenizer))
+        check_evaluations(self.config)
         if not self.config.cluster.use_gpu:  # GPU workers check on their nodes
             check_compiler(self.config, on_gpu=False, where="a CPU")
         self.place.check_storage(self.run_dir, [d.directory for d in self.data.datasets])
@@ -285,7 +281,6 @@ class Run:
                 rows_before=self.output.last_steps(step, recorder.saved_rows, num_rows),
                 attempt=self._attempts,
                 lease_token=lease.token,
-                hellaswag=self._choices,
                 is_trial=self.trial is not None,
             ),
             recorder=self.place.recorder(recorder),

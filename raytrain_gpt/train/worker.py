@@ -203,7 +203,7 @@ class Worker:
 
     def _open_feeds(self) -> tuple[TrainFeed, Evaluation]:
         setup, micro = self.setup, self.config.train.micro_batch_sequences
-        choices, ingest, rank = self.spec.hellaswag, self.spec.ingest, self.collectives.rank
+        ingest, rank = self.spec.ingest, self.collectives.rank
         if self.config.cluster.is_local:
             received = chunks_in_process(ingest, self.config.train.max_steps - self.step, rank)
         else:
@@ -217,7 +217,6 @@ class Worker:
             EvalFeed(val.tokens[0], val.ids[0], ingest.data, micro, setup.device),
             self.collectives,
             setup.autocast,
-            choices=ray.get(choices) if isinstance(choices, ray.ObjectRef) else choices,
         )
         return TrainFeed(chunks, micro, setup.device), evaluation
 

@@ -52,12 +52,10 @@ class WorkerSpec(AttemptSpec):
     """Spec from the driver for every worker of an attempt.
 
     Attributes:
-        hellaswag: HellaSwag, or on a cluster Ray's reference to it; None if it is not scored.
         recorder: Set before the workers start.
         control: Shared with the driver in local mode, or None on Ray, which has heartbeats.
     """
 
-    hellaswag: Any
     recorder: RecorderHandle | None = None
     control: RankControl | None = None
 

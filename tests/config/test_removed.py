@@ -1,4 +1,4 @@
-"""Settings and commands of earlier versions: what they mean is refused, what meant nothing is ignored."""
+"""Settings of earlier versions: what they mean is refused, what meant nothing is ignored."""
 
 from __future__ import annotations
 
@@ -6,19 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_gpt.cli import REMOVED_COMMANDS
 from raytrain_gpt.config.load import load_config_file, load_recorded, without_removed
 from raytrain_gpt.config.schema import Config
 from tests.conftest import RunCli
 
 OLD = "eval: {eval_mode: %s, eval_tokens: 512}\n"
 WAY = "remove it, and evaluate with raytrain-gpt eval"
-
-
-@pytest.mark.parametrize("command", REMOVED_COMMANDS)
-def test_a_command_that_went_names_its_replacement(run_cli: RunCli, command: str) -> None:
-    line = run_cli.refuses(*command.split(), "runs/a", "--port", 1)
-    assert line == f"error: {command} no longer exists; use {REMOVED_COMMANDS[command]}\n"
 
 
 def test_a_setting_that_went_is_ignored_where_it_meant_nothing(

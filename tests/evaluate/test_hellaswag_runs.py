@@ -1,10 +1,13 @@
-"""HellaSwag in a run and in `eval`: the same answers as `transformers` on the export."""
+"""HellaSwag and the example LAMBADA in runs and in `eval`.
+
+HellaSwag has the same answers as `transformers` on the export, and both are the same in local mode and on two
+workers.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,22 +15,26 @@ from typing import Any
 import pytest
 import torch
 
-from raytrain_gpt.checkpoint.collectives import Collectives
-from raytrain_gpt.evaluate.evaluation import Evaluation
-from raytrain_gpt.evaluate.hellaswag import read_choices
+from raytrain_gpt.config import kinds
+from raytrain_gpt.config.code import Code
+from raytrain_gpt.evaluate.hellaswag import choose_endings, encode_choices, read_examples
 from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.export.huggingface import export_checkpoint
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.run_files import Row, read_rows
+from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
 from tests.conftest import RunCli
+from tests.data.shard_tools import prepare_here
 from tests.export.test_huggingface import UNTIED, write_checkpoint
+from tests.runs import MakeConfig, evaluations
 
 pytestmark = [pytest.mark.ray, pytest.mark.models]
 
 SEQ_LEN = 256
 NUM_EXAMPLES = 250
+LAMBADA = Path(__file__).parents[2] / "examples" / "lambada.py"
+PASSAGES = ["big cow", "my big cat", "a big cow", "the big cow dog", "the dog"]
 Answers = dict[int, tuple[int, int]]
 """Index of an example -> endings with the smallest summed loss and the smallest loss per token."""
 
@@ -60,23 +67,44 @@ def together(batches: Iterator[Any]) -> Answers:
 
 
 @pytest.fixture(scope="module")
-def run(cluster: str, make_config: Any, examples: Path) -> RunSummary:
-    """Train a run of two workers with one HellaSwag evaluation."""
-    config = make_config(
-        run_name="hellaswag",
-        num_workers=2,
-        embd_size=64,
-        seq_len=SEQ_LEN,
-        global_batch_tokens=12 * SEQ_LEN,
-        checkpoint_every_steps=50,
-        eval_every_steps=50,
-        hellaswag_path=str(examples),
-    )
-    return train(config, print)
+def start(make_config: MakeConfig, examples: Path) -> Callable[[int], RunSummary]:
+    """Return a function that trains on a number of workers, with one evaluation."""
+    passages = examples.with_name("passages.txt")
+    passages.write_text("".join(f"{words}\n" for words in PASSAGES))
+    text, data = passages.with_name("text.txt"), passages.with_name("data")
+    text.write_text("big cow\n" * 20_000)  # learned in a few steps
+    prepare_here([str(text)], data, "bytes", val_fraction=0.05)
+
+    def begin(num_workers: int) -> RunSummary:
+        kinds.set_user_code(Code("lambada.py", LAMBADA.read_text("utf-8")))
+        config = make_config(
+            run_name=f"evaluated-{num_workers}",
+            num_workers=num_workers,
+            exact=True,
+            data_path=str(data),
+            max_steps=20,
+            peak_lr=1e-2,
+            embd_size=64,
+            seq_len=SEQ_LEN,
+            global_batch_tokens=12 * SEQ_LEN,
+            eval_every_steps=20,
+            hellaswag_path=str(examples),
+            evaluations=["lambada"],
+            lambada_file=str(passages),
+        )
+        return train(config, print)
+
+    return begin
+
+
+@pytest.fixture(scope="module")
+def run(cluster: str, start: Callable[[int], RunSummary]) -> RunSummary:
+    """Train a run of two workers."""
+    return start(2)
 
 
 def last_evaluation(run: RunSummary) -> Row:
-    return [row for row in read_rows(run.run_dir.path) if "val/loss" in row][-1]
+    return evaluations(run.run_dir)[-1]
 
 
 def answers_of_transformers(export: Path, examples: Path) -> Answers:
@@ -121,20 +149,21 @@ def test_two_workers_score_as_transformers_does(
     assert row["hellaswag/cut"] > 0
 
 
-def test_a_qwen3_answers_as_transformers_does(
-    examples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_local_mode_and_two_workers_evaluate_alike(
+    run: RunSummary, start: Callable[[int], RunSummary]
 ) -> None:
+    (alone, two) = (last_evaluation(one) for one in (start(0), run))
+    own = [name for name in two if name.startswith(("val/", "hellaswag/", "lambada/"))]
+    assert {name: alone[name] for name in own} == {name: two[name] for name in own}
+    assert two["lambada/acc"] == 2 / 5
+
+
+def test_a_qwen3_answers_as_transformers_does(examples: Path, tmp_path: Path) -> None:
     write_checkpoint(Location.of(tmp_path / "run"), seq_len=SEQ_LEN, **UNTIED)
     export = export_checkpoint(tmp_path / "run", tmp_path / "hf", "fp32", print)
-    _, config, model, tokenizer, _ = open_checkpoint(tmp_path / "run")
-    choices, alone = read_choices(config, str(examples), tokenizer), Collectives(0, 1)
-    evaluation = Evaluation(config, model, tokenizer, None, alone, contextlib.nullcontext, choices)
-    monkeypatch.setattr("raytrain_gpt.evaluate.evaluation.SHOW_EVERY_S", 0.0)
-    lines: list[str] = []
-    evaluation.metrics(log=lines.append)
-    num = len(choices.labels)
-    assert lines[-1] == f"hellaswag: {num} of {num} examples"
-    found = together(evaluation.answers(choices))
+    _, _, model, tokenizer, _ = open_checkpoint(tmp_path / "run")
+    choices = encode_choices(read_examples(examples), tokenizer, SEQ_LEN)
+    found = together(choose_endings(model.eval(), choices, 0, 1))
     assert found == answers_of_transformers(export, examples)
 
 
@@ -143,27 +172,9 @@ def test_eval_answers_as_the_run_did(run: RunSummary, examples: Path, run_cli: R
     *_, line, _, last = out.splitlines()  # on a slow machine, progress lines come first
     metrics = json.loads(last)
     norm = f"{metrics['hellaswag/acc_norm']:.4f} ± {metrics['hellaswag/acc_norm_stderr']:.4f}"
-    assert f"step 50 | hellaswag acc_norm {norm} | acc {metrics['hellaswag/acc']:.4f} ± " in line
+    assert f"step 20 | hellaswag acc_norm {norm} | acc {metrics['hellaswag/acc']:.4f} ± " in line
     assert f"{metrics['hellaswag/examples']} examples, {metrics['hellaswag/cut']} cut" in line
     in_training = last_evaluation(run)
     assert metrics["val/loss"] == pytest.approx(in_training["val/loss"], abs=1e-5)
     for name in ("acc", "acc_norm", "acc_stderr", "acc_norm_stderr", "examples", "cut"):
         assert metrics[f"hellaswag/{name}"] == in_training[f"hellaswag/{name}"]
-
-
-def test_without_its_dataset_a_checkpoint_is_still_asked(
-    run: RunSummary, examples: Path, run_cli: RunCli, tmp_path: Path
-) -> None:
-    few = tmp_path / "few.jsonl"
-    few.write_bytes(b"".join(examples.read_bytes().splitlines(keepends=True)[:20]))
-    data = Path(str(run.checkpoint.state.config["data"]["data_path"]))  # type: ignore[union-attr]
-    away = data.rename(tmp_path / "away")
-    try:
-        out = run_cli.succeeds("eval", run.run_dir, "--hellaswag", few, "--json")
-        assert f"no validation loss: data_path {data} does not exist" in out.splitlines()[0]
-        assert "hellaswag/acc" in (metrics := json.loads(out.splitlines()[-1]))
-        assert "val/loss" not in metrics
-        run_cli.refuses("eval", run.run_dir)
-        run_cli.refuses("eval", run.run_dir, "--hellaswag", examples, "--data", data)
-    finally:
-        away.rename(data)

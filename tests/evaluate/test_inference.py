@@ -53,26 +53,6 @@ def test_a_sample_is_as_long_as_those_of_the_run(
     sample_checkpoint(tmp_path / "run", "a", print, num_samples=1, **given)
 
 
-def test_threads_do_not_wait_for_each_other_over_a_small_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_checkpoint(tmp_path / "run", 10, 3.0)
-    threads, seen = torch.get_num_threads(), []
-    step = generate._Batch.step
-
-    def watched(batch: generate._Batch) -> None:
-        seen.append(torch.get_num_threads())
-        step(batch)
-
-    monkeypatch.setattr(generate._Batch, "step", watched)
-    torch.set_num_threads(2)
-    try:
-        sample_checkpoint(tmp_path / "run", "a", print, num_samples=1, max_new_tokens=2)
-        assert ({*seen}, torch.get_num_threads()) == ({1}, 2)
-    finally:
-        torch.set_num_threads(threads)
-
-
 def test_as_on_a_gpu_samples_are_drawn_in_bf16(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Evaluations of the user's code: in runs, for checkpoints, over ranks, and as the objective of a sweep."""
+"""Evaluations by name: in runs, for checkpoints, over ranks, and as the objective of a sweep."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ import shlex
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
+from torch import Tensor
 
-from raytrain_gpt.checkpoint.catalog import CODE_FILE, Catalog, Checkpoint
+from raytrain_gpt.checkpoint.catalog import CODE_FILE, Catalog
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.core.registry import configured_model
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.evaluate import evaluation
 from raytrain_gpt.evaluate.evaluation import Evaluation
 from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.export.model_card import _scores
@@ -29,7 +32,6 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.history import History, best_trial, ranking
 from raytrain_gpt.sweep.sweep_page import SweepFacts, sweep_charts
 from raytrain_gpt.sweep.trial_plan import base_config
-from raytrain_gpt.tracking.run_files import read_rows
 from raytrain_gpt.train.launch import train
 from tests.checkpoints import write_checkpoint
 from tests.conftest import RunCli, raises_line
@@ -37,7 +39,8 @@ from tests.runs import MakeConfig, evaluations, flags, weights
 from tests.sweep.conftest import sweep_of
 from tests.training import thread_ranks
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "accuracy.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ACCURACY = EXAMPLES / "accuracy.py"
 START = """
 import math, random
 import numpy as np
@@ -64,27 +67,23 @@ def start(make_config: MakeConfig, tmp_path: Path) -> Start:
     def begin(body: str | None, name: str = "run", **fields: Any) -> Any:
         kinds.set_user_code(None if body is None else Code("my.py", START + body))
         own = {} if body is None else {"evaluations": ["mine"]}
-        fields = {"max_steps": 20, "eval_every_steps": 10, "run_name": name, **own, **fields}
+        fields = {"max_steps": 8, "eval_every_steps": 4, "run_name": name, **own, **fields}
         return train(make_config(storage_path=str(tmp_path), **fields), print)
 
     return begin
 
 
-def newest(run_dir: Location) -> Checkpoint:
-    return Catalog(run_dir).complete()[-1]
-
-
-def measured(text: str, world_size: int, **fields: Any) -> list[Any]:
+def measured(text: str, world_size: int) -> list[Any]:
     """Evaluate a small model on ranks that are threads; returns each rank's metrics or error."""
     kinds.set_user_code(Code("my.py", text))
-    config = load_preset("quickstart").updated({"evaluations": ["mine"], **fields})
+    config = load_preset("quickstart").updated({"evaluations": ["mine"]})
     torch.manual_seed(0)
     tokenizer = load_tokenizer("bytes")
     model = configured_model(config, 257, tokenizer.eot_token)
 
     def metrics(ranks: Any) -> Any:
         try:
-            how = (tokenizer, None, ranks, contextlib.nullcontext, None)
+            how = (tokenizer, None, ranks, contextlib.nullcontext)
             return Evaluation(config, model, *how).metrics()
         except ConfigError as error:
             return str(error)
@@ -98,31 +97,30 @@ def test_the_example_measures_accuracy_in_a_run_its_report_and_its_checkpoints(
 ) -> None:
     file = tmp_path / "held out.txt"
     file.write_text("To be, or not to be: that is the question.\n" * 5)
-    fields = {"run_name": "run", "storage_path": str(tmp_path), "max_steps": 20}
-    chosen = flags(make_config(**fields, eval_every_steps=10))
+    fields = {"run_name": "run", "storage_path": str(tmp_path), "max_steps": 8}
+    chosen = flags(make_config(**fields, eval_every_steps=4))
     own = ["--evaluations=accuracy", f"--accuracy_file={file}"]
     chosen = [flag for flag in chosen if not flag.startswith("--evaluations")]
-    told = run_cli.succeeds("train", "--code", EXAMPLE, *chosen, *own)
+    told = run_cli.succeeds("train", "--code", ACCURACY, *chosen, *own)
     run = Location.of(tmp_path / "run")
     rows = evaluations(run)
-    assert [row["step"] for row in rows] == [10, 20]
+    assert [row["step"] for row in rows] == [4, 8]
     assert all(0 <= row["accuracy/top1"] <= row["accuracy/top5"] <= 1 for row in rows)
     line = f"accuracy/top1 {rows[-1]['accuracy/top1']:.4f}"
     assert line in told
     assert line in (run.path / "log.txt").read_text()
     assert "accuracy/top1" in (run.path / "report.html").read_text()
-    assert dict(_scores(newest(run)))["`accuracy/top1`"] == line.split()[1]
+    assert dict(_scores(Catalog(run).complete()[-1]))["`accuracy/top1`"] == line.split()[1]
 
-    out = run_cli.succeeds("eval", run.path, "--code", EXAMPLE)
-    as_in_run = shlex.split(out.partition("if you trust it, add ")[2].partition("\n")[0])
-    out = run_cli.succeeds("eval", run.path, "--code", EXAMPLE, "--json", *as_in_run)
-    assert json.loads(out.splitlines()[-1])["accuracy/top5"] == rows[-1]["accuracy/top5"]
-    assert line in run_cli.succeeds("eval", run.path, "--code", run.path / CODE_FILE, *as_in_run)
     out = run_cli.succeeds("eval", run.path)
     assert f"skipping accuracy: no code was given; if you trust it, pass --code {run}" in out
     assert "accuracy/top1" not in out
+    out = run_cli.succeeds("eval", run.path, "--code", run.path / CODE_FILE)
+    as_in_run = shlex.split(out.partition("if you trust it, add ")[2].partition("\n")[0])
+    out = run_cli.succeeds("eval", run.path, "--code", ACCURACY, "--json", *as_in_run)
+    assert json.loads(out.splitlines()[-1])["accuracy/top5"] == rows[-1]["accuracy/top5"]
 
-    kinds.set_user_code(Code("accuracy.py", EXAMPLE.read_text()))
+    kinds.set_user_code(Code("accuracy.py", ACCURACY.read_text()))
     _, config, model, tokenizer, _ = open_checkpoint(run.path)
     ids = torch.tensor(tokenizer.encode_ordinary(file.read_text()))
     right, size = 0, config.data.seq_len
@@ -132,15 +130,26 @@ def test_the_example_measures_accuracy_in_a_run_its_report_and_its_checkpoints(
     assert rows[-1]["accuracy/top1"] == pytest.approx(right / (len(ids) - 1))
 
 
-def test_a_checkpoint_of_a_run_without_evaluations_is_evaluated_by_name(
-    start: Start, tmp_path: Path, run_cli: RunCli
-) -> None:
-    run = start(None)
-    (file := tmp_path / "my.py").write_text(START + DRAWS)
-    named = ("eval", run.run_dir, "--evaluations", "mine")
-    assert "mine/loss" in run_cli.succeeds(*named, "--code", file)
-    assert "evaluations='mine'" in run_cli.refuses(*named)
-    assert "mine/loss" not in run_cli.succeeds("eval", run.run_dir, "--code", file)
+class NextByte:
+    """A model that expects each byte to be the one after the last."""
+
+    shape, device = SimpleNamespace(seq_len=6), torch.device("cpu")
+
+    def logits(self, ids: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot(ids + 1, 320)
+
+
+def test_the_example_lambada_asks_for_all_tokens_of_the_last_word(tmp_path: Path) -> None:
+    kinds.set_user_code(Code("lambada.py", (EXAMPLES / "lambada.py").read_text()))
+    kinds.user_kinds()
+    lambada, tokenizer = kinds.kind("evaluations", "lambada"), load_tokenizer("bytes")
+    file = tmp_path / "passages.txt"
+    right, cut = 'a long start\x1f !"#', "a !\"#$%&'(a)*+,-./"
+    file.write_text("\n".join([right, "a\x1f !b", "a !", "", "word", cut, f"{right} "]))
+    settings = lambada.settings(lambada_file=str(file))  # type: ignore[call-arg]
+    shares = [lambada.call(NextByte(), tokenizer, rank, 2, settings)["acc"] for rank in (0, 1)]
+    assert shares == [(2, 3), (1, 2)]
+    assert lambada.call(NextByte(), tokenizer, 0, 1, settings) == {"acc": (3, 5)}
 
 
 def test_a_new_evaluation_of_an_old_checkpoint_has_its_settings_as_flags(
@@ -148,7 +157,9 @@ def test_a_new_evaluation_of_an_old_checkpoint_has_its_settings_as_flags(
 ) -> None:
     checkpoint, file = write_checkpoint(tmp_path / "run", 10, 3.0), tmp_path / "text.txt"
     file.write_text("To be, or not to be: that is the question.\n" * 9)
-    command = ("eval", checkpoint, "--code", EXAMPLE, "--evaluations=accuracy")
+    named = ("eval", checkpoint, "--evaluations=accuracy")
+    assert "evaluations='accuracy'" in run_cli.refuses(*named)
+    command = (*named, "--code", ACCURACY)
     out = run_cli.succeeds(*command, "--accuracy_file", file, "--accuracy_tokens=200", "--json")
     assert "no validation loss: " in out
     scores = json.loads(out.splitlines()[-1])
@@ -178,82 +189,72 @@ def test_an_evaluation_that_fails_ends_the_run_with_one_line_and_loses_no_step(
     words = ["evaluation mine, rank 0", "my.py, line 11: ZeroDivisionError: a b"]
     with raises_line(ConfigError, *words):
         start(body, checkpoint_every_steps=20)
-    assert newest(Location.of(tmp_path / "run")).state.step == 10
+    assert Catalog(Location.of(tmp_path / "run")).complete()[-1].state.step == 4
     fixed = start("    return {'a': (1, 2)}\n", checkpoint_every_steps=20)
     assert [row["mine/a"] for row in evaluations(fixed.run_dir)] == [0.5]
-    assert weights(fixed.run_dir) == weights(start(None, "other").run_dir)
-
-
-def test_the_line_of_an_error_is_found_if_the_text_ran_under_another_name() -> None:
-    text = START + "    raise KeyError('x')\n"
-    kinds.set_user_code(Code("other.py", text))
-    kinds.user_kinds()
-    (told,) = measured(text, 1)
-    assert "my.py, line 9: KeyError: 'x'" in told
 
 
 @pytest.mark.parametrize(
-    ("body", "expected"),
+    ("pair", "expected"),
     [
-        ("    return {'a': (1.0, 0)}", None),
-        ("    return {'a': (math.inf, 2)}", None),
-        ("    return {'a': (1e200, 2)}", None),
-        ("    return {'a': (torch.tensor(3.0), np.int64(2))}", 1.5),
+        ("(1.0, 0)", None),
+        ("(1e200, 2)", None),
+        ("(torch.tensor(3.0), np.int64(2))", 1.5),
     ],
 )
-def test_rows_stay_valid(start: Start, body: str, expected: float | None) -> None:
-    run = start(body, max_steps=10)
-    (row,) = evaluations(run.run_dir)
-    assert row["mine/a"] == expected
-    for line in (run.run_dir.path / "metrics.jsonl").read_text().splitlines():
-        json.loads(line, parse_constant=pytest.fail)
-    assert read_rows(run.run_dir.path)
+def test_rows_stay_valid(pair: str, expected: float | None) -> None:
+    assert measured(f"{START}    return {{'a': {pair}}}", 1) == [{"mine/a": expected}]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_sums_are_those_of_one_rank_on_any_number(world_size: int) -> None:
+@pytest.mark.parametrize("how", ["return", "yield"])
+def test_sums_are_those_of_one_rank_on_any_number(world_size: int, how: str) -> None:
     body = "    share = range(rank, 100, world_size)\n"
-    body += "    return {'b': (sum(share) / 3, len(share)), 'a': (rank + 1, world_size)}"
+    body += f"    {how} {{'b': (sum(share) / 3, len(share)), 'a': (rank + 1, world_size)}}\n"
+    body += "    yield {'b': (1, 0)}\n" * (how == "yield")
     every = measured(START + body, world_size)
     mean = (world_size + 1) / 2 / world_size
-    assert every == [pytest.approx({"mine/a": mean, "mine/b": 16.5})] * world_size
+    b = 16.5 + (how == "yield") * world_size / 100
+    assert every == [pytest.approx({"mine/a": mean, "mine/b": b})] * world_size
     assert all(list(metrics) == ["mine/a", "mine/b"] for metrics in every)
 
 
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("    return {'ab'[rank]: (1, 1)}", "rank 1: returned the keys ['b'], but ['a'] on rank 0"),
-        (
-            "    return {'a': (1, 1 / (1 - rank))}",
-            "rank 1: my.py, line 9: ZeroDivisionError",
-        ),
-        (
-            "    return {'a': (rank / rank, 1)}",
-            "rank 0: my.py, line 9: ZeroDivisionError",
-        ),
-        (
-            "    raise SystemExit('\\udcff')",
-            "rank 0: my.py, line 9: SystemExit: ?",
-        ),
-        (
-            "    return 0.5",
-            "rank 0: must return a dict of key -> (sum, count): must be a mapping",
-        ),
-        ("    return {'a': 0.5}", "key -> (sum, count): a: must be a list"),
-        ("    return {'a/b': (1, 1)}", "must start with a letter"),
+        ("return {'ab'[rank]: (1, 1)}", "rank 1: returned the keys ['b'], but ['a'] on rank 0"),
+        ("return {'a': (1, 1 / (1 - rank))}", "rank 1: my.py, line 9: ZeroDivisionError"),
+        ("yield {'a': (rank / rank, 1)}", "rank 0: my.py, line 9: ZeroDivisionError"),
+        ("raise SystemExit('\\udcff')", "rank 0: my.py, line 9: SystemExit: ?"),
+        ("return 0.5", "rank 0: must return a dict of key -> (sum, count): must be a mapping"),
+        ("return {'a': 0.5}", "key -> (sum, count): a: must be a list"),
+        ("return {'a/b': (1, 1)}", "must start with a letter"),
     ],
 )
 def test_all_ranks_fail_together(body: str, words: str) -> None:
-    first, second = measured(START + body, 2)
+    first, second = measured(f"{START}    {body}", 2)
     assert first == second
     assert words in first
 
 
-@pytest.mark.parametrize("name", ROW_PREFIXES)
+def test_a_long_evaluation_that_yields_shows_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "SHOW_EVERY_S", 0.0)
+    kinds.set_user_code(Code("my.py", START + "    yield {'a': (1, 2)}\n" * 2))
+    config = load_preset("quickstart").updated({"evaluations": ["mine"]})
+    tokenizer, (alone,) = load_tokenizer("bytes"), thread_ranks(1)
+    model = configured_model(config, 257, tokenizer.eot_token)
+    lines: list[str] = []
+    beats: list[None] = []
+    one = Evaluation(config, model, tokenizer, None, alone, contextlib.nullcontext)
+    one.metrics(lambda: beats.append(None), lines.append)
+    assert (len(beats), lines) == (2, ["mine so far: a 0.5"] * 2)
+
+
+@pytest.mark.parametrize("name", ["val", "hellaswag"])
 def test_names_of_other_rows_are_refused(name: str) -> None:
+    assert name in ROW_PREFIXES
     kinds.set_user_code(Code("my.py", START.replace('"mine"', f'"{name}"') + "    pass"))
-    with raises_line(ConfigError, f"rows have other {name}/… keys already", "my.py, line 7"):
+    with raises_line(ConfigError, "choose another name", "my.py, line 7"):
         kinds.user_kinds()
 
 
@@ -261,11 +262,9 @@ def test_names_of_other_rows_are_refused(name: str) -> None:
     ("fields", "words"),
     [
         ({"objective": "val/los"}, "must be val/loss, val/bits_per_byte, val/perplexity, or"),
-        ({"objective": "mine"}, "EVALUATION/KEY"),
         ({"objective": "perf/mfu", "objective_mode": "max"}, "EVALUATION/KEY"),
         ({"objective": "mine/a"}, "set objective_mode to min or max"),
         ({"objective": "val/loss", "objective_mode": "max"}, "val/loss is minimized"),
-        ({"objective": "mine/a", "objective_mode": "up"}, "'min' or 'max'"),
     ],
 )
 def test_objectives_that_cannot_be_compared_are_refused(fields: dict[str, Any], words: str) -> None:
@@ -274,37 +273,39 @@ def test_objectives_that_cannot_be_compared_are_refused(fields: dict[str, Any], 
 
 
 def test_settings_of_the_evaluation_that_is_the_objective_cannot_vary() -> None:
-    kinds.set_user_code(Code("accuracy.py", EXAMPLE.read_text("utf-8")))
+    kinds.set_user_code(Code("accuracy.py", ACCURACY.read_text("utf-8")))
     space = {"accuracy_tokens": {"grid": [1024, 4096]}}
     assert [*sweep_of(space).space] == ["accuracy_tokens"]
     with raises_line(ConfigError, "accuracy_tokens cannot vary between trials; move it"):
         sweep_of(space, objective="accuracy/top1", objective_mode="max")
 
 
-def test_a_sweep_ranks_and_draws_the_highest_first_if_it_is_told_so(tmp_path: Path) -> None:
+def test_a_sweep_ranks_the_highest_first_if_it_is_told_so(tmp_path: Path) -> None:
     kinds.set_user_code(Code("my.py", START + "    pass"))
     space = {"peak_lr": {"grid": [1e-3, 2e-3]}, "seed": {"grid": [1, 2]}}
     own = {"objective": "mine/a", "objective_mode": "max"}
     with raises_line(ConfigError, "mine/a is not measured; add mine to evaluations"):
         base_config(sweep_of(space, **own))
     sweep = sweep_of(space, overrides={"evaluations": ["mine"]}, **own)
-    assert base_config(sweep).eval.evaluations == ("mine",)
     history = History(Location.of(tmp_path), sweep.mode == "max")
-    (tmp_path / "x").mkdir()
-    budget, numbers = sweep.budget_tokens, {"tokens_per_s": 1.0, "elapsed_s": 1.0, "run_dir": "r"}
+    numbers = {
+        "tokens_seen": sweep.budget_tokens,
+        "tokens_per_s": 1.0,
+        "elapsed_s": 1.0,
+        "run_dir": "r",
+    }
     for number, score in enumerate((0.2, 0.9, 0.3, 0.1)):
-        name = f"{number:03}"
-        values = {"peak_lr": (1e-3, 2e-3)[number // 2], "seed": 1 + number % 2}
+        name, values = (
+            f"{number:03}",
+            {"peak_lr": (1e-3, 2e-3)[number // 2], "seed": 1 + number % 2},
+        )
         history.add("started", name, values=values)
-        for part in (2, 1):
-            at = {"objective": score / part, "tokens_seen": budget // part, "values": values}
-            history.add("report", name, **at, **numbers)
+        history.add("report", name, objective=score, values=values, **numbers)
         history.add("ended", name, state="finished")
-    best = best_trial(history.trials())
+    best, ranked = best_trial(history.trials()), ranking(history.trials())
     assert best is not None
-    assert best.name == "001"
-    ranked = ranking(history.trials())
-    facts = {"objective": "mine/a", "budget_tokens": budget, "maximize": True}
+    assert best.name == ranked[0].name == "001"
+    facts = {"objective": "mine/a", "budget_tokens": sweep.budget_tokens, "maximize": True}
     shown = SweepFacts(name="small", searched=sweep.searched, **facts)
     curves, by_rate = sweep_charts(ranked, shown)
     assert curves.curves[0].label == "001"
