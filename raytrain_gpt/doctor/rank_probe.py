@@ -1,4 +1,4 @@
-"""Probe a run's ranks, and check the facts: a worker group that starts like a run's and trains nothing.
+"""Facts of a run's ranks: a worker group that starts like a run's and trains nothing.
 
     devices     each rank's device
     all_reduce  sums with known results, and their time, through the group that reduces gradients
@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import numpy as np
 import ray
 import ray.train
 import ray.train.torch
@@ -33,8 +31,6 @@ from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.orphans import kill_controllers
 from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.core.device import matmul_dtype, resolve_precision, seed_everything, synchronize
-from raytrain_gpt.doctor.check import Failed, Skipped, named_check
-from raytrain_gpt.format import count
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset, rank_chunks, ray_chunks
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.model_setup import strategy_class
@@ -45,12 +41,8 @@ _GROUP_TIMEOUT_S = 60
 """Timeout of the ranks' connections and of every collective."""
 _CONTROLLER_TIMEOUT_S = 10.0
 """Time for Ray Train's controller to exit before it is killed."""
-_NUM_BATCHES = 4
+NUM_BATCHES = 4
 """Number of global batches to read."""
-_BETWEEN_NODES = (
-    "let all nodes reach each other on all ports, and if a node has several interfaces, set "
-    "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
-)
 _ALL_REDUCE_BYTES = (1_000_000, 100_000_000)
 T = TypeVar("T")
 
@@ -111,11 +103,22 @@ class GroupFacts:
     step_s: list[float] | None = None
 
     @property
-    def has_devices(self) -> bool:
-        """Whether every rank has a separate device."""
-        uuids = [device.uuid for device in self.devices or ()]
-        separate_gpus = all(uuids) and len(set(uuids)) == len(uuids)
-        return self.devices is not None and (separate_gpus or not self.use_gpu)
+    def device_problem(self) -> str:
+        """Why a rank has no separate GPU if GPUs are requested, with the fix; or empty."""
+        devices = self.devices or []
+        lacking = [f"rank {d.rank} on {d.node} ({d.error})" for d in devices if d.error]
+        if lacking:
+            return (
+                f"no GPU for {', '.join(lacking)}; check that nvidia-smi works there, that torch is a CUDA "
+                "build, and that Ray's --num-gpus does not exceed the node's GPUs"
+            )
+        if self.use_gpu and len({device.uuid for device in devices}) < len(devices):
+            ranks = ", ".join(f"rank {d.rank} {d.device} on {d.node}" for d in devices)
+            return (
+                f"ranks share a GPU: {ranks}; start Ray with --num-gpus of at most the node's GPUs, and let "
+                "Ray set CUDA_VISIBLE_DEVICES"
+            )
+        return ""
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,7 @@ def ask_ranks(
             plan.world_size,
             name="doctor",
             directory=Location.of(directory),
-            dataset=None if ingest is None else ingest_dataset(ingest, _NUM_BATCHES),
+            dataset=None if ingest is None else ingest_dataset(ingest, NUM_BATCHES),
             torch_config=TorchConfig(backend="gloo", timeout_s=_GROUP_TIMEOUT_S),
         )
         thread, raised = start_fit(trainer)
@@ -173,14 +176,15 @@ def _probe_rank(spec: _RankSpec) -> None:
         return of_all_ranks
 
     devices = share("devices", _device(rank, use_gpu))
-    usable = GroupFacts(len(devices), use_gpu, devices=devices).has_devices
+    if GroupFacts(len(devices), use_gpu, devices=devices).device_problem:
+        return
     group, device = None, torch.device("cpu")
-    if use_gpu and usable:
+    if use_gpu:
         device = ray.train.torch.get_device()
         group = dist.new_group(timeout=timedelta(seconds=_GROUP_TIMEOUT_S), backend="nccl")
-    if usable and context.get_world_size() > 1:
+    if len(devices) > 1:
         share("all_reduce", _time_all_reduce(device, group))
-    if spec.timed_vocab_size is not None and usable:
+    if spec.timed_vocab_size is not None:
         train = spec.plan.config.train
         dtype = matmul_dtype(resolve_precision(train.precision, device))
         narrow = train.gradient_dtype == "bf16"
@@ -231,85 +235,7 @@ def _time_all_reduce(device: torch.device, group: dist.ProcessGroup | None) -> A
     return AllReduceFacts(dist.get_backend(group), wrong, seconds)
 
 
-@named_check("devices")
-def judge_devices(group: GroupFacts) -> str:
-    """Check that each rank has a separate GPU if GPUs are requested."""
-    if (devices := group.devices) is None:
-        raise Failed(
-            f"the workers did not connect to each other: {group.error}; check that no other job holds the "
-            f"cluster's resources, and {_BETWEEN_NODES}"
-        )
-    ranks = ", ".join(f"rank {d.rank} {d.device} on {d.node}" for d in devices)
-    if missing := ", ".join(f"rank {d.rank} on {d.node} ({d.error})" for d in devices if d.error):
-        raise Failed(
-            f"no GPU for {missing}; check that nvidia-smi works there, that torch is a CUDA build, and that "
-            "Ray's --num-gpus does not exceed the node's GPUs"
-        )
-    if not group.has_devices:
-        raise Failed(
-            f"ranks share a GPU: {ranks}; start Ray with --num-gpus of at most the node's GPUs, and let Ray "
-            "set CUDA_VISIBLE_DEVICES"
-        )
-    return ranks
-
-
 def all_reduce_bytes_per_s(ranks: Sequence[AllReduceFacts]) -> dict[int, float]:
     """Return tensor bytes -> algorithm bandwidth (bytes/s), by the slowest rank's time."""
     sizes = ranks[0].seconds if ranks else ()
     return {size: size / max(rank.seconds[size] for rank in ranks) for size in sizes}
-
-
-@named_check("all_reduce")
-def judge_all_reduce(group: GroupFacts) -> str:
-    """Check that all-reduce sums are correct, and show how fast they are."""
-    ranks = group.all_reduce
-    if group.world_size == 1:
-        raise Skipped("one worker")
-    if not group.has_devices:
-        raise Skipped("not all ranks have a device")
-    if ranks is None:
-        raise Failed(f"did not finish: {group.error}; {_BETWEEN_NODES}")
-    speeds = all_reduce_bytes_per_s(ranks)
-    each = ", ".join(f"{size / 1e6:g} MB {speed / 1e9:.2f} GB/s" for size, speed in speeds.items())
-    seen = f"{count(len(ranks), 'rank')} over {ranks[0].backend}, tensor bytes / time: {each}"
-    if wrong := sum(rank.wrong for rank in ranks):
-        raise Failed(
-            f"{wrong} sums are wrong ({seen}); a device, its driver or a network card is broken: remove "
-            "nodes one by one to find it"
-        )
-    return f"sums are correct; {seen}"
-
-
-@named_check("sequences")
-def judge_sequences(group: GroupFacts, ingest: IngestSpec | None) -> str:
-    """Check that the ranks together read each planned sequence once, in its step."""
-    ranks = group.sequences
-    if ingest is None:
-        raise Skipped("no data that all nodes can read")
-    if ranks is None and not (group.has_devices and (group.all_reduce or group.world_size == 1)):
-        raise Skipped("an earlier check of the ranks failed")
-    if ranks is None:
-        raise Failed(f"reading did not finish: {group.error}")
-    order, val, none = ingest.order(), ingest.eval_ids()[0], np.zeros(0, np.int64)
-    plans = {"the validation": val[val >= 0]}
-    actual = {"the validation": [rank.val[rank.val >= 0] for rank in ranks]}
-    for batch in range(_NUM_BATCHES):
-        plans[f"global batch {batch}"] = order.batch_ids(batch)
-        actual[f"global batch {batch}"] = [rank.train.get(batch, none) for rank in ranks]
-    for name, plan in plans.items():
-        # A mixture's batch may repeat a sequence where a small dataset's epochs meet.
-        planned = Counter(plan.tolist())
-        read = Counter(np.concatenate(actual[name]).tolist())
-        if planned != read:
-            extra = sorted((read - planned).elements())
-            first = f" (first {extra[0]})" if extra else ""
-            raise Failed(
-                f"{(planned - read).total()} of {count(len(plan), 'sequence')} of {name} read by no rank, "
-                f"and {len(extra)} read twice or unplanned{first}; do not train with this setup: compare the "
-                "installed versions with constraints.txt"
-            )
-    total = sum(len(plan) for plan in plans.values())
-    return (
-        f"{count(len(ranks), 'rank')} read {count(total, 'sequence')} of "
-        f"{_NUM_BATCHES} global batches and the validation, each as planned"
-    )
