@@ -20,6 +20,8 @@ directory it may outlive a dead machine or be invisible to others, and a forked 
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import math
 import os
 import socket
@@ -27,20 +29,21 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from raytrain_gpt.errors import ClusterError, RaytrainGptError, failure_as
 from raytrain_gpt.format import Log
-from raytrain_gpt.storage.guard import guarded
 from raytrain_gpt.storage.location import Location
 
 LEASE_FILE = ".lease"
 _LEASE_BYTES = 1024
 _POLLS_PER_EXPIRY, _LINES_PER_EXPIRY = 60, 6
+_LOCK_WAIT_S, _LOCK_PAUSE_S = 10.0, 0.02
 _UNKNOWN = "an unknown process"
 
 _held_here: set[str] = set()
@@ -366,11 +369,53 @@ def _is_away(location: Location) -> bool:
     return location.is_local and not location.parent.exists()
 
 
-def _guarded(location: Location, removed: bool = False) -> AbstractContextManager[bool]:
-    """Lock a lease file, or yield False without locks."""
-    if not location.is_local:
-        return nullcontext(False)
-    return guarded(location.path.with_name(f"{location.name}.guard"), removed)
+@contextmanager
+def _guarded(location: Location, removed: bool = False) -> Iterator[bool]:
+    """Lock a lease file by a file beside it; yields False without locks or without its directory.
+
+    The file is deleted afterwards if `removed`, so a lock counts only while its file is still in place.
+    """
+    path = location.path.with_name(f"{location.name}.guard") if location.is_local else None
+    while path is not None:
+        try:
+            guard = path.open("a", encoding="utf-8")
+        except FileNotFoundError:
+            break
+        with guard:
+            if not _lock(guard):
+                break
+            try:
+                if not _is_at(guard, path):  # its last holder removed it
+                    continue
+                yield True
+                if removed:
+                    path.unlink(missing_ok=True)
+                return
+            finally:
+                # Closing is not enough if a forked child also has the file open.
+                fcntl.flock(guard, fcntl.LOCK_UN)
+    yield False
+
+
+def _lock(file: IO[str]) -> bool:
+    """Lock a file; False if locks are unsupported or a frozen process holds it."""
+    give_up_at = time.monotonic() + _LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError as error:
+            is_held = error.errno in (errno.EAGAIN, errno.EACCES)
+            if not is_held or time.monotonic() > give_up_at:
+                return False
+        time.sleep(_LOCK_PAUSE_S)
+
+
+def _is_at(file: IO[str], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _storage_errors(verb: str, location: Location, what: str) -> AbstractContextManager[None]:

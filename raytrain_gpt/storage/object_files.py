@@ -16,9 +16,13 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from raytrain_gpt.errors import RaytrainGptError
-from raytrain_gpt.storage.hub_files import pinned_path
-from raytrain_gpt.storage.object_store import filesystem_for, retried
+from raytrain_gpt.storage.object_store import (
+    REQUEST_TIMEOUT_S,
+    STORES,
+    filesystem_for,
+    pinned_path,
+    retried,
+)
 
 T = TypeVar("T")
 
@@ -80,113 +84,49 @@ class RetriedReader:
         self._source.close()
 
 
-class _Upload:
-    """Output stream that collects an object in memory and stores it when closed."""
-
-    def __init__(self, put: Callable[[pa.Buffer], None]) -> None:
-        self._put, self._content = put, bytearray()
-        self.closed = False
-
-    def write(self, content: bytes) -> int:
-        self._content += content
-        return len(content)
-
-    def flush(self) -> None:
-        """Do nothing; `close` stores the object."""
-
-    def close(self) -> None:
-        if not self.closed:
-            self.closed = True
-            self._put(pa.py_buffer(self._content))
-
-
 @dataclass(frozen=True)
-class RetriedHandler(pafs.FileSystemHandler):  # type: ignore[misc]
-    """A filesystem that survives pickling and outages, for Ray Train's storage."""
+class ObjectFiles:
+    """The objects of a store, by their paths `bucket/key`."""
 
     scheme: str
     endpoint: str | None
     retry_for_s: float
 
-    @property
-    def store(self) -> Any:
-        return filesystem_for(self.scheme, self.endpoint, self.retry_for_s)
+    def _retried(self, what: str, path: str, operation: Callable[[Any], T]) -> T:
+        url = f"{self.scheme}://{path}"
 
-    def _retried(self, operation: Callable[[], T], what: str, path: str) -> T:
-        return retried(operation, what, f"{self.scheme}://{path}", self.retry_for_s)
+        def run() -> T:
+            return operation(filesystem_for(self.scheme, self.endpoint, self.retry_for_s))
 
-    def get_type_name(self) -> str:
-        return f"retried-{self.scheme}"
+        return retried(run, what, url, self.retry_for_s)
 
-    def normalize_path(self, path: str) -> str:
-        return str(self.store.normalize_path(path))
+    def info(self, path: str) -> pafs.FileInfo:
+        return self._retried("read", path, lambda store: store.get_file_info(path))
 
-    def get_file_info(self, paths: list[str]) -> list[pafs.FileInfo]:
-        return self._retried(lambda: self.store.get_file_info(paths), "read", "".join(paths[:1]))
+    def infos(self, path: str, recursive: bool = False) -> list[pafs.FileInfo]:
+        selector = pafs.FileSelector(path, allow_not_found=True, recursive=recursive)
+        return self._retried("list", path, lambda store: store.get_file_info(selector))
 
-    def get_file_info_selector(self, selector: pafs.FileSelector) -> list[pafs.FileInfo]:
-        return self._retried(lambda: self.store.get_file_info(selector), "list", selector.base_dir)
+    def remove(self, path: str, is_directory: bool) -> None:
+        def remove(store: pafs.FileSystem) -> None:
+            (store.delete_dir if is_directory else store.delete_file)(path)
 
-    def create_dir(self, path: str, recursive: bool) -> None:
-        self._retried(lambda: self.store.create_dir(path, recursive=recursive), "write", path)
-
-    def delete_dir(self, path: str) -> None:
-        self._retried(lambda: self.store.delete_dir(path), "remove", path)
-
-    def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:
-        self._retried(
-            lambda: self.store.delete_dir_contents(path, missing_dir_ok=missing_dir_ok),
-            "remove",
-            path,
-        )
-
-    def delete_root_dir_contents(self) -> None:
-        raise RaytrainGptError("cannot empty an object store; delete its directories one by one")
-
-    def delete_file(self, path: str) -> None:
-        self._retried(lambda: self.store.delete_file(path), "remove", path)
-
-    def move(self, src: str, dest: str) -> None:
-        self._retried(lambda: self.store.move(src, dest), "move", src)
-
-    def copy_file(self, src: str, dest: str) -> None:
-        self._retried(lambda: self.store.copy_file(src, dest), "copy", src)
+        self._retried("remove", path, remove)
 
     def pinned(self, path: str) -> str:
-        return self._retried(lambda: pinned_path(path, self.endpoint), "read", path)
+        return self._retried("read", path, lambda _: pinned_path(path, self.endpoint))
 
     def reader(self, path: str) -> RetriedReader:
-        source = self._retried(lambda: self.store.open_input_file(path), "read", path)
+        source = self._retried("read", path, lambda store: store.open_input_file(path))
         return RetriedReader(source, f"{self.scheme}://{path}", self.retry_for_s)
 
-    def open_input_file(self, path: str) -> pa.NativeFile:
-        return pa.PythonFile(self.reader(path), mode="r")
-
-    def open_input_stream(self, path: str) -> pa.NativeFile:
-        return self.open_input_file(path)
-
-    def open_output_stream(
-        self, path: str, metadata: dict[str, str] | None = None
-    ) -> pa.NativeFile:
-        return pa.PythonFile(_Upload(lambda content: self.put_bytes(content, path)), mode="w")
-
-    def open_append_stream(
-        self, path: str, metadata: dict[str, str] | None = None
-    ) -> pa.NativeFile:
-        raise RaytrainGptError(
-            f"cannot append to {self.scheme}://{path}: object stores only replace files"
-        )
-
-    def put(self, source: Path, path: str) -> None:
-        with pa.memory_map(str(source)) as file:
-            self.put_bytes(file.read_buffer(), path)
-
-    def put_bytes(self, content: pa.Buffer, path: str) -> None:
+    def put(self, content: pa.Buffer, path: str) -> None:
+        """Write an object."""
         starts = range(0, content.size, UPLOAD_BYTES)
         chunks = [content.slice(at, min(UPLOAD_BYTES, content.size - at)) for at in starts]
 
-        def write() -> None:
-            with self.store.open_output_stream(path) as stream:
+        def write(store: pafs.FileSystem) -> None:
+            with store.open_output_stream(path) as stream:
                 for i, chunk in enumerate(chunks):
                     if i:
                         stream.flush()  # otherwise all chunks are copied into memory together
@@ -195,7 +135,7 @@ class RetriedHandler(pafs.FileSystemHandler):  # type: ignore[misc]
         # Closing a stream early would store a truncated object, and pyarrow cannot abort one.
         # In a thread, no signal's exception can come between open and close.
         with ThreadPoolExecutor(1) as thread:
-            self._retried(lambda: thread.submit(write).result(), "write", path)
+            self._retried("write", path, lambda store: thread.submit(write, store).result())
 
     def fetch(self, path: str, target: Path) -> None:
         """Download an object into a local file with concurrent requests."""
@@ -211,3 +151,7 @@ class RetriedHandler(pafs.FileSystemHandler):  # type: ignore[misc]
         with ThreadPoolExecutor(_DOWNLOAD_THREADS) as threads:
             list(threads.map(copy, range(0, source.size(), CHUNK_BYTES)))
         source.close()
+
+    def for_ray(self) -> pafs.FileSystem:
+        """A filesystem that retries by itself, also after pickling."""
+        return STORES[self.scheme].connect(self.endpoint, REQUEST_TIMEOUT_S, self.retry_for_s)
