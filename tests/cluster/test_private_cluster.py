@@ -78,35 +78,13 @@ def test_where_no_directory_can_be_made_a_line_says_so(
         private_cluster.start_own_cluster(1)
 
 
-def test_workers_are_no_nicer_than_other_processes_unless_asked(starts: list[Start]) -> None:
-    name = "RAY_worker_niceness"
-    for asked in ({}, {name: "7"}):
-        os.environ.pop(name, None)
-        os.environ.update(asked)
-        with pytest.raises(ClusterError):
-            private_cluster.start_own_cluster(1)
-    assert [start.environment[name] for start in starts] == ["0", "7"]
-
-
-WORKER = """
-import sys
-from ray._private.runtime_env.context import RuntimeEnvContext
-from ray.core.generated.common_pb2 import Language
-RuntimeEnvContext(py_executable=sys.argv[1]).exec_worker(["-c", "print('works')"], Language.PYTHON)
-"""
-
-
 def test_workers_start_although_the_path_of_python_has_a_blank(
-    starts: list[Start], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    starts: list[Start], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    python = Path(sys.executable)
-    (tmp_path / "my env").symlink_to(python.parent)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "my env" / python.name))
+    monkeypatch.setattr(sys, "executable", "/my env/python")
     with pytest.raises(ClusterError):
         private_cluster.start_own_cluster(1)
-    executable = starts[0].options["runtime_env"]["py_executable"]
-    started = [python, "-c", WORKER, executable]  # as Ray starts a worker with variables
-    assert subprocess.run(started, stdout=subprocess.PIPE, check=True).stdout == b"works\n"
+    assert starts[0].options["runtime_env"] == {"py_executable": "'/my env/python'"}
 
 
 @pytest.mark.fault("worker dies while Ray starts", "start abandoned after 120 s")
@@ -119,9 +97,3 @@ def test_a_start_that_takes_too_long_ends_with_an_error() -> None:
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == -signal.SIGKILL
     assert ended.stderr.startswith("Ray did not start within 0.1 s"), ended.stderr
-
-
-def test_a_start_in_time_is_not_killed(capfd: pytest.CaptureFixture[str]) -> None:
-    with private_cluster._guarded():
-        pass
-    assert capfd.readouterr() == ("", "")

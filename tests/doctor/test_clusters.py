@@ -67,8 +67,8 @@ def test_a_wrong_token_is_said_at_once(
     visit.says(
         "FAIL",
         "cluster",
-        "refuses the token of RAY_AUTH_TOKEN",
-        "use the token that the head was started with",
+        "refuses this machine's",
+        "copy the head's",
     )
     visit.says("SKIP", "nodes", "no cluster")
 
