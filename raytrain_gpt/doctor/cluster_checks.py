@@ -43,7 +43,6 @@ from raytrain_gpt.doctor.check import Check, Failed, Skipped, named_check
 from raytrain_gpt.doctor.rank_probe import (
     NUM_BATCHES,
     GroupFacts,
-    all_reduce_bytes_per_s,
     ask_ranks,
 )
 from raytrain_gpt.errors import ClusterError, RaytrainGptError
@@ -119,7 +118,7 @@ class Examination:
     def all_reduce_bytes_per_s(self) -> dict[int, float]:
         """Tensor bytes -> algorithm bandwidth; empty if none was measured."""
         group = self.__dict__.get("group")
-        return {} if group is None else all_reduce_bytes_per_s(group.all_reduce or [])
+        return {} if group is None else group.all_reduce_bytes_per_s
 
 
 def examine(config: Config, log: Log) -> Examination:
@@ -292,30 +291,30 @@ def check_disk(exam: Examination) -> str:
 def check_devices(exam: Examination) -> str:
     """Check that each rank has a separate GPU if GPUs are requested."""
     group = exam.group
-    if group.devices is None:
+    if not group.ranks:
         raise Failed(
             f"the workers did not connect to each other: {group.error}; check that no other job holds the "
             f"cluster's resources, and {_BETWEEN_NODES}"
         )
     if group.device_problem:
         raise Failed(group.device_problem)
-    return ", ".join(f"rank {d.rank} {d.device} on {d.node}" for d in group.devices)
+    return group.devices
 
 
 @named_check("all_reduce")
 def check_all_reduce(exam: Examination) -> str:
     """Check that all-reduce sums are correct, and show how fast they are."""
-    group, ranks = exam.group, exam.group.all_reduce
+    group, ranks = exam.group, exam.group.ranks
     if group.world_size == 1:
         raise Skipped("one worker")
-    if group.devices is None or group.device_problem:
+    if not ranks or group.device_problem:
         raise Skipped("not all ranks have a device")
-    if ranks is None:
+    if not ranks[0].all_reduce_s:
         raise Failed(f"did not finish: {group.error}; {_BETWEEN_NODES}")
-    speeds = all_reduce_bytes_per_s(ranks)
+    speeds = group.all_reduce_bytes_per_s
     each = ", ".join(f"{size / 1e6:g} MB {speed / 1e9:.2f} GB/s" for size, speed in speeds.items())
     seen = f"{count(len(ranks), 'rank')} over {ranks[0].backend}, tensor bytes / time: {each}"
-    if wrong := sum(rank.wrong for rank in ranks):
+    if wrong := sum(rank.wrong_sums for rank in ranks):
         raise Failed(
             f"{wrong} sums are wrong ({seen}); a device, its driver or a network card is broken: remove "
             "nodes one by one to find it"
@@ -326,19 +325,21 @@ def check_all_reduce(exam: Examination) -> str:
 @named_check("sequences")
 def check_sequences(exam: Examination) -> str:
     """Check that the ranks together read each planned sequence once, in its step."""
-    group, ingest = exam.group, exam.ingest
+    group, ranks, ingest = exam.group, exam.group.ranks, exam.ingest
     if ingest is None:
         raise Skipped("no data that all nodes can read")
-    if group.sequences is None and group.all_reduce is None and group.world_size > 1:
-        raise Skipped("an earlier check of the ranks failed")
-    if group.sequences is None:
+    if not ranks or group.device_problem:
+        raise Skipped("not all ranks have a device")
+    if group.world_size > 1 and not ranks[0].all_reduce_s:
+        raise Skipped("all_reduce failed")
+    if not ranks[0].has_read:
         raise Failed(f"reading did not finish: {group.error}")
     order, val, none = ingest.order(), ingest.eval_ids()[0], np.zeros(0, np.int64)
     plans = {"the validation": val[val >= 0]}
-    actual = {"the validation": [rank.val[rank.val >= 0] for rank in group.sequences]}
+    actual = {"the validation": [rank.val[rank.val >= 0] for rank in ranks]}
     for batch in range(NUM_BATCHES):
         plans[f"global batch {batch}"] = order.batch_ids(batch)
-        actual[f"global batch {batch}"] = [rank.train.get(batch, none) for rank in group.sequences]
+        actual[f"global batch {batch}"] = [rank.train.get(batch, none) for rank in ranks]
     for name, plan in plans.items():
         # A mixture's batch may repeat a sequence where a small dataset's epochs meet.
         planned = Counter(plan.tolist())
@@ -351,6 +352,6 @@ def check_sequences(exam: Examination) -> str:
             )
     total = sum(len(plan) for plan in plans.values())
     return (
-        f"{count(len(group.sequences), 'rank')} read {count(total, 'sequence')} of {NUM_BATCHES} global "
+        f"{count(len(ranks), 'rank')} read {count(total, 'sequence')} of {NUM_BATCHES} global "
         "batches and the validation, each as planned"
     )

@@ -5,7 +5,7 @@ and removes the file at the end. A stale lease needs no manual cleanup:
 
 1. Holder on this machine: the kernel reports whether it is alive, so the newcomer is refused or takes
    over at once.
-2. Holder elsewhere, or a damaged or copied file: the newcomer watches the beat. If it moves, the
+2. Holder elsewhere, or a damaged file: the newcomer watches the beat. If it moves, the
    newcomer is refused; after `expiry_s` without a move it takes over. Clocks are never compared.
 3. Reading and taking are one step under a file lock. Without locks (object stores, some shared
    directories), the newcomer waits `settle_s` and reads again: of two simultaneous newcomers, only the
@@ -76,7 +76,6 @@ class Holder(BaseModel):
         token: Random, new for every lease.
         machine: Boot and process namespace in which `pid` is valid.
         process_started: Start time in kernel ticks, since pids are reused; None if unavailable.
-        directory: Inode of the lease's directory, which differs in a copy; None in an object store.
         since: Time when the lease was taken, for messages.
         beat: Counter of beats.
         beat_at: Unix time of the last beat; used only in lists of runs.
@@ -88,20 +87,18 @@ class Holder(BaseModel):
     machine: str
     pid: int = Field(gt=0, lt=2**31)
     process_started: int | None
-    directory: int | None = None
     since: str
     beat: int
     beat_at: float
 
     @classmethod
-    def this_process(cls, token: str, directory: int | None = None) -> Holder:
+    def this_process(cls, token: str) -> Holder:
         return cls(
             token=token,
             host=socket.gethostname(),
             machine=_machine(),
             pid=os.getpid(),
             process_started=_state_and_start(os.getpid())[1],
-            directory=directory,
             since=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
             beat=0,
             beat_at=time.time(),
@@ -122,12 +119,9 @@ class Holder(BaseModel):
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host} since {self.since}"
 
-    def is_alive(self, directory: int | None) -> bool | None:
-        """Whether the process runs; None if it is on a different machine or the lease is a copy.
-
-        `directory` is the inode of the directory that contains the lease.
-        """
-        if self.machine != _machine() or self.directory not in (None, directory):
+    def is_alive(self) -> bool | None:
+        """Whether the process runs; None if it is on a different machine."""
+        if self.machine != _machine():
             return None
         state, started = _state_and_start(self.pid)
         # A zombie, or a different process with a reused pid.
@@ -195,7 +189,7 @@ def live_holder(location: Location) -> str | None:
     """
     if (holder := _holder(location)) is None:
         return None
-    alive = holder.is_alive(_inode(location))
+    alive = holder.is_alive()
     if alive is None:
         alive = time.time() - holder.beat_at <= TIMES.expiry_s
     return str(holder) if alive else None
@@ -258,7 +252,7 @@ class Lease:
     def _put(self, is_first: bool) -> bool:
         """Write the lease; on a disk, the first one only if the file still does not exist."""
         self._has_put = True
-        text = Holder.this_process(self.token, _inode(self._location)).to_text()
+        text = Holder.this_process(self.token).to_text()
         if not (is_first and self._location.is_local):
             self._location.write_text(text)
             return True
@@ -325,7 +319,7 @@ class _Watch:
         `read_at` is the monotonic time just before `text`, the lease file, was read.
         """
         holder = Holder.parse(text)
-        alive = None if holder is None else holder.is_alive(_inode(self._location))
+        alive = None if holder is None else holder.is_alive()
         if alive is False:
             self._log(f"{self._what} was held by {holder}, which is dead; taking over")
             return True
@@ -421,13 +415,6 @@ def _is_at(file: IO[str], path: Path) -> bool:
 def _storage_errors(verb: str, location: Location, what: str) -> AbstractContextManager[None]:
     advice = f"; give access to {location.parent}, or use a different directory"
     return failure_as(ClusterError, f"cannot {verb} {location} for {what}", advice)
-
-
-def _inode(location: Location) -> int | None:
-    """Inode of a lease's directory; None in an object store, or if it is missing."""
-    with suppress(OSError):
-        return location.path.parent.stat().st_ino if location.is_local else None
-    return None
 
 
 def _machine() -> str:

@@ -8,6 +8,7 @@ region) is raised at once. Ray, which calls a store itself, gets pyarrow's retri
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import os
@@ -227,3 +228,54 @@ def access_error(url: str, why: str) -> ClusterError:
         f"no access to bucket {key.partition('/')[0]} ({why}) for {url}; check its name and "
         f"{STORES[scheme].variables} on every node"
     )
+
+
+class RetriedReader:
+    """Random access to an object with retries: the file interface that `pa.PythonFile` needs."""
+
+    def __init__(self, source: Any, url: str, retry_for_s: float) -> None:
+        self._source = source
+        self._url = url
+        self._retry_for_s = retry_for_s
+        self._size = int(source.size())
+        self._position = 0
+
+    def read_at(self, num_bytes: int, offset: int) -> bytes:
+        """Read up to `num_bytes` from `offset`; thread-safe."""
+
+        def read() -> bytes:
+            return bytes(self._source.read_at(num_bytes, offset))
+
+        return retried(read, "read", self._url, self._retry_for_s)
+
+    def at_start(self) -> RetriedReader:
+        """A reader of the same object with a separate position; makes no request."""
+        other = copy.copy(self)
+        other._position = 0
+        return other
+
+    def read(self, num_bytes: int | None = None) -> bytes:
+        """Read the next bytes; all remaining ones for None or −1."""
+        left = max(0, self._size - self._position)
+        size = left if num_bytes is None or num_bytes < 0 else min(num_bytes, left)
+        content = self.read_at(size, self._position) if size else b""
+        self._position += len(content)
+        return content
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Move to an offset from the start, the position or the end."""
+        self._position = offset + (0, self._position, self._size)[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def closed(self) -> bool:
+        return bool(self._source.closed)
+
+    def close(self) -> None:
+        self._source.close()

@@ -18,7 +18,7 @@ from raytrain_gpt.data.mixture import Mixture, read_mixture
 from raytrain_gpt.doctor import cluster_checks
 from raytrain_gpt.doctor.check import Check
 from raytrain_gpt.doctor.cluster_checks import Examination, data_problem
-from raytrain_gpt.doctor.rank_probe import AllReduceFacts, DeviceFacts, GroupFacts, RankIds
+from raytrain_gpt.doctor.rank_probe import GroupFacts, RankFacts
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location
 from tests.data.shard_tools import prepare_here
@@ -26,7 +26,7 @@ from tests.runs import MakeConfig, ingest_of
 
 SOUND = NodeFacts("10.0.0.1", versions=local_versions())
 OTHER = replace(SOUND, name="10.0.0.2")
-GPU = DeviceFacts(0, "10.0.0.1", "NVIDIA H100", "GPU-a")
+GPU = RankFacts(0, "10.0.0.1", "NVIDIA H100", "GPU-a")
 
 
 def exam_of(
@@ -84,16 +84,19 @@ def test_data_and_disk_of_one_node(make_config: MakeConfig) -> None:
 
 
 def test_ranks_without_a_gpu_and_two_on_one() -> None:
-    def on(*devices: DeviceFacts, use_gpu: bool = True) -> Examination:
-        return exam_of(group=GroupFacts(len(devices), use_gpu, devices=list(devices)))
+    def on(*devices: RankFacts, use_gpu: bool = True) -> Examination:
+        return exam_of(group=GroupFacts(len(devices), use_gpu, ranks=list(devices)))
 
     check, second = cluster_checks.check_devices, replace(GPU, rank=1, uuid="GPU-b")
     finds(check, on(GPU, second), "PASS", "rank 1 NVIDIA H100 on 10.0.0.1")
     finds(check, on(GPU, replace(GPU, rank=1)), "FAIL", "ranks share a GPU", "--num-gpus")
     error = "torch 2.13.0+cpu sees no GPU"
-    without = DeviceFacts(1, "10.0.0.2", "cpu", "", error)
+    without = RankFacts(1, "10.0.0.2", "cpu", "", error)
     finds(check, on(GPU, without), "FAIL", "no GPU for rank 1 on 10.0.0.2", error, "nvidia-smi")
-    finds(cluster_checks.check_all_reduce, on(GPU, without), "SKIP", "not all ranks")
+    for later in (cluster_checks.check_all_reduce, cluster_checks.check_sequences):
+        exam = on(GPU, without)
+        exam.__dict__["ingest"] = "any"
+        finds(later, exam, "SKIP", "not all ranks")
     finds(check, on(replace(without, error=""), use_gpu=False), "PASS", "rank 1 cpu")
 
 
@@ -106,29 +109,28 @@ def test_a_group_that_ends_early(ingest: IngestSpec) -> None:
     finds(devices, exam, "FAIL", "did not connect", "TimeoutError", "_SOCKET_IFNAME")
     finds(reduce, exam, "SKIP")
     finds(sequences, exam, "SKIP")
-    group = replace(group, devices=[GPU, replace(GPU, rank=1)])
+    group = replace(group, ranks=[GPU, replace(GPU, rank=1)])
     exam = exam_of(group=group, ingest=ingest)
     finds(reduce, exam, "FAIL", "did not finish: TimeoutError", "_SOCKET_IFNAME")
     finds(sequences, exam, "SKIP")
-    exam = exam_of(group=replace(group, all_reduce=[reduced(0.1)] * 2), ingest=ingest)
+    exam = exam_of(group=replace(group, ranks=[reduced(0.1)] * 2), ingest=ingest)
     finds(sequences, exam, "FAIL", "reading did not finish: Timeout")
     finds(sequences, exam_of(group=group), "SKIP", "no data")
     finds(reduce, exam_of(group=replace(group, world_size=1)), "SKIP", "one worker")
 
 
-def reduced(seconds: float) -> AllReduceFacts:
-    return AllReduceFacts("nccl", 0, {1_000_000: 0.001, 100_000_000: seconds})
+def reduced(seconds: float) -> RankFacts:
+    return replace(GPU, backend="nccl", all_reduce_s={1_000_000: 0.001, 100_000_000: seconds})
 
 
 def test_the_slowest_rank_s_speed_is_shown_and_a_wrong_sum_fails() -> None:
-    def summed(*ranks: AllReduceFacts) -> Examination:
-        devices = [replace(GPU, rank=rank) for rank in range(len(ranks))]
-        return exam_of(group=GroupFacts(2, False, devices=devices, all_reduce=list(ranks)))
+    def summed(*ranks: RankFacts) -> Examination:
+        return exam_of(group=GroupFacts(2, False, ranks=list(ranks)))
 
     check, exam = cluster_checks.check_all_reduce, summed(reduced(0.05), reduced(0.1))
     finds(check, exam, "PASS", "2 ranks over nccl", "1 MB 1.00 GB/s, 100 MB 1.00 GB/s")
     assert exam.all_reduce_bytes_per_s == {1_000_000: 1e9, 100_000_000: 1e9}
-    wrong = replace(reduced(0.1), wrong=3)
+    wrong = replace(reduced(0.1), wrong_sums=3)
     finds(check, summed(reduced(0.1), wrong), "FAIL", "3 sums are wrong", "remove nodes")
 
 
@@ -156,16 +158,19 @@ def test_a_node_reads_every_dataset_of_a_mixture(tmp_path: Path, dataset: Path) 
     assert f"{other} has no manifest.json" in data_problem(data, 32)
 
 
-def given(ingest: IngestSpec, *ranks: RankIds) -> Examination:
-    group = GroupFacts(len(ranks), False, all_reduce=[], sequences=list(ranks))
+def given(ingest: IngestSpec, *ranks: RankFacts) -> Examination:
+    group = GroupFacts(len(ranks), False, ranks=list(ranks))
     return exam_of(group=group, ingest=ingest)
 
 
-def planned(ingest: IngestSpec) -> list[RankIds]:
+def planned(ingest: IngestSpec) -> list[RankFacts]:
     """Return the sequence ids that two ranks read if all is correct."""
     shares = [ingest.order().batch_ids(batch).reshape(2, -1) for batch in range(4)]
     val = ingest.eval_ids().reshape(2, -1)
-    return [RankIds(val[r], {b: shares[b][r] for b in range(4)}) for r in range(2)]
+    return [
+        replace(reduced(0.1), has_read=True, val=val[r], train={b: shares[b][r] for b in range(4)})
+        for r in range(2)
+    ]
 
 
 def test_ranks_that_read_the_same_or_miss_something(ingest: IngestSpec) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -191,19 +190,6 @@ def test_an_error_leaves_nothing_that_was_not_there(location: Location, is_there
     assert location.parent.names() == []
 
 
-def test_a_copy_of_a_held_lease_is_watched_and_taken(
-    location: Location, start: Start, tmp_path: Path
-) -> None:
-    holder = start(location)
-    copied = tmp_path / "copy"
-    shutil.copytree(location.parent.path, copied, copy_function=os.link)
-    lines: list[str] = []
-    with hold_lease(Location.of(copied / LEASE_FILE), "run copy", lines.append, FAST):
-        assert "taking over in 0 s unless it renews its lease" in lines[0]
-        holder.go_on()
-        holder.wait()
-
-
 def test_a_held_lease_that_is_renamed_is_still_held(
     location: Location, start: Start, refused: Refused, tmp_path: Path
 ) -> None:
@@ -283,10 +269,8 @@ for process in processes:
 
 
 @pytest.mark.fault("two runs with one name")
-@pytest.mark.parametrize("left_behind", [False, True])
-def test_of_ten_processes_at_once_one_gets_it(location: Location, left_behind: bool) -> None:
-    if left_behind:
-        location.write_text(dead().to_text())
+def test_of_ten_processes_at_once_one_gets_it(location: Location) -> None:
+    location.write_text(dead().to_text())
     done = subprocess.run(
         [sys.executable, "-c", TEN, str(location)],
         stdout=subprocess.PIPE,
@@ -335,9 +319,8 @@ def test_a_frozen_process_elsewhere_is_replaced_and_notices(
 
 
 @pytest.mark.fault("clock skew", "ordered by step, never by time")
-@pytest.mark.parametrize("skew_s", [-1e6, 1e6])
-def test_clocks_do_not_matter(location: Location, skew_s: float) -> None:
-    location.write_text(elsewhere(beat_at=time.time() + skew_s).to_text())
+def test_clocks_do_not_matter(location: Location) -> None:
+    location.write_text(elsewhere(beat_at=time.time() + 1e6).to_text())
     began = time.monotonic()
     with hold_lease(location, "run x", times=FAST):
         assert time.monotonic() - began >= FAST.expiry_s
@@ -414,11 +397,9 @@ def test_a_lost_lease_is_noticed_and_left_alone(
     assert location.parent.exists() == (change is not removed_with_its_directory)
 
 
-@pytest.mark.parametrize("error", [OSError("gone"), StorageError("gone")])
-def test_an_outage_is_not_a_loss(
-    location: Location, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    write, failures, works = Location.write_text, [error] * 3, threading.Event()
+def test_an_outage_is_not_a_loss(location: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, works = Location.write_text, threading.Event()
+    failures = [StorageError("gone"), OSError("gone"), StorageError("gone")]
 
     def write_if_it_works(where: Location, text: str) -> None:
         if failures:
@@ -560,16 +541,6 @@ def test_in_an_object_store_the_last_writer_of_two_gets_it(object_lease: Locatio
     check_one_of_two(
         object_lease, lambda _: both.wait(WAIT_S), replace(FAST, settle_s=1.0, heartbeat_s=WAIT_S)
     )
-
-
-def test_in_an_object_store_a_killed_process_needs_no_hand(
-    object_lease: Location, start: Start, refused: Refused
-) -> None:
-    here = start(object_lease)
-    refused(object_lease, f"(process {here.pid} on", times=FAST)
-    here.kill()
-    with hold_lease(object_lease, "run x", times=LeaseTimes(settle_s=0)):
-        pass
 
 
 def test_in_an_object_store_a_frozen_process_is_replaced_and_notices(

@@ -22,20 +22,16 @@ import pytest
 
 from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.documents import read_documents
-from raytrain_gpt.data.preparation import start
 from raytrain_gpt.data.shards import read_manifest
 from raytrain_gpt.data.sources import find_pieces
-from raytrain_gpt.data.tokenize import run_task
-from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.data.verify import check_shard, check_tokenizer
 from raytrain_gpt.errors import ClusterError, ConfigError, DataError, StorageError
-from raytrain_gpt.storage import location, object_files, object_store
+from raytrain_gpt.storage import location, object_store
 from raytrain_gpt.storage.location import Location
 from tests.conftest import raises_line
 from tests.data.shard_tools import (
     TEXTS,
     made_text,
-    plan_of,
     prepare_here,
     write_jsonl,
     write_parquet,
@@ -79,9 +75,8 @@ def after() -> Iterator[After]:
 @pytest.fixture
 def small_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make files of a few MiB take several requests. S3 requires upload parts of at least 5 MiB."""
-    monkeypatch.setattr(object_files, "UPLOAD_BYTES", UPLOAD_BYTES)
-    for module in (object_files, location):
-        monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(location, "UPLOAD_BYTES", UPLOAD_BYTES)
+    monkeypatch.setattr(location, "CHUNK_BYTES", CHUNK_BYTES)
 
 
 def put_tree(directory: Path, place: Location) -> None:
@@ -513,23 +508,3 @@ def test_a_missing_source_is_one_line(remote: Location) -> None:
         find_pieces(["s3://not-there/*.txt"], PrepareOptions(), print)
     with raises_line(DataError, "does not exist", "raytrain-gpt prepare"):
         read_manifest(remote)
-
-
-def test_an_interrupted_preparation_goes_on_in_a_store(remote: Location, tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", [made_text(1000, seed) for seed in range(200)])
-    encoding = load_tokenizer("bytes")
-    plan = plan_of([source], encoding)
-    assert start(remote, plan, encoding) is None
-    first = run_task(remote, plan, 0)
-    shard = remote / "train-00000.parquet"
-    mark = bytes(shard.size_bytes())
-    shard.write_bytes(mark)  # a finished task is not repeated
-    assert start(remote, plan, encoding) is None
-    assert run_task(remote, plan, 0) == first
-    assert shard.read_bytes() == mark
-    shard.remove()  # but a task whose shard was lost is repeated
-    assert run_task(remote, plan, 0) == first
-    assert shard.sha256() == first["shards"][0]["sha256"]
-    other = plan_of([source], encoding, val_fraction=0.2)
-    assert start(remote, other, encoding) is None
-    assert remote.names() == ["tokenizer.json", "unfinished"]
