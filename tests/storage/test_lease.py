@@ -268,7 +268,7 @@ for process in processes:
 """One interpreter that forks ten processes; starting each would take a third of a second."""
 
 
-@pytest.mark.fault("two runs with one name")
+@pytest.mark.fault("two runs with one name", "second refused; stale lease taken")
 def test_of_ten_processes_at_once_one_gets_it(location: Location) -> None:
     location.write_text(dead().to_text())
     done = subprocess.run(
