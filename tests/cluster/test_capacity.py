@@ -134,13 +134,6 @@ def test_what_starts_a_run_is_what_restarts_it() -> None:
             assert fit_to_cluster(wanted, resources) == (wanted, world_size)
 
 
-def test_no_size_while_the_cluster_is_empty() -> None:
-    wanted = config(num_workers=4, min_workers=1, cpus_per_worker=1, use_gpu=False)
-    assert largest(wanted) is None
-    assert largest(wanted, Node(1, 0)) is None  # the only CPU is reserved for data
-    assert largest(wanted, Node(1, 0), Node(1, 0)) == 1
-
-
 def test_local_mode_takes_the_cores_and_gpus_of_its_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

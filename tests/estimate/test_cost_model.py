@@ -80,12 +80,11 @@ def test_muons_products_take_their_share_of_the_tables_speed_only() -> None:
     assert found.checkpoint_bytes < adamw.checkpoint_bytes
 
 
-def test_a_measured_speed_goes_before_all_others_and_has_its_own_mfu() -> None:
+def test_a_measured_speed_goes_before_all_others() -> None:
     facts = replace(FACTS, device=H200, tokens_per_s=500_000.0, step_time_s=37.5)
-    found = estimate(CONFIG, facts)
-    assert found.speed is not None
-    assert (found.speed.tokens_per_s, found.speed.source) == (500_000.0, "probe")
-    assert found.speed.mfu == pytest.approx(500_000 * found.flops_per_token / 989e12)
+    found = estimate(CONFIG, facts).speed
+    assert found is not None
+    assert (found.tokens_per_s, found.source) == (500_000.0, "probe")
 
 
 def test_prices_are_device_hours_times_rates() -> None:
@@ -126,10 +125,7 @@ def test_the_answer_says_what_is_not_known() -> None:
     ("facts", "words"),
     [
         ({"step_time_s": 0.0}, "step_time_s=0.0: must be greater than 0.000000001"),
-        ({"step_time_s": float("nan")}, "step_time_s=nan: must be a finite number"),
         ({"mfu": 1.5}, "mfu=1.5: must be less than or equal to 1"),
-        ({"price_per_hour": -1.0}, "price_per_hour=-1.0: must be greater than or equal to 0"),
-        ({"vocab_size": 10**18}, "vocab_size=1000000000000000000: must be less than or equal to"),
         ({"train_tokens": 2**63}, "train_tokens=9223372036854775808: must be less than 2**63"),
     ],
 )
