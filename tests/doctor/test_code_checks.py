@@ -251,6 +251,6 @@ def test_the_shipped_examples_run_together_and_resume_with_the_same_bits() -> No
 @pytest.mark.slow
 def test_a_run_that_does_not_resume_with_the_same_bits_is_found() -> None:
     assert failures(checks_of(SGD.replace('state.setdefault("m"', "self.last.setdefault(p"))) == [
-        "FAIL runs of optimizer mine: killed after step 5 and resumed: different weights; draw nothing at "
+        "FAIL runs of optimizer mine: resumed from step 5: different weights; draw nothing at "
         "random, keep no state outside"
     ]
