@@ -154,7 +154,7 @@ def test_a_sweep_file_is_read_without_ray_and_torch(module: str) -> None:
     [
         ("ingest/ray_dataset", {"data/order.py", "data/reader.py", "errors.py"}),
         ("tracking/recorder", {"core/spikes.py", "tracking/trackers.py"}),
-        ("cluster/shared_storage", {"storage/location.py"}),
+        ("cluster/all_nodes", {"storage/location.py"}),
     ],
 )
 def test_processes_that_compute_nothing_start_without_torch(process: str, among: set[str]) -> None:

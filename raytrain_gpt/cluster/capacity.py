@@ -1,10 +1,14 @@
-"""Fit a configuration to a cluster: pure functions of its nodes' resources, without Ray."""
+"""Fit a configuration to a cluster's resources, also while nodes come and go; without Ray.
+
+Ray's elastic mode is off: it resizes without saving, to worker counts that do not divide the batch.
+"""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +18,17 @@ from raytrain_gpt.config.batch import check_shares, shares_equally, sharing_unit
 from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ClusterError, ConfigError
-from raytrain_gpt.format import count
+from raytrain_gpt.format import Log, count
 
 DATA_CPUS = 1
 """CPUs reserved for Ray Data's reading tasks. Workers hold their CPUs until the run ends, so without a free
 one no task is scheduled and the run hangs before its first batch."""
+
+WAIT_LINE_EVERY_S = 60.0
+POLL_S = 1.0
+
+Pause = Callable[[float], None]
+"""Waits for some seconds; raises on a stop signal."""
 
 
 @dataclass(frozen=True)
@@ -175,3 +185,56 @@ def idle_gpus(config: Config, fitted: FittedConfig, resources: Resources) -> str
         f"{count(config.batch_sequences, 'sequence')} per step; to use all, set "
         f"global_batch_tokens to {nearest_multiples(tokens, unit)}"
     )
+
+
+class ScaleUp:
+    """Detects that more workers have been available for long enough to restart with them.
+
+    A restart costs several steps' time and autoscalers add nodes one by one; hence the wait.
+    """
+
+    def __init__(self, config: FittedConfig, world_size: int) -> None:
+        self._config, self._world_size = config, world_size
+        self._since: float | None = None
+        self._is_due = world_size < config.cluster.num_workers
+
+    def is_due(self, resources: Callable[[], Resources], now: float) -> bool:
+        """Whether to restart; true at most once. Calls `resources` only below `num_workers`."""
+        if not self._is_due:
+            return False
+        possible = largest_world_size(self._config, resources())
+        if possible is None or possible <= self._world_size:
+            self._since = None
+            return False
+        self._since = now if self._since is None else self._since
+        self._is_due = now - self._since < self._config.cluster.resize_after_s
+        return not self._is_due
+
+
+def wait_for_workers(
+    config: FittedConfig,
+    current: int,
+    resources: Callable[[], Resources],
+    pause: Pause,
+    log: Log,
+) -> int:
+    """Return the largest number of workers that fits; waits while it is below `min_workers`.
+
+    Logs a number that differs from `current`.
+    """
+    c = config.cluster
+    said_at = -math.inf
+    while True:
+        available = resources()
+        world_size = largest_world_size(config, available)
+        if world_size is not None:
+            if world_size != current or math.isfinite(said_at):
+                log(f"{world_size} of {count(c.num_workers, 'worker')}")
+            return world_size
+        if time.monotonic() - said_at >= WAIT_LINE_EVERY_S:
+            said_at = time.monotonic()
+            log(
+                f"waiting for nodes: the run needs {count(c.least_workers, 'worker')}, the cluster has "
+                f"{count(available.cpus, 'CPU', form='g')} and {count(available.gpus, 'GPU')}"
+            )
+        pause(POLL_S)

@@ -15,9 +15,8 @@ import ray
 
 from raytrain_gpt.cluster.capacity import Node, Resources
 from raytrain_gpt.cluster.failures import root_cause
-from raytrain_gpt.cluster.head import HeadRefuses, ask_head, check_head, given_address
+from raytrain_gpt.cluster.head import ask_head, check_head, given_address, keep_token_private
 from raytrain_gpt.cluster.private_cluster import end_own_cluster, start_own_cluster
-from raytrain_gpt.cluster.token import keep_token_private
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.format import Log
 
@@ -73,7 +72,7 @@ def _join_given_cluster(quiet: dict[str, Any], log: Log) -> bool:
         return False
     try:
         check_head(ask_head(address))
-    except HeadRefuses as refusal:
+    except ClusterError as refusal:
         if os.environ.get("RAY_ADDRESS"):
             raise
         log(f"{refusal}; starting a private cluster for this command")

@@ -1,4 +1,4 @@
-"""Probe the head of an existing cluster before Ray connects: address, token and version.
+"""The head of an existing cluster, probed before Ray connects: address, token and version.
 
 Ray retries a wrong token for 20 seconds and then only reports that it failed to connect. One direct call
 without and one with the token names the problem at once.
@@ -20,7 +20,6 @@ from ray._private.authentication.authentication_utils import is_token_auth_enabl
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from ray.core.generated.gcs_service_pb2 import CheckAliveReply
 
-from raytrain_gpt.cluster.token import token_file
 from raytrain_gpt.errors import ClusterError
 
 ANSWER_TIMEOUT_S = 5.0
@@ -29,30 +28,19 @@ _CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 
 @dataclass(frozen=True)
 class HeadFacts:
-    """A head's responses to one call without and one with this process's token.
+    """A head's responses to a call without a token, and to one as this process makes it.
 
     Attributes:
         error: Why there was no response, or empty.
-        sends_token: This process is configured to send one (RAY_AUTH_MODE=token).
-        token_from: File or variable of this process's token, or empty.
+        accepts_us: Whether it takes this process's token, if it asks for one.
         ray_version: Version of the head, or empty if access was refused.
     """
 
     address: str
     error: str = ""
     asks_for_token: bool = False
-    sends_token: bool = False
-    token_from: str = ""
-    takes_token: bool = False
+    accepts_us: bool = False
     ray_version: str = ""
-
-
-class HeadRefuses(ClusterError):
-    """A driver cannot connect to this head; `about` names the doctor's check."""
-
-    def __init__(self, about: str, message: str) -> None:
-        super().__init__(message)
-        self.about = about
 
 
 def given_address() -> str | None:
@@ -110,28 +98,20 @@ def ask_head(address: str) -> HeadFacts:
         return HeadFacts(address, error="not HOST:PORT, such as HOST:6379")
     loader = AuthenticationTokenLoader.instance()
     token = loader.get_token_for_http_header(ignore_auth_mode=True).get("authorization", "")
-    asks_for_token, takes_token, version = False, False, ""
     with _channel(address) as channel:
         ask = channel.unary_unary(_CHECK_ALIVE, response_deserializer=CheckAliveReply.FromString)
         try:
             version = ask(b"", timeout=ANSWER_TIMEOUT_S).ray_version
+            return HeadFacts(address, ray_version=version)
         except grpc.RpcError as error:
             if error.code() != grpc.StatusCode.UNAUTHENTICATED:
                 return HeadFacts(address, error=f"{error.code().name}: {error.details()}")
-            asks_for_token = True
-        if asks_for_token and token:
-            with contextlib.suppress(grpc.RpcError):
-                metadata = (("authorization", token),)
-                version = ask(b"", timeout=ANSWER_TIMEOUT_S, metadata=metadata).ray_version
-                takes_token = True
-    return HeadFacts(
-        address,
-        asks_for_token=asks_for_token,
-        sends_token=is_token_auth_enabled(),
-        token_from=str(token_file() or "RAY_AUTH_TOKEN") if token else "",
-        takes_token=takes_token,
-        ray_version=version,
-    )
+        try:
+            ours = (("authorization", token),)
+            version = ask(b"", timeout=ANSWER_TIMEOUT_S, metadata=ours).ray_version
+        except grpc.RpcError:
+            return HeadFacts(address, asks_for_token=True)
+        return HeadFacts(address, "", True, is_token_auth_enabled(), version)
 
 
 def _channel(address: str) -> grpc.Channel:
@@ -144,33 +124,27 @@ def _channel(address: str) -> grpc.Channel:
 
 
 def check_head(head: HeadFacts) -> None:
-    """Raise HeadRefuses, with the reason and the fix, unless a driver can connect."""
+    """Raise ClusterError, with the reason and the fix, unless a driver can connect."""
     if head.error:
-        raise HeadRefuses(
-            "cluster",
+        raise ClusterError(
             f"no cluster responds at {head.address} ({head.error}); start it, open the port to this "
-            "machine, correct RAY_ADDRESS, or unset it to start a private cluster",
+            "machine, correct RAY_ADDRESS, or unset it to start a private cluster"
         )
-    wrong = ""
-    if head.asks_for_token and not head.token_from:
-        wrong = (
-            "requires a token, and this machine has none; copy the head's (~/.ray/auth_token, mode 0600) to "
-            "this machine and set RAY_AUTH_MODE=token"
+    if head.asks_for_token and not head.accepts_us:
+        raise ClusterError(
+            f"the cluster at {head.address} requires a token and refuses this machine's; copy the head's "
+            "~/.ray/auth_token (mode 0600) or RAY_AUTH_TOKEN, and set RAY_AUTH_MODE=token"
         )
-    elif head.asks_for_token and not head.takes_token:
-        wrong = (
-            f"refuses the token of {head.token_from}; use the token that the head was started with"
-        )
-    elif head.asks_for_token and not head.sends_token:
-        wrong = (
-            f"requires a token and accepts the one of {head.token_from}, but Ray does not send it; set "
-            "RAY_AUTH_MODE=token"
-        )
-    if wrong:
-        raise HeadRefuses("token", f"the cluster at {head.address} {wrong}")
     if head.ray_version and head.ray_version != ray.__version__:
-        raise HeadRefuses(
-            "versions",
-            f"ray {head.ray_version} on the head at {head.address}, {ray.__version__} here; install the "
-            "same version on every node",
+        raise ClusterError(
+            f"the cluster at {head.address} has ray {head.ray_version}, this machine {ray.__version__}; "
+            "install the same version on every node"
         )
+
+
+def keep_token_private() -> None:
+    """Remove other users' access to Ray's token file, which Ray 2.60 creates with mode 0644."""
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    with contextlib.suppress(OSError, RuntimeError):
+        if (status := path.stat()).st_uid == os.getuid():  # root could change another user's
+            path.chmod(status.st_mode & 0o700)

@@ -66,10 +66,8 @@ def start_own_cluster(num_cpus: int, **options: Any) -> None:
     with failure_as(ClusterError, f"cannot make a directory in {base}", advice):
         directory = Path(tempfile.mkdtemp(prefix="rgpt-", dir=base))  # mode 0700
     _at_end.callback(_remove, directory)
-    temporary = directory / "tmp"
-    temporary.mkdir()
     try:
-        with _start_settings(temporary), _guarded():
+        with _on_loopback(), _guarded():
             ray.init(
                 "local",
                 num_cpus=num_cpus,
@@ -126,22 +124,15 @@ def _guarded() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _start_settings(temporary: Path) -> Iterator[None]:
-    """Set what Ray's processes started inside inherit: loopback only, and their temporary directory.
+def _on_loopback() -> Iterator[None]:
+    """Make the Ray that starts inside listen on 127.0.0.1 only.
 
-    Ray listens only on 127.0.0.1 if ENABLE_RAY_CLUSTER is false, as on macOS and Windows. On Linux it uses
-    the machine's address even if `_node_ip_address` is 127.0.0.1. Temporary files of killed processes are
-    removed with the directory.
+    It does so if ENABLE_RAY_CLUSTER is false, as on macOS and Windows. On Linux it uses the machine's address
+    even if `_node_ip_address` is 127.0.0.1.
     """
     constants = ray._private.ray_constants
-    enabled, tmpdir = constants.ENABLE_RAY_CLUSTER, os.environ.get("TMPDIR")
-    tempfile.gettempdir()  # Python caches the first result, so this process keeps its directory
-    constants.ENABLE_RAY_CLUSTER = False
-    os.environ["TMPDIR"] = str(temporary)
+    enabled, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
     try:
         yield
     finally:
         constants.ENABLE_RAY_CLUSTER = enabled
-        del os.environ["TMPDIR"]
-        if tmpdir is not None:
-            os.environ["TMPDIR"] = tmpdir

@@ -28,14 +28,14 @@ def doctor(options: DoctorOptions) -> None:
     """
     config = options.resolved()
     if options.code is None:
-        from raytrain_gpt.doctor.examine import examine
+        from raytrain_gpt.doctor.cluster_checks import examine
 
         exam = examine(config, say)
         checks, facts = exam.checks, {"all_reduce_bytes_per_s": exam.all_reduce_bytes_per_s}
     else:
-        from raytrain_gpt.doctor.conformance import conformance
+        from raytrain_gpt.doctor.code_checks import check_code
 
-        checks, facts = conformance(config, say), {}
+        checks, facts = check_code(config, say), {}
         chosen = dict(reversed(kinds.user_kinds()))
         options = options.model_copy(update={"fields": {**chosen, **options.fields}})
     ok = all(check.status != "FAIL" for check in checks)

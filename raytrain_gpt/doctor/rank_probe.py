@@ -1,9 +1,9 @@
-"""Probe a run's ranks, and check the facts: a worker group that starts like a run's and trains nothing.
+"""Facts of a run's ranks: a worker group that starts like a run's and trains nothing.
 
-    devices     each rank's device
-    all_reduce  sums with known results, and their time, through the group that reduces gradients
-    sequences   the ids of the first global batches and of validation, read as a run reads them
-    step_s      time of the training loop's step, if requested
+1. Each rank looks for its device.
+2. All-reduces with known sums are timed, through the group that reduces gradients.
+3. If requested, the training loop's step is timed.
+4. The first global batches and the validation are read as a run reads them.
 
 Rank 0 sends all ranks' facts after each stage, so a failing group shows where it failed. The default process
 group is gloo even on GPUs, so that it works if a GPU is missing.
@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, TypeVar
 
 import numpy as np
 import ray
@@ -33,8 +30,6 @@ from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.orphans import kill_controllers
 from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.core.device import matmul_dtype, resolve_precision, seed_everything, synchronize
-from raytrain_gpt.doctor.check import Failed, Skipped, named_check
-from raytrain_gpt.format import count
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset, rank_chunks, ray_chunks
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.model_setup import strategy_class
@@ -45,24 +40,24 @@ _GROUP_TIMEOUT_S = 60
 """Timeout of the ranks' connections and of every collective."""
 _CONTROLLER_TIMEOUT_S = 10.0
 """Time for Ray Train's controller to exit before it is killed."""
-_NUM_BATCHES = 4
+NUM_BATCHES = 4
 """Number of global batches to read."""
-_BETWEEN_NODES = (
-    "let all nodes reach each other on all ports, and if a node has several interfaces, set "
-    "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
-)
 _ALL_REDUCE_BYTES = (1_000_000, 100_000_000)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class DeviceFacts:
-    """A rank's device.
+class RankFacts:
+    """Facts of one rank; those of stages that it did not reach have their defaults.
 
     Attributes:
         device: Name of the GPU, or `cpu`.
         uuid: UUID of the GPU, or empty without one.
         error: Why no GPU can be used.
+        wrong_sums: Wrong sums of float32 values over all ranks.
+        all_reduce_s: Tensor bytes -> time of one all-reduce over `backend`.
+        step_s: Time of the training loop's step.
+        val: int64 (n,), ids of the validation's sequences, −1 for padding.
+        train: Global batch -> int64 (share,), ids of its sequences.
     """
 
     rank: int
@@ -70,33 +65,18 @@ class DeviceFacts:
     device: str
     uuid: str
     error: str = ""
-
-
-@dataclass(frozen=True)
-class AllReduceFacts:
-    """One rank's all-reduces of float32 values: wrong sums, and tensor bytes -> time."""
-
-    backend: str
-    wrong: int
-    seconds: dict[int, float]
-
-
-@dataclass(frozen=True)
-class RankIds:
-    """Sequence ids that one rank read.
-
-    Attributes:
-        val: int64 (n,), −1 for padding.
-        train: Global batch -> int64 (share,).
-    """
-
-    val: Int64Array
-    train: dict[int, Int64Array]
+    backend: str = ""
+    wrong_sums: int = 0
+    all_reduce_s: dict[int, float] = field(default_factory=dict)
+    step_s: float = 0.0
+    has_read: bool = False
+    val: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))
+    train: dict[int, Int64Array] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """Facts of all ranks in rank order, or None for stages that were not reached.
+    """Facts of all ranks, in their order; none if they did not connect.
 
     Attributes:
         error: Error that ended the group, or empty.
@@ -105,22 +85,39 @@ class GroupFacts:
     world_size: int
     use_gpu: bool
     error: str = ""
-    devices: list[DeviceFacts] | None = None
-    all_reduce: list[AllReduceFacts] | None = None
-    sequences: list[RankIds] | None = None
-    step_s: list[float] | None = None
+    ranks: list[RankFacts] = field(default_factory=list)
 
     @property
-    def has_devices(self) -> bool:
-        """Whether every rank has a separate device."""
-        uuids = [device.uuid for device in self.devices or ()]
-        separate_gpus = all(uuids) and len(set(uuids)) == len(uuids)
-        return self.devices is not None and (separate_gpus or not self.use_gpu)
+    def device_problem(self) -> str:
+        """Why a rank has no separate GPU if GPUs are requested, with the fix; or empty."""
+        lacking = [f"rank {r.rank} on {r.node} ({r.error})" for r in self.ranks if r.error]
+        if lacking:
+            return (
+                f"no GPU for {', '.join(lacking)}; check that nvidia-smi works there, that torch is a CUDA "
+                "build, and that Ray's --num-gpus does not exceed the node's GPUs"
+            )
+        if self.use_gpu and len({rank.uuid for rank in self.ranks}) < len(self.ranks):
+            return (
+                f"ranks share a GPU: {self.devices}; start Ray with --num-gpus of at most the node's GPUs, "
+                "and let Ray set CUDA_VISIBLE_DEVICES"
+            )
+        return ""
+
+    @property
+    def devices(self) -> str:
+        """Ranks, their devices and nodes, in words."""
+        return ", ".join(f"rank {r.rank} {r.device} on {r.node}" for r in self.ranks)
+
+    @property
+    def all_reduce_bytes_per_s(self) -> dict[int, float]:
+        """Tensor bytes -> algorithm bandwidth (bytes/s), by the slowest rank's time."""
+        sizes = self.ranks[0].all_reduce_s if self.ranks else ()
+        return {size: size / max(rank.all_reduce_s[size] for rank in self.ranks) for size in sizes}
 
 
 @dataclass(frozen=True)
 class _RankSpec:
-    """Input of every rank; `results` takes (stage, facts of all ranks).
+    """Input of every rank; `results` takes the facts of all ranks after each stage.
 
     Attributes:
         timed_vocab_size: Vocabulary of the model whose step is timed, or None to time none.
@@ -148,16 +145,16 @@ def ask_ranks(
             plan.world_size,
             name="doctor",
             directory=Location.of(directory),
-            dataset=None if ingest is None else ingest_dataset(ingest, _NUM_BATCHES),
+            dataset=None if ingest is None else ingest_dataset(ingest, NUM_BATCHES),
             torch_config=TorchConfig(backend="gloo", timeout_s=_GROUP_TIMEOUT_S),
         )
         thread, raised = start_fit(trainer)
         thread.join()
         kill_controllers(_CONTROLLER_TIMEOUT_S)
-    stages: dict[str, list[Any]] = dict(results.get_nowait_batch(results.qsize()))
+    stages = results.get_nowait_batch(results.qsize())
     results.shutdown(force=True)
     error = "".join(map(root_cause, raised))
-    return GroupFacts(plan.world_size, cluster.use_gpu, error, **stages)
+    return GroupFacts(plan.world_size, cluster.use_gpu, error, *stages[-1:])
 
 
 def _probe_rank(spec: _RankSpec) -> None:
@@ -166,36 +163,39 @@ def _probe_rank(spec: _RankSpec) -> None:
     rank, use_gpu = context.get_world_rank(), spec.plan.config.cluster.use_gpu
     torch.set_num_threads(spec.plan.config.cluster.cpus_per_worker)
 
-    def share(stage: str, facts: T) -> list[T]:
-        of_all_ranks = all_gather_values(facts, type(facts))
+    def share(facts: RankFacts) -> GroupFacts:
+        ranks = all_gather_values(facts, RankFacts)
         if rank == 0:
-            spec.results.put((stage, of_all_ranks))
-        return of_all_ranks
+            spec.results.put(ranks)
+        return GroupFacts(len(ranks), use_gpu, ranks=ranks)
 
-    devices = share("devices", _device(rank, use_gpu))
-    usable = GroupFacts(len(devices), use_gpu, devices=devices).has_devices
+    facts = _device(rank, use_gpu)
+    if share(facts).device_problem:
+        return
     group, device = None, torch.device("cpu")
-    if use_gpu and usable:
+    if use_gpu:
         device = ray.train.torch.get_device()
         group = dist.new_group(timeout=timedelta(seconds=_GROUP_TIMEOUT_S), backend="nccl")
-    if usable and context.get_world_size() > 1:
-        share("all_reduce", _time_all_reduce(device, group))
-    if spec.timed_vocab_size is not None and usable:
+    if spec.plan.world_size > 1:
+        facts = _time_all_reduce(facts, device, group)
+        share(facts)
+    if spec.timed_vocab_size is not None:
         train = spec.plan.config.train
         dtype = matmul_dtype(resolve_precision(train.precision, device))
         narrow = train.gradient_dtype == "bf16"
         strategy = strategy_class(train)(device, rank, dtype, narrow, group)
         seed_everything(train.seed, rank)
-        share("step_s", step_seconds(spec.plan, spec.timed_vocab_size, device, strategy))
+        step_s = step_seconds(spec.plan, spec.timed_vocab_size, device, strategy)
+        share(replace(facts, step_s=step_s))
     if spec.ingest is None:
         return
     received = ray_chunks(ray.train.get_dataset_shard("train"), spec.ingest)
     val, *chunks = rank_chunks(received, spec.ingest, rank)
     read = {chunk.first + i: ids for chunk in chunks for i, ids in enumerate(chunk.ids)}
-    share("sequences", RankIds(val.ids[0], read))
+    share(replace(facts, has_read=True, val=val.ids[0], train=read))
 
 
-def _device(rank: int, use_gpu: bool) -> DeviceFacts:
+def _device(rank: int, use_gpu: bool) -> RankFacts:
     node, error = ray.util.get_node_ip_address(), ""
     if use_gpu and not torch.cuda.device_count():
         error = f"torch {torch.__version__} sees no GPU"
@@ -204,13 +204,15 @@ def _device(rank: int, use_gpu: bool) -> DeviceFacts:
             device = ray.train.torch.get_device()
             torch.zeros(1, device=device)
             properties = torch.cuda.get_device_properties(device)
-            return DeviceFacts(rank, node, properties.name, str(properties.uuid))
+            return RankFacts(rank, node, properties.name, str(properties.uuid))
         except Exception as raised:
             error = root_cause(raised)
-    return DeviceFacts(rank, node, "cpu", "", error)
+    return RankFacts(rank, node, "cpu", "", error)
 
 
-def _time_all_reduce(device: torch.device, group: dist.ProcessGroup | None) -> AllReduceFacts:
+def _time_all_reduce(
+    facts: RankFacts, device: torch.device, group: dist.ProcessGroup | None
+) -> RankFacts:
     """Check all-reduces of known values and time others, in `group` or the default group."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     wrong, seconds = 0, {}
@@ -228,88 +230,5 @@ def _time_all_reduce(device: torch.device, group: dist.ProcessGroup | None) -> A
         dist.all_reduce(values, group=group)
         synchronize(device)
         seconds[num_bytes] = time.perf_counter() - started
-    return AllReduceFacts(dist.get_backend(group), wrong, seconds)
-
-
-@named_check("devices")
-def judge_devices(group: GroupFacts) -> str:
-    """Check that each rank has a separate GPU if GPUs are requested."""
-    if (devices := group.devices) is None:
-        raise Failed(
-            f"the workers did not connect to each other: {group.error}; check that no other job holds the "
-            f"cluster's resources, and {_BETWEEN_NODES}"
-        )
-    ranks = ", ".join(f"rank {d.rank} {d.device} on {d.node}" for d in devices)
-    if missing := ", ".join(f"rank {d.rank} on {d.node} ({d.error})" for d in devices if d.error):
-        raise Failed(
-            f"no GPU for {missing}; check that nvidia-smi works there, that torch is a CUDA build, and that "
-            "Ray's --num-gpus does not exceed the node's GPUs"
-        )
-    if not group.has_devices:
-        raise Failed(
-            f"ranks share a GPU: {ranks}; start Ray with --num-gpus of at most the node's GPUs, and let Ray "
-            "set CUDA_VISIBLE_DEVICES"
-        )
-    return ranks
-
-
-def all_reduce_bytes_per_s(ranks: Sequence[AllReduceFacts]) -> dict[int, float]:
-    """Return tensor bytes -> algorithm bandwidth (bytes/s), by the slowest rank's time."""
-    sizes = ranks[0].seconds if ranks else ()
-    return {size: size / max(rank.seconds[size] for rank in ranks) for size in sizes}
-
-
-@named_check("all_reduce")
-def judge_all_reduce(group: GroupFacts) -> str:
-    """Check that all-reduce sums are correct, and show how fast they are."""
-    ranks = group.all_reduce
-    if group.world_size == 1:
-        raise Skipped("one worker")
-    if not group.has_devices:
-        raise Skipped("not all ranks have a device")
-    if ranks is None:
-        raise Failed(f"did not finish: {group.error}; {_BETWEEN_NODES}")
-    speeds = all_reduce_bytes_per_s(ranks)
-    each = ", ".join(f"{size / 1e6:g} MB {speed / 1e9:.2f} GB/s" for size, speed in speeds.items())
-    seen = f"{count(len(ranks), 'rank')} over {ranks[0].backend}, tensor bytes / time: {each}"
-    if wrong := sum(rank.wrong for rank in ranks):
-        raise Failed(
-            f"{wrong} sums are wrong ({seen}); a device, its driver or a network card is broken: remove "
-            "nodes one by one to find it"
-        )
-    return f"sums are correct; {seen}"
-
-
-@named_check("sequences")
-def judge_sequences(group: GroupFacts, ingest: IngestSpec | None) -> str:
-    """Check that the ranks together read each planned sequence once, in its step."""
-    ranks = group.sequences
-    if ingest is None:
-        raise Skipped("no data that all nodes can read")
-    if ranks is None and not (group.has_devices and (group.all_reduce or group.world_size == 1)):
-        raise Skipped("an earlier check of the ranks failed")
-    if ranks is None:
-        raise Failed(f"reading did not finish: {group.error}")
-    order, val, none = ingest.order(), ingest.eval_ids()[0], np.zeros(0, np.int64)
-    plans = {"the validation": val[val >= 0]}
-    actual = {"the validation": [rank.val[rank.val >= 0] for rank in ranks]}
-    for batch in range(_NUM_BATCHES):
-        plans[f"global batch {batch}"] = order.batch_ids(batch)
-        actual[f"global batch {batch}"] = [rank.train.get(batch, none) for rank in ranks]
-    for name, plan in plans.items():
-        # A mixture's batch may repeat a sequence where a small dataset's epochs meet.
-        planned = Counter(plan.tolist())
-        read = Counter(np.concatenate(actual[name]).tolist())
-        if planned != read:
-            extra = sorted((read - planned).elements())
-            first = f" (first {extra[0]})" if extra else ""
-            raise Failed(
-                f"{(planned - read).total()} of {count(len(plan), 'sequence')} of {name} read by no rank, "
-                f"and {len(extra)} read twice or unplanned{first}; do not train with this setup: compare the "
-                "installed versions with constraints.txt"
-            )
-    total = sum(len(plan) for plan in plans.values())
-    return (
-        f"{count(len(ranks), 'rank')} read {count(total, 'sequence')} of "
-        f"{_NUM_BATCHES} global batches and the validation, each as planned"
-    )
+    backend = dist.get_backend(group)
+    return replace(facts, backend=backend, wrong_sums=wrong, all_reduce_s=seconds)

@@ -95,13 +95,13 @@ def _probe_speed(config: Config, log: Log) -> tuple[RunPlan, float, str]:
                 check_compiler(fitted, on_gpu=False, where="a CPU")
             log(f"timing steps on {count(world_size, 'worker')}")
             group = ask_ranks(plan, None, data.vocab_size)
-    if group.step_s is None or group.devices is None:
+    if not all(rank.step_s for rank in group.ranks) or not group.ranks:
         raise TrainingFailed(
             f"no step was timed: {group.error}; set micro_batch_sequences to auto if memory is short, or "
             "run: raytrain-gpt doctor"
         )
-    tokens_per_s = fitted.train.global_batch_tokens / max(group.step_s)
-    return plan, tokens_per_s, group.devices[0].device
+    tokens_per_s = fitted.train.global_batch_tokens / max(rank.step_s for rank in group.ranks)
+    return plan, tokens_per_s, group.ranks[0].device
 
 
 def _device(text: str, log: Log) -> GpuSpec:

@@ -5,7 +5,7 @@ and removes the file at the end. A stale lease needs no manual cleanup:
 
 1. Holder on this machine: the kernel reports whether it is alive, so the newcomer is refused or takes
    over at once.
-2. Holder elsewhere, or a damaged or copied file: the newcomer watches the beat. If it moves, the
+2. Holder elsewhere, or a damaged file: the newcomer watches the beat. If it moves, the
    newcomer is refused; after `expiry_s` without a move it takes over. Clocks are never compared.
 3. Reading and taking are one step under a file lock. Without locks (object stores, some shared
    directories), the newcomer waits `settle_s` and reads again: of two simultaneous newcomers, only the
@@ -20,6 +20,8 @@ directory it may outlive a dead machine or be invisible to others, and a forked 
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import math
 import os
 import socket
@@ -27,20 +29,21 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from raytrain_gpt.errors import ClusterError, RaytrainGptError, failure_as
 from raytrain_gpt.format import Log
-from raytrain_gpt.storage.guard import guarded
 from raytrain_gpt.storage.location import Location
 
 LEASE_FILE = ".lease"
 _LEASE_BYTES = 1024
 _POLLS_PER_EXPIRY, _LINES_PER_EXPIRY = 60, 6
+_LOCK_WAIT_S, _LOCK_PAUSE_S = 10.0, 0.02
 _UNKNOWN = "an unknown process"
 
 _held_here: set[str] = set()
@@ -73,7 +76,6 @@ class Holder(BaseModel):
         token: Random, new for every lease.
         machine: Boot and process namespace in which `pid` is valid.
         process_started: Start time in kernel ticks, since pids are reused; None if unavailable.
-        directory: Inode of the lease's directory, which differs in a copy; None in an object store.
         since: Time when the lease was taken, for messages.
         beat: Counter of beats.
         beat_at: Unix time of the last beat; used only in lists of runs.
@@ -85,20 +87,18 @@ class Holder(BaseModel):
     machine: str
     pid: int = Field(gt=0, lt=2**31)
     process_started: int | None
-    directory: int | None = None
     since: str
     beat: int
     beat_at: float
 
     @classmethod
-    def this_process(cls, token: str, directory: int | None = None) -> Holder:
+    def this_process(cls, token: str) -> Holder:
         return cls(
             token=token,
             host=socket.gethostname(),
             machine=_machine(),
             pid=os.getpid(),
             process_started=_state_and_start(os.getpid())[1],
-            directory=directory,
             since=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
             beat=0,
             beat_at=time.time(),
@@ -119,12 +119,9 @@ class Holder(BaseModel):
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host} since {self.since}"
 
-    def is_alive(self, directory: int | None) -> bool | None:
-        """Whether the process runs; None if it is on a different machine or the lease is a copy.
-
-        `directory` is the inode of the directory that contains the lease.
-        """
-        if self.machine != _machine() or self.directory not in (None, directory):
+    def is_alive(self) -> bool | None:
+        """Whether the process runs; None if it is on a different machine."""
+        if self.machine != _machine():
             return None
         state, started = _state_and_start(self.pid)
         # A zombie, or a different process with a reused pid.
@@ -192,7 +189,7 @@ def live_holder(location: Location) -> str | None:
     """
     if (holder := _holder(location)) is None:
         return None
-    alive = holder.is_alive(_inode(location))
+    alive = holder.is_alive()
     if alive is None:
         alive = time.time() - holder.beat_at <= TIMES.expiry_s
     return str(holder) if alive else None
@@ -255,7 +252,7 @@ class Lease:
     def _put(self, is_first: bool) -> bool:
         """Write the lease; on a disk, the first one only if the file still does not exist."""
         self._has_put = True
-        text = Holder.this_process(self.token, _inode(self._location)).to_text()
+        text = Holder.this_process(self.token).to_text()
         if not (is_first and self._location.is_local):
             self._location.write_text(text)
             return True
@@ -322,7 +319,7 @@ class _Watch:
         `read_at` is the monotonic time just before `text`, the lease file, was read.
         """
         holder = Holder.parse(text)
-        alive = None if holder is None else holder.is_alive(_inode(self._location))
+        alive = None if holder is None else holder.is_alive()
         if alive is False:
             self._log(f"{self._what} was held by {holder}, which is dead; taking over")
             return True
@@ -366,23 +363,58 @@ def _is_away(location: Location) -> bool:
     return location.is_local and not location.parent.exists()
 
 
-def _guarded(location: Location, removed: bool = False) -> AbstractContextManager[bool]:
-    """Lock a lease file, or yield False without locks."""
-    if not location.is_local:
-        return nullcontext(False)
-    return guarded(location.path.with_name(f"{location.name}.guard"), removed)
+@contextmanager
+def _guarded(location: Location, removed: bool = False) -> Iterator[bool]:
+    """Lock a lease file by a file beside it; yields False without locks or without its directory.
+
+    The file is deleted afterwards if `removed`, so a lock counts only while its file is still in place.
+    """
+    path = location.path.with_name(f"{location.name}.guard") if location.is_local else None
+    while path is not None:
+        try:
+            guard = path.open("a", encoding="utf-8")
+        except FileNotFoundError:
+            break
+        with guard:
+            if not _lock(guard):
+                break
+            try:
+                if not _is_at(guard, path):  # its last holder removed it
+                    continue
+                yield True
+                if removed:
+                    path.unlink(missing_ok=True)
+                return
+            finally:
+                # Closing is not enough if a forked child also has the file open.
+                fcntl.flock(guard, fcntl.LOCK_UN)
+    yield False
+
+
+def _lock(file: IO[str]) -> bool:
+    """Lock a file; False if locks are unsupported or a frozen process holds it."""
+    give_up_at = time.monotonic() + _LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError as error:
+            is_held = error.errno in (errno.EAGAIN, errno.EACCES)
+            if not is_held or time.monotonic() > give_up_at:
+                return False
+        time.sleep(_LOCK_PAUSE_S)
+
+
+def _is_at(file: IO[str], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _storage_errors(verb: str, location: Location, what: str) -> AbstractContextManager[None]:
     advice = f"; give access to {location.parent}, or use a different directory"
     return failure_as(ClusterError, f"cannot {verb} {location} for {what}", advice)
-
-
-def _inode(location: Location) -> int | None:
-    """Inode of a lease's directory; None in an object store, or if it is missing."""
-    with suppress(OSError):
-        return location.path.parent.stat().st_ino if location.is_local else None
-    return None
 
 
 def _machine() -> str:

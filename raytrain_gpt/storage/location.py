@@ -13,11 +13,13 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -25,14 +27,27 @@ import pyarrow.fs as pafs
 from raytrain_gpt.errors import ClusterError, ConfigError
 from raytrain_gpt.format import preview
 from raytrain_gpt.redact import HIDDEN, has_user_info
-from raytrain_gpt.storage.object_files import CHUNK_BYTES, RetriedHandler, RetriedReader
-from raytrain_gpt.storage.object_store import SCHEMES, SOURCE_SCHEMES, access_error
+from raytrain_gpt.storage.object_store import (
+    REQUEST_TIMEOUT_S,
+    STORES,
+    RetriedReader,
+    access_error,
+    filesystem_for,
+    pinned_path,
+    retried,
+)
+
+T = TypeVar("T")
 
 RETRY_FOR_S = 300.0
 COMMAND_RETRY_S = 20.0
 """Retry time of interactive commands, which can simply be run again."""
 UNFINISHED = ".unfinished"
-_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+CHUNK_BYTES = 2**23
+"""Chunk size of downloads and of hashing."""
+UPLOAD_BYTES = 2**26
+"""Chunk size in which an upload is copied into memory."""
+_DOWNLOAD_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -60,9 +75,8 @@ class Location:
     ) -> Location:
         """Make the location of a URL, or of a path relative to the working directory.
 
-        The default endpoint is AWS_ENDPOINT_URL_S3, else AWS_ENDPOINT_URL, read here so that the value
-        reaches processes without them. Raises a ConfigError if the path or bucket is invalid, or the scheme
-        unknown.
+        The default endpoint is read from the store's variables here, so that it reaches processes without
+        them. Raises a ConfigError if the path or bucket is invalid, or the scheme unknown.
         """
         if isinstance(path, Location):
             return path
@@ -70,43 +84,41 @@ class Location:
         if not is_url(text):
             _check_characters(text)
             return cls(os.path.abspath(text), retry_for_s)  # noqa: PTH100, resolves ".." as well
-        scheme, _, rest = text.partition("://")
-        _check_user_info(text)
-        if scheme not in SCHEMES:
-            raise ConfigError(
-                f"{text} has the unknown scheme {scheme}; use a local path, s3://bucket/prefix or "
-                "gs://bucket/prefix"
-            )
-        parts = [part for part in rest.split("/") if part]
-        if not parts:
-            raise ConfigError(f"{text} has no bucket; use {scheme}://bucket/prefix")
-        if endpoint is None and scheme == "s3":
-            endpoint = next(filter(None, map(os.environ.get, _ENDPOINT_VARIABLES)), None)
-        return cls(f"{scheme}://{'/'.join(parts)}", retry_for_s, endpoint)
+        return cls._of_url(text, retry_for_s, endpoint)
 
     @classmethod
     def of_source(cls, url: str) -> Location:
-        """Make a read-only location: in an object store or on the HF hub.
+        """Make a location to read only, also on the HF hub.
 
-        HF_ENDPOINT is read here so that the value reaches processes without it. Raises a ConfigError for an
-        unknown scheme, a web address, or no bucket or dataset.
+        Raises a ConfigError for an unknown scheme, a web address, or no bucket or dataset.
         """
-        scheme, _, rest = url.partition("://")
-        if scheme in SCHEMES:
-            return cls.of(url)
-        _check_user_info(url)
-        if scheme in ("http", "https"):
+        if url.startswith(("http://", "https://")):
+            _check_user_info(url)
             shown = url.partition("?")[0]  # a query may have a signature
             raise ConfigError(f"source {shown} is a web address; download it first: curl -LO URL")
-        if scheme not in SOURCE_SCHEMES:
-            schemes = ", ".join(f"{name}://" for name in SOURCE_SCHEMES)
+        return cls._of_url(url, RETRY_FOR_S, None, is_source=True)
+
+    @classmethod
+    def _of_url(
+        cls, url: str, retry_for_s: float, endpoint: str | None, is_source: bool = False
+    ) -> Location:
+        _check_user_info(url)
+        scheme, _, rest = url.partition("://")
+        parts, store = [part for part in rest.split("/") if part], STORES.get(scheme)
+        if store is None or not (store.is_writable or is_source):
+            known = [name for name, one in STORES.items() if one.is_writable or is_source]
+            urls = " or ".join(f"{name}://bucket/prefix" for name in known if name != "hf")
+            hub = ", or hf://datasets/OWNER/NAME/PATH" if is_source else ""
             raise ConfigError(
-                f"source {url} has the unknown scheme {scheme}; use a local path, {schemes}"
+                f"{url} has the unknown scheme {scheme}; use a local path, {urls}{hub}"
             )
-        parts = [part for part in rest.split("/") if part]
-        if len(parts) < 3 or parts[0] != "datasets":
+        if scheme == "hf" and (len(parts) < 3 or parts[0] != "datasets"):
             raise ConfigError(f"source {url} has no dataset; use hf://datasets/OWNER/NAME/PATH")
-        return cls(f"hf://{'/'.join(parts)}", endpoint=os.environ.get("HF_ENDPOINT") or None)
+        if not parts:
+            raise ConfigError(f"{url} has no bucket; use {scheme}://bucket/prefix")
+        if endpoint is None:
+            endpoint = next(filter(None, map(os.environ.get, store.endpoint_variables)), None)
+        return cls(f"{scheme}://{'/'.join(parts)}", retry_for_s, endpoint)
 
     @property
     def is_local(self) -> bool:
@@ -152,14 +164,23 @@ class Location:
     def _scheme(self) -> str:
         return self.url.partition("://")[0] if is_url(self.url) else ""
 
-    @property
-    def _handler(self) -> RetriedHandler:
-        return RetriedHandler(self._scheme, self.endpoint, self.retry_for_s)
+    def _retried(self, what: str, operation: Callable[[pafs.FileSystem, str], T]) -> T:
+        """Run an operation on the object store and this key; `what` is its verb for messages."""
+
+        def run() -> T:
+            store = filesystem_for(self._scheme, self.endpoint, self.retry_for_s)
+            return operation(store, self._key)
+
+        return retried(run, what, self.url, self.retry_for_s)
+
+    def _infos(self, recursive: bool = False) -> list[pafs.FileInfo]:
+        selector = pafs.FileSelector(self._key, allow_not_found=True, recursive=recursive)
+        return self._retried("list", lambda store, _: store.get_file_info(selector))
 
     def _info(self) -> pafs.FileInfo:
         if self.is_local:
             return pafs.LocalFileSystem().get_file_info(self.url)
-        (info,) = self._handler.get_file_info([self._key])
+        info = self._retried("read", lambda store, key: store.get_file_info(key))
         if info.type == pafs.FileType.NotFound:
             self._check_bucket()
         return info
@@ -172,8 +193,8 @@ class Location:
 
     def _check_bucket(self) -> None:
         """Raise if the bucket is missing, which an object store reports as a missing key."""
-        if self._scheme in SCHEMES:
-            _check_bucket(self._handler, self._key.partition("/")[0])
+        if STORES[self._scheme].is_writable:
+            _check_bucket(replace(self, url=self.bucket))
 
     def exists(self) -> bool:
         return bool(self._info().type != pafs.FileType.NotFound)
@@ -193,14 +214,14 @@ class Location:
         """Pin a hub location to the current commit, or raise a DataError; others are unchanged."""
         if self._scheme != "hf":
             return self
-        return replace(self, url=f"hf://{self._handler.pinned(self._key)}")
+        path = self._retried("read", lambda _, key: pinned_path(key, self.endpoint))
+        return replace(self, url=f"hf://{path}")
 
     def names(self) -> list[str]:
         """Sorted names of the files and directories in it; empty if it is missing."""
         if self.is_local:
             return sorted(p.name for p in self.path.iterdir()) if self.path.is_dir() else []
-        selector = pafs.FileSelector(self._key, allow_not_found=True)
-        names = sorted(info.base_name for info in self._handler.get_file_info_selector(selector))
+        names = sorted(info.base_name for info in self._infos())
         if not names:
             self._check_bucket()
         return names
@@ -211,10 +232,9 @@ class Location:
             paths = [path for path in self.path.rglob("*") if path.is_file()]
             files = [(str(p.relative_to(self.path)), p.stat().st_size) for p in paths]
         else:
-            selector = pafs.FileSelector(self._key, allow_not_found=True, recursive=True)
             files = [
                 (info.path.removeprefix(f"{self._key}/"), int(info.size))
-                for info in self._handler.get_file_info_selector(selector)
+                for info in self._infos(recursive=True)
                 if info.type == pafs.FileType.File
             ]
         return sorted(files, key=lambda file: file[0].split("/"))
@@ -228,10 +248,11 @@ class Location:
     def reader(self) -> RetriedReader:
         """Open an object for reads by many threads; raises FileNotFoundError."""
         try:
-            return self._handler.reader(self._key)
+            source = self._retried("read", lambda store, key: store.open_input_file(key))
         except FileNotFoundError:
             self._check_bucket()
             raise FileNotFoundError(2, "No such file", str(self)) from None
+        return RetriedReader(source, self.url, self.retry_for_s)
 
     def read_bytes(self) -> bytes:
         """Read a file; raises FileNotFoundError."""
@@ -249,7 +270,23 @@ class Location:
             with self._unfinished() as unfinished:
                 unfinished.write_bytes(content)
             return
-        self._handler.put_bytes(pa.py_buffer(content), self._key)
+        self._put(pa.py_buffer(content))
+
+    def _put(self, content: pa.Buffer) -> None:
+        starts = range(0, content.size, UPLOAD_BYTES)
+        chunks = [content.slice(at, min(UPLOAD_BYTES, content.size - at)) for at in starts]
+
+        def write(store: pafs.FileSystem, key: str) -> None:
+            with store.open_output_stream(key) as stream:
+                for i, chunk in enumerate(chunks):
+                    if i:
+                        stream.flush()  # otherwise all chunks are copied into memory together
+                    stream.write(chunk)
+
+        # Closing a stream early would store a truncated object, and pyarrow cannot abort one.
+        # In a thread, no signal's exception can come between open and close.
+        with ThreadPoolExecutor(1) as thread:
+            self._retried("write", lambda store, key: thread.submit(write, store, key).result())
 
     def write_text(self, text: str) -> None:
         self.write_bytes(text.encode("utf-8"))
@@ -270,7 +307,8 @@ class Location:
     def upload(self, source: Path) -> None:
         """Copy a local file here atomically."""
         if not self.is_local:
-            self._handler.put(source, self._key)
+            with pa.memory_map(str(source)) as file:
+                self._put(file.read_buffer())
             return
         with self._unfinished() as unfinished:
             shutil.copyfile(source, unfinished)
@@ -281,7 +319,22 @@ class Location:
             Location.of(target).upload(self.path)
             return
         with Location.of(target)._unfinished() as unfinished:
-            self._handler.fetch(self._key, unfinished)
+            self._fetch(unfinished)
+
+    def _fetch(self, target: Path) -> None:
+        """Download with concurrent requests; `pyarrow.fs.copy_files` drops errors of closing (pyarrow 25)."""
+        source = self.reader()
+        target.write_bytes(b"")
+
+        def copy(offset: int) -> None:
+            # Not os.pwrite, which silently writes too little when the disk fills up.
+            with target.open("r+b") as file:
+                file.seek(offset)
+                file.write(source.read_at(CHUNK_BYTES, offset))
+
+        with ThreadPoolExecutor(_DOWNLOAD_THREADS) as threads:
+            list(threads.map(copy, range(0, source.size(), CHUNK_BYTES)))
+        source.close()
 
     def sha256(self) -> str:
         digest = hashlib.sha256()
@@ -301,9 +354,9 @@ class Location:
         kind = self._info().type
         with suppress(FileNotFoundError):
             if kind == pafs.FileType.File:
-                self._handler.delete_file(self._key)
+                self._retried("remove", lambda store, key: store.delete_file(key))
             elif kind == pafs.FileType.Directory:
-                self._handler.delete_dir(self._key)
+                self._retried("remove", lambda store, key: store.delete_dir(key))
 
     def mkdir(self) -> None:
         """Create a local directory and its parents; object stores need none."""
@@ -321,10 +374,11 @@ class Location:
         return shutil.disk_usage(self.path).free if self.is_local else None
 
     def ray_filesystem(self) -> tuple[pafs.FileSystem, str]:
-        """Ray's `storage_filesystem` (picklable) and `storage_path`."""
+        """Ray's `storage_filesystem`, which retries by itself also when pickled, and `storage_path`."""
         if self.is_local:
             return pafs.LocalFileSystem(), self.url
-        return pafs.PyFileSystem(self._handler), self._key
+        connect = STORES[self._scheme].connect
+        return connect(self.endpoint, REQUEST_TIMEOUT_S, self.retry_for_s), self._key
 
 
 def unfinished_path(path: Path) -> Path:
@@ -384,10 +438,10 @@ def is_url(path: str) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _check_bucket(handler: RetriedHandler, bucket: str) -> None:
+def _check_bucket(bucket: Location) -> None:
     try:
-        (info,) = handler.get_file_info([bucket])
+        info = bucket._retried("read", lambda store, key: store.get_file_info(key))
     except ClusterError:  # a key may grant access to objects but not to the bucket
         return
     if info.type == pafs.FileType.NotFound:
-        raise access_error(f"{handler.scheme}://{bucket}", "NO_SUCH_BUCKET")
+        raise access_error(bucket.url, "NO_SUCH_BUCKET")

@@ -1,18 +1,22 @@
-"""Object stores behind `Location`: connections, retries and access errors.
+"""The stores behind `Location`: one row of `STORES` for each scheme, and retries.
 
-pyarrow's filesystems lose their options when pickled, so every process connects once per endpoint.
-An access error (key, signature, bucket, region) is raised at once; network errors are retried until
-`retry_for_s` seconds after the first.
+Timeouts are pyarrow's, retries ours: a call into pyarrow hears no Ctrl+C, so one that retried for minutes
+could not be stopped, and its retries of S3 know no time limit. So a call makes one request at a time, network
+errors are retried until `retry_for_s` seconds after the first, and an access error (key, signature, bucket,
+region) is raised at once. Ray, which calls a store itself, gets pyarrow's retries.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
+import math
 import os
 import random
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -20,60 +24,165 @@ from urllib.parse import urlsplit
 
 import pyarrow.fs as pafs
 
-from raytrain_gpt.errors import ClusterError, StorageError, reason
+from raytrain_gpt.errors import ClusterError, DataError, StorageError, reason
 from raytrain_gpt.redact import redacted
-from raytrain_gpt.storage.hub_files import hub_files, is_outage
 
 T = TypeVar("T")
 
-SCHEMES = ("s3", "gs")
-"""Readable and writable stores."""
-SOURCE_SCHEMES = (*SCHEMES, "hf")
-"""Schemes of text sources."""
 _CONNECT_TIMEOUT_S = 5.0
 REQUEST_TIMEOUT_S = 20.0
 """Seconds without a byte until a request fails."""
-FIRST_PAUSE_S = 0.2
-LONGEST_PAUSE_S = 5.0
-
-_ACCESS = re.compile(
-    r"ACCESS_DENIED|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH|NO_SUCH_BUCKET|EXPIRED_TOKEN"
-    r"|INVALID_CLIENT_TOKEN_ID|INVALID_SIGNATURE|MISSING_AUTHENTICATION_TOKEN|UNRECOGNIZED_CLIENT"
-    r"|HTTP status 30[17]|HTTP status 40[13]|Bucket '[^']*' not found"
-    r"|PERMISSION_DENIED|UNAUTHENTICATED"
-)
-_NETWORK = re.compile(r"AWS Error|curlCode|google::cloud|GCS|Could not connect", re.IGNORECASE)
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 _jitter = random.Random()
 """A separate generator, so that the global one's sequence does not change."""
 _log = logging.getLogger(__name__)
 
 
-@lru_cache(maxsize=8)
-def filesystem_for(scheme: str, endpoint: str | None, retry_for_s: float) -> Any:
-    """Connect this process to a store, once; a hub is read only."""
-    timeout_s = min(REQUEST_TIMEOUT_S, max(1.0, retry_for_s))
-    connect_s = min(_CONNECT_TIMEOUT_S, timeout_s)
-    if scheme == "hf":
-        return hub_files(endpoint)
-    where: dict[str, str] = {}
-    if endpoint is not None:
-        parts = urlsplit(endpoint if "://" in endpoint else f"https://{endpoint}")
-        where = {"scheme": parts.scheme, "endpoint_override": parts.netloc + parts.path.rstrip("/")}
-    if scheme == "gs":
-        return pafs.GcsFileSystem(retry_time_limit=timedelta(seconds=connect_s), **where)
-    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
-    return pafs.S3FileSystem(
-        region=region,
-        connect_timeout=connect_s,
+@dataclass(frozen=True)
+class Store:
+    """How to use the stores of a scheme.
+
+    Attributes:
+        connect: Makes a filesystem from the endpoint, a time limit of requests, and one of pyarrow's retries.
+        is_outage: Whether a retry may help after an error at a URL; may raise an error for refused access.
+        variables: What gives access, for messages.
+        endpoint_variables: Where the endpoint is, if none is given.
+    """
+
+    connect: Callable[[str | None, float, float], pafs.FileSystem]
+    is_outage: Callable[[Exception, str], bool]
+    variables: str
+    endpoint_variables: tuple[str, ...] = ()
+    is_writable: bool = True
+
+
+class _S3(pafs.S3FileSystem):  # type: ignore[misc]
+    """S3 with retries that survive pickling; pyarrow's class loses them."""
+
+    def __init__(self, attempts: int, **options: Any) -> None:
+        super().__init__(
+            retry_strategy=pafs.AwsDefaultS3RetryStrategy(max_attempts=attempts), **options
+        )
+        self._made_of = attempts, options
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _remade_s3, self._made_of
+
+
+def _remade_s3(attempts: int, options: dict[str, Any]) -> _S3:
+    return _S3(attempts, **options)
+
+
+def _s3(endpoint: str | None, timeout_s: float, retry_for_s: float) -> pafs.FileSystem:
+    return _S3(
+        1 + math.ceil(math.log2(1 + retry_for_s / 0.05)),  # it pauses for 0.05, 0.1, 0.2, … seconds
+        region=os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1",
+        connect_timeout=min(_CONNECT_TIMEOUT_S, timeout_s),
         request_timeout=timeout_s,
         # One request for a small file instead of a multipart upload of three.
         allow_delayed_open=True,
         # With background writes, close() fails if a request failed; otherwise a truncated file would
         # be stored as complete.
         background_writes=True,
-        retry_strategy=pafs.AwsStandardS3RetryStrategy(max_attempts=1),
-        **where,
+        **_override(endpoint),
     )
+
+
+def _gs(endpoint: str | None, timeout_s: float, retry_for_s: float) -> pafs.FileSystem:
+    limit_s = max(retry_for_s, min(_CONNECT_TIMEOUT_S, timeout_s))
+    return pafs.GcsFileSystem(retry_time_limit=timedelta(seconds=limit_s), **_override(endpoint))
+
+
+def _override(endpoint: str | None) -> dict[str, str]:
+    if endpoint is None:
+        return {}
+    parts = urlsplit(endpoint if "://" in endpoint else f"https://{endpoint}")
+    return {"scheme": parts.scheme, "endpoint_override": parts.netloc + parts.path.rstrip("/")}
+
+
+_REFUSED = re.compile(
+    r"ACCESS_DENIED|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH|NO_SUCH_BUCKET|EXPIRED_TOKEN"
+    r"|INVALID_CLIENT_TOKEN_ID|INVALID_SIGNATURE|MISSING_AUTHENTICATION_TOKEN|UNRECOGNIZED_CLIENT"
+    r"|HTTP status 30[17]|HTTP status 40[13]|Bucket '[^']*' not found"
+    r"|PERMISSION_DENIED|UNAUTHENTICATED"
+)
+_NETWORK = re.compile(r"AWS Error|curlCode|google::cloud|GCS|Could not connect", re.IGNORECASE)
+
+
+def _is_outage(error: Exception, url: str) -> bool:
+    # An errno comes from the local disk, or means that there is no such file.
+    if not isinstance(error, OSError) or error.errno is not None:
+        return False
+    if refused := _REFUSED.search(str(error)):
+        raise access_error(url, refused[0]) from None
+    return _NETWORK.search(str(error)) is not None
+
+
+def _hub(endpoint: str | None, _timeout_s: float, _retry_for_s: float) -> pafs.FileSystem:
+    return pafs.PyFileSystem(pafs.FSSpecHandler(_hub_files(endpoint)))
+
+
+def _hub_files(endpoint: str | None) -> Any:
+    from huggingface_hub import HfFileSystem
+
+    # Instances that are shared keep refused accesses and old listings of a branch.
+    return HfFileSystem(endpoint=endpoint, skip_instance_cache=True)
+
+
+def pinned_path(path: str, endpoint: str | None) -> str:
+    """Pin a path on the hub to the current commit of its revision (default: main).
+
+    Raises:
+        DataError: there is no such dataset or revision, or no access.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        resolved = _hub_files(endpoint).resolve_path(path)
+        info = HfApi(endpoint=endpoint).repo_info(
+            resolved.repo_id, repo_type=resolved.repo_type, revision=resolved.revision
+        )
+    # The library raises the last two for what is no name of a repository.
+    except (FileNotFoundError, ValueError, NotImplementedError):
+        raise _not_on_hub(f"hf://{path}") from None
+    return f"datasets/{resolved.repo_id}@{info.sha}/{resolved.path_in_repo}".rstrip("/")
+
+
+def _is_outage_of_hub(error: Exception, url: str) -> bool:
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.RepositoryNotFoundError):
+        raise _not_on_hub(url) from None
+    if isinstance(error, errors.HfHubHTTPError):
+        return error.response.status_code == 429 or error.response.status_code >= 500
+    return isinstance(error, errors.HTTPError)  # type: ignore[attr-defined]  # of its HTTP client
+
+
+def _not_on_hub(url: str) -> DataError:
+    return DataError(
+        f"{url}: no such dataset or revision, or it is private or gated; check the name, or set HF_TOKEN on "
+        "every node"
+    )
+
+
+STORES = {
+    "s3": Store(
+        _s3,
+        _is_outage,
+        "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL",
+        ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+    ),
+    "gs": Store(_gs, _is_outage, "GOOGLE_APPLICATION_CREDENTIALS"),
+    "hf": Store(_hub, _is_outage_of_hub, "HF_TOKEN", ("HF_ENDPOINT",), is_writable=False),
+}
+"""Scheme -> its stores. A hub is read only."""
+
+
+@lru_cache(maxsize=8)
+def filesystem_for(scheme: str, endpoint: str | None, retry_for_s: float) -> pafs.FileSystem:
+    """Connect this process to a store, once, without retries of its own."""
+    timeout_s = min(REQUEST_TIMEOUT_S, max(1.0, retry_for_s))
+    return STORES[scheme].connect(endpoint, timeout_s, 0.0)
 
 
 def retried(operation: Callable[[], T], what: str, url: str, retry_for_s: float) -> T:
@@ -93,7 +202,7 @@ def retried(operation: Callable[[], T], what: str, url: str, retry_for_s: float)
         try:
             return operation()
         except Exception as error:
-            if not _is_transient(error, url):
+            if not STORES[url.partition("://")[0]].is_outage(error, url):
                 raise
             now = time.monotonic()
             if first_failure is None:
@@ -112,25 +221,61 @@ def retried(operation: Callable[[], T], what: str, url: str, retry_for_s: float)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
-def _is_transient(error: Exception, url: str) -> bool:
-    """Whether a retry may help; raises a ClusterError if access was refused."""
-    if url.startswith("hf://"):
-        return is_outage(error, url)
-    # An errno comes from the local disk, or means that there is no such file.
-    if not isinstance(error, OSError) or error.errno is not None:
-        return False
-    if refused := _ACCESS.search(str(error)):
-        raise access_error(url, refused[0]) from None
-    return _NETWORK.search(str(error)) is not None
-
-
 def access_error(url: str, why: str) -> ClusterError:
     """Make the error for refused access, naming the bucket and the variables but never their values."""
     scheme, _, key = url.partition("://")
-    settings = ", AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL"
-    if scheme == "gs":
-        settings = " and GOOGLE_APPLICATION_CREDENTIALS"
     return ClusterError(
-        f"no access to bucket {key.partition('/')[0]} ({why}) for {url}; check its name{settings} on "
-        "every node"
+        f"no access to bucket {key.partition('/')[0]} ({why}) for {url}; check its name and "
+        f"{STORES[scheme].variables} on every node"
     )
+
+
+class RetriedReader:
+    """Random access to an object with retries: the file interface that `pa.PythonFile` needs."""
+
+    def __init__(self, source: Any, url: str, retry_for_s: float) -> None:
+        self._source = source
+        self._url = url
+        self._retry_for_s = retry_for_s
+        self._size = int(source.size())
+        self._position = 0
+
+    def read_at(self, num_bytes: int, offset: int) -> bytes:
+        """Read up to `num_bytes` from `offset`; thread-safe."""
+
+        def read() -> bytes:
+            return bytes(self._source.read_at(num_bytes, offset))
+
+        return retried(read, "read", self._url, self._retry_for_s)
+
+    def at_start(self) -> RetriedReader:
+        """A reader of the same object with a separate position; makes no request."""
+        other = copy.copy(self)
+        other._position = 0
+        return other
+
+    def read(self, num_bytes: int | None = None) -> bytes:
+        """Read the next bytes; all remaining ones for None or −1."""
+        left = max(0, self._size - self._position)
+        size = left if num_bytes is None or num_bytes < 0 else min(num_bytes, left)
+        content = self.read_at(size, self._position) if size else b""
+        self._position += len(content)
+        return content
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Move to an offset from the start, the position or the end."""
+        self._position = offset + (0, self._position, self._size)[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def closed(self) -> bool:
+        return bool(self._source.closed)
+
+    def close(self) -> None:
+        self._source.close()

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.storage.object_files import RetriedReader
+from raytrain_gpt.storage.object_store import RetriedReader
 
 
 class _StoredShard:

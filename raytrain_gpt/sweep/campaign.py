@@ -22,10 +22,10 @@ from ray import tune
 from ray.tune.experiment import Trial as TuneTrial
 
 from raytrain_gpt.checkpoint.catalog import CODE_FILE
+from raytrain_gpt.cluster.all_nodes import check_storage
 from raytrain_gpt.cluster.capacity import fit_to_cluster
 from raytrain_gpt.cluster.connection import connected
 from raytrain_gpt.cluster.failures import root_cause, user_error_in
-from raytrain_gpt.cluster.shared_storage import check_storage
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.kinds import Strict
 from raytrain_gpt.config.load import without_removed

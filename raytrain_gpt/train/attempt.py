@@ -19,12 +19,11 @@ import ray.train
 import ray.train.torch
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint, resume_step
-from raytrain_gpt.cluster.capacity import Resources
+from raytrain_gpt.cluster.all_nodes import check_storage
+from raytrain_gpt.cluster.capacity import Pause, Resources, ScaleUp, wait_for_workers
 from raytrain_gpt.cluster.connection import cluster_resources
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.orphans import kill_controllers, kill_process, remove_orphaned_groups
-from raytrain_gpt.cluster.scaling import Pause, ScaleUp, wait_for_workers
-from raytrain_gpt.cluster.shared_storage import check_storage
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.format import Log, count
 from raytrain_gpt.ingest.ray_dataset import ingest_dataset

@@ -28,11 +28,10 @@ from pydantic import TypeAdapter
 from ray._private.utils import estimate_available_memory
 
 from raytrain_gpt.checkpoint.collectives import as_bytes, check_size
-from raytrain_gpt.cluster.capacity import Node, Resources, fit_to_process
+from raytrain_gpt.cluster.all_nodes import storage_probe
+from raytrain_gpt.cluster.capacity import Node, Pause, Resources, fit_to_process
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.process_groups import rendezvous_on_host
-from raytrain_gpt.cluster.scaling import Pause
-from raytrain_gpt.cluster.shared_storage import storage_probe
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config

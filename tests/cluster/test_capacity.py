@@ -10,7 +10,6 @@ from raytrain_gpt.cluster.capacity import (
     DATA_CPUS,
     Node,
     Resources,
-    cpus_to_start,
     fit_to_cluster,
     fit_to_process,
     idle_gpus,
@@ -67,11 +66,6 @@ def test_a_share_of_a_gpu_is_for_one_worker() -> None:
         config(num_workers=2, gpus_per_worker=0.5)
 
 
-def test_a_cluster_of_ones_own_has_room_for_workers_and_data() -> None:
-    sizes = {"num_workers": 2, "cpus_per_worker": 3, "use_gpu": False}
-    assert cpus_to_start(config(**sizes)) == 2 * 3 + 2
-
-
 def test_fewer_workers_start_where_that_is_allowed() -> None:
     small = given(Node(6, 0))
     fitted, workers = fit_to_cluster(config(num_workers=6, min_workers=2), small)
@@ -84,12 +78,6 @@ def test_fewer_workers_start_where_that_is_allowed() -> None:
 def test_a_minimum_above_all_that_auto_finds_is_one_line() -> None:
     with raises_line(ConfigError, "min_workers=4 is above num_workers=2; set min_workers"):
         fit_to_cluster(config(min_workers=4), given(Node(8, 2)))
-
-
-def test_the_micro_batch_of_fewer_workers_divides_their_share() -> None:
-    assert micro_batch_for(config(micro_batch_sequences=2), 4) == 1
-    assert micro_batch_for(config(micro_batch_sequences=8), 2) == 6
-    assert micro_batch_for(config(micro_batch_sequences="auto"), 2) == "auto"
 
 
 CLUSTERS = [
@@ -113,47 +101,37 @@ def fits(resources: Resources, workers: int, cpus: int, use_gpu: bool) -> bool:
     return not workers or sum(n[0] for n in left) >= DATA_CPUS
 
 
-@pytest.mark.parametrize("use_gpu", [False, True])
-@pytest.mark.parametrize("cpus", [1, 2, 3])
+@pytest.mark.parametrize(("cpus", "use_gpu"), [(1, False), (2, True)])
 def test_the_largest_world_size_is_the_most_workers_that_fit_and_divide_the_batch(
     cpus: int, use_gpu: bool
 ) -> None:
     found = set()
-    for resources, (num, least) in itertools.product(
-        CLUSTERS, [(1, None), (2, 1), (4, None), (5, 2), (6, 3), (8, 1), (12, 5), (12, 12)]
-    ):
+    for num, least in [(1, None), (2, 1), (4, None), (6, 3), (12, 5)]:
         wanted = config(num_workers=num, min_workers=least, cpus_per_worker=cpus, use_gpu=use_gpu)
-        possible = [
-            workers
-            for workers in range(least or num, num + 1)
-            if 12 % workers == 0 and fits(resources, workers, cpus, use_gpu)
-        ]
-        expected = max(possible, default=None)
-        assert largest(wanted, *resources.nodes) == expected, (resources, num, least)
-        found.add(expected)
+        fitted = decided(FittedConfig, wanted)
+        for resources in CLUSTERS:
+            possible = [
+                workers
+                for workers in range(least or num, num + 1)
+                if 12 % workers == 0 and fits(resources, workers, cpus, use_gpu)
+            ]
+            expected = max(possible, default=None)
+            assert largest_world_size(fitted, resources) == expected, (resources, num, least)
+            found.add(expected)
     assert {None, 1, 2} < found
 
 
 def test_what_starts_a_run_is_what_restarts_it() -> None:
     """`fit_to_cluster` fails where a running job would wait; otherwise both give the same size."""
-    for resources, least in itertools.product(CLUSTERS, (1, 2, 4)):
-        wanted = decided(FittedConfig, config(
-            num_workers=6, min_workers=least, cpus_per_worker=1, use_gpu=False,
-            micro_batch_sequences=1,
-        ))  # fmt: skip
+    sizes = {"num_workers": 6, "min_workers": 2, "cpus_per_worker": 1, "use_gpu": False}
+    wanted = decided(FittedConfig, config(**sizes, micro_batch_sequences=1))
+    for resources in CLUSTERS:
         world_size = largest_world_size(wanted, resources)
         if world_size is None:
             with pytest.raises((ClusterError, ConfigError)):
                 fit_to_cluster(wanted, resources)
         else:
             assert fit_to_cluster(wanted, resources) == (wanted, world_size)
-
-
-def test_no_size_while_the_cluster_is_empty() -> None:
-    wanted = config(num_workers=4, min_workers=1, cpus_per_worker=1, use_gpu=False)
-    assert largest(wanted) is None
-    assert largest(wanted, Node(1, 0)) is None  # the only CPU is reserved for data
-    assert largest(wanted, Node(1, 0), Node(1, 0)) == 1
 
 
 def test_local_mode_takes_the_cores_and_gpus_of_its_processes(
@@ -197,7 +175,7 @@ def test_exact_sums_keep_their_micro_batch_so_that_fewer_workers_share_it() -> N
 PRESETS = [name for name in preset_names() if load_preset(name).cluster.use_gpu is True]
 
 
-@pytest.mark.parametrize("num_gpus", [1, 2, 4, 8, 16, 24, 32, 48, 64])
+@pytest.mark.parametrize("num_gpus", [1, 8, 24, 64])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_presets_train_on_any_number_of_gpus(preset: str, num_gpus: int) -> None:
     """All GPUs are used if they divide the batch; the micro-batch shrinks if necessary."""
@@ -205,15 +183,12 @@ def test_the_presets_train_on_any_number_of_gpus(preset: str, num_gpus: int) -> 
     resources = Resources((Node(6 * num_gpus, num_gpus),), ours=False)
     fitted, workers = fit_to_cluster(given, resources)
     line = idle_gpus(given, fitted, resources)
-    assert workers == {24: 16, 48: 32}.get(num_gpus, num_gpus)
+    assert workers == {24: 16}.get(num_gpus, num_gpus)
     assert (line is None) == (workers == num_gpus)
     micro, share = micro_batch_for(fitted, workers), given.batch_sequences // workers
     assert isinstance(micro, int)
     assert share % micro == 0
     assert micro == min(share, given.train.micro_batch_sequences)
-    print(
-        f"{preset} on {num_gpus} GPUs: {workers} workers × {share // micro} × {micro}", line or ""
-    )
 
 
 def test_gpus_that_the_batch_leaves_alone_are_said() -> None:

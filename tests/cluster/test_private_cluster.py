@@ -39,7 +39,6 @@ class Start:
 
     directory: Path
     mode: int
-    environment: dict[str, str]
     options: dict[str, Any]
 
 
@@ -51,7 +50,7 @@ def starts(base: Path, monkeypatch: pytest.MonkeyPatch) -> list[Start]:
     def cannot_start(*_: object, **options: Any) -> None:
         (directory,) = base.iterdir()
         mode = directory.stat().st_mode & 0o777
-        found.append(Start(directory, mode, dict(os.environ), options))
+        found.append(Start(directory, mode, options))
         raise RuntimeError("no\nmemory")
 
     monkeypatch.setattr(ray, "init", cannot_start)
@@ -59,15 +58,12 @@ def starts(base: Path, monkeypatch: pytest.MonkeyPatch) -> list[Start]:
 
 
 def test_its_directory_is_private_and_goes_away(base: Path, starts: list[Start]) -> None:
-    before = os.environ.get("TMPDIR")
     with raises_line(ClusterError, "Ray does not start on this machine (no memory)"):
         private_cluster.start_own_cluster(1)
     (start,) = starts
     assert start.mode == 0o700
     assert Path(start.options["_temp_dir"]).parent == start.directory
-    assert Path(start.environment["TMPDIR"]).parent == start.directory
     assert list(base.iterdir()) == []
-    assert os.environ.get("TMPDIR") == before
 
 
 def test_where_no_directory_can_be_made_a_line_says_so(
@@ -78,35 +74,13 @@ def test_where_no_directory_can_be_made_a_line_says_so(
         private_cluster.start_own_cluster(1)
 
 
-def test_workers_are_no_nicer_than_other_processes_unless_asked(starts: list[Start]) -> None:
-    name = "RAY_worker_niceness"
-    for asked in ({}, {name: "7"}):
-        os.environ.pop(name, None)
-        os.environ.update(asked)
-        with pytest.raises(ClusterError):
-            private_cluster.start_own_cluster(1)
-    assert [start.environment[name] for start in starts] == ["0", "7"]
-
-
-WORKER = """
-import sys
-from ray._private.runtime_env.context import RuntimeEnvContext
-from ray.core.generated.common_pb2 import Language
-RuntimeEnvContext(py_executable=sys.argv[1]).exec_worker(["-c", "print('works')"], Language.PYTHON)
-"""
-
-
 def test_workers_start_although_the_path_of_python_has_a_blank(
-    starts: list[Start], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    starts: list[Start], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    python = Path(sys.executable)
-    (tmp_path / "my env").symlink_to(python.parent)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "my env" / python.name))
+    monkeypatch.setattr(sys, "executable", "/my env/python")
     with pytest.raises(ClusterError):
         private_cluster.start_own_cluster(1)
-    executable = starts[0].options["runtime_env"]["py_executable"]
-    started = [python, "-c", WORKER, executable]  # as Ray starts a worker with variables
-    assert subprocess.run(started, stdout=subprocess.PIPE, check=True).stdout == b"works\n"
+    assert starts[0].options["runtime_env"] == {"py_executable": "'/my env/python'"}
 
 
 @pytest.mark.fault("worker dies while Ray starts", "start abandoned after 120 s")
@@ -119,9 +93,3 @@ def test_a_start_that_takes_too_long_ends_with_an_error() -> None:
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == -signal.SIGKILL
     assert ended.stderr.startswith("Ray did not start within 0.1 s"), ended.stderr
-
-
-def test_a_start_in_time_is_not_killed(capfd: pytest.CaptureFixture[str]) -> None:
-    with private_cluster._guarded():
-        pass
-    assert capfd.readouterr() == ("", "")

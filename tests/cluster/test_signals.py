@@ -14,7 +14,6 @@ from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import read_rows
 from raytrain_gpt.train.launch import train
-from tests.conftest import RunCli
 from tests.faults import gates
 from tests.faults.conftest import ROOT, Command
 from tests.faults.gates import WITHIN_S, Faults, Gate
@@ -23,20 +22,11 @@ from tests.runs import MakeConfig, Straight, assert_same, command, environment, 
 
 @pytest.mark.fault("SIGTERM or Ctrl+C", "saves; exit code 130; MLflow KILLED")
 @pytest.mark.ray
-@pytest.mark.parametrize(
-    ("number", "to_group"), [(signal.SIGTERM, False), (signal.SIGINT, True)], ids=["TERM", "INT"]
-)
 def test_a_signal_saves_and_the_same_command_goes_on_bitwise(
-    cluster: str,
-    straight: Straight,
-    make_config: MakeConfig,
-    storage: Path,
-    tmp_path: Path,
-    number: signal.Signals,
-    to_group: bool,
+    cluster: str, straight: Straight, make_config: MakeConfig, storage: Path, tmp_path: Path
 ) -> None:
-    """Ctrl+C in a terminal reaches the whole process group; a scheduler's SIGTERM reaches one process."""
-    changes = {"num_workers": 2, "run_name": f"signal-{number.name}"}
+    """Ctrl+C in a terminal reaches the whole process group; tests/cluster/test_security sends SIGTERM."""
+    changes = {"num_workers": 2, "run_name": "signal"}
     # The checkpoint of step 6 may still be in flight when that of step 7 is requested.
     config = make_config(**changes, checkpoint_every_steps=3)
     gate = Gate(str(tmp_path), rank=0, step=7)
@@ -44,10 +34,7 @@ def test_a_signal_saves_and_the_same_command_goes_on_bitwise(
     argv = gates.command(config, faults, tmp_path / "command.json")
     run = Command(argv, environment(cluster), tmp_path / "log")
     gate.reached()
-    if to_group:
-        os.killpg(run.process.pid, number)
-    else:
-        run.process.send_signal(number)
+    os.killpg(run.process.pid, signal.SIGINT)
     gate.open()
     assert run.ends() == 130, run.output
     assert "interrupted at step 7, saved" in run.output
@@ -72,23 +59,6 @@ def test_a_signal_before_the_first_step_leaves_nothing_half_written(
     assert "nothing is half-written" in run.output
     assert not list((storage / "early").glob("checkpoints/*"))
     assert not [row for row in read_rows(storage / "early") if "train/loss" in row]
-
-
-@pytest.mark.slow
-@pytest.mark.fault("two runs with one name", "second refused; stale lease taken")
-def test_a_second_run_of_the_same_name_is_refused(
-    make_config: MakeConfig, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    config = make_config(run_name="twice", max_steps=100_000)
-    run = Command(command("train", *flags(config)), {}, tmp_path / "log")
-    run.prints("step 5/100000")
-    code, _, errors = run_cli("train", *flags(config))
-    run.process.send_signal(signal.SIGTERM)
-    run.ends()
-    assert code == 2
-    assert f"run twice is in use (process {run.process.pid} on" in errors
-    assert errors.count("\n") == 1
 
 
 IN_A_ROW = """

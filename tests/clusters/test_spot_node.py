@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,8 +10,6 @@ from pathlib import Path
 from threading import Event, Thread
 
 import pytest
-
-from tests.faults.gates import wait_until
 
 SCRIPT = Path(__file__).parents[2] / "clusters" / "node" / "spot-node.sh"
 NODE = """\
@@ -104,14 +101,4 @@ def test_the_node_is_asked_to_leave_when_the_cloud_takes_the_machine(
         f"{name} takes this machine away",
         "asked to leave",
     ]
-    assert process.returncode == 7
-
-
-def test_sigterm_is_passed_on(cloud: Cloud, tmp_path: Path) -> None:
-    process = start("aws", cloud, tmp_path)
-    wait_until(cloud.asked.is_set, "the first metadata request")
-    process.send_signal(signal.SIGTERM)
-    printed, _ = process.communicate(timeout=30)
-    assert "asked to leave" in printed
-    assert "takes this machine away" not in printed
     assert process.returncode == 7

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.tools
 
 RANK_CHECKS = {"devices", "all_reduce", "sequences"}
 SMALL_DISK_BYTES = 100_000_000
-AHEAD_S = 30
 
 
 def test_a_sound_cluster_passes(
@@ -30,8 +29,7 @@ def test_a_sound_cluster_passes(
     visit = doctor(config, env=head.env)
     assert (visit.code, visit.errors) == (0, ""), visit.output + visit.errors
     assert visit.statuses("SKIP") == {"tracking"}
-    visit.says("PASS", "cluster", head.address)
-    visit.says("PASS", "token", "calls without a token are refused")
+    visit.says("PASS", "cluster", head.address, "calls without a token are refused")
     visit.says("PASS", "sequences", "2 ranks read", "each as planned")
     assert set(visit.found["all_reduce_bytes_per_s"]) == {"1000000", "100000000"}
     assert not list(own_storage.iterdir())
@@ -65,12 +63,12 @@ def test_a_wrong_token_is_said_at_once(
     """Ray reports only after 20 s that it cannot connect."""
     visit = doctor(make_config(num_workers=1), env={**head.env, "RAY_AUTH_TOKEN": "f" * 64})
     assert visit.code == 1
-    assert visit.statuses("FAIL") == {"token"}
+    assert visit.statuses("FAIL") == {"cluster"}
     visit.says(
         "FAIL",
-        "token",
-        "refuses the token of RAY_AUTH_TOKEN",
-        "use the token that the head was started with",
+        "cluster",
+        "refuses this machine's",
+        "copy the head's",
     )
     visit.says("SKIP", "nodes", "no cluster")
 
@@ -79,16 +77,13 @@ def test_a_wrong_token_is_said_at_once(
 def sick_node(head: Head, own_storage: Path, dataset: Path, tmp_path: Path) -> Iterator[str]:
     """Start a node with many faults, and return its address.
 
-    It has a different torch version, a fast clock, a GPU that does not exist, and a small disk for Ray.
+    It has a different torch version, a GPU that does not exist, and a small disk for Ray.
     It lacks the data, and cannot write to the runs directory.
     """
     modules = tmp_path / "modules"
     (modules / "torch-0.0.1.dist-info").mkdir(parents=True)
     (modules / "torch-0.0.1.dist-info" / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: torch\nVersion: 0.0.1\n"
-    )
-    (modules / "sitecustomize.py").write_text(
-        f"import time\nright = time.time\ntime.time = lambda: right() + {AHEAD_S}\n"
     )
     address = "127.0.0.2"
     start = [*RAY, "start", f"--address={head.address}", f"--node-ip-address={address}", "--block"]
@@ -125,13 +120,12 @@ def test_a_node_with_everything_wrong(
     config = make_config(num_workers=1, storage_path=str(own_storage), mlflow_uri=uri)
     visit = doctor(config, env=head.env)
     assert visit.code == 1
-    visit.says("FAIL", "versions", f"0.0.1 on {sick_node}", "install the same version")
-    visit.says("FAIL", "clocks", "they differ by", sick_node, "run NTP")
+    visit.says("FAIL", "nodes", f"0.0.1 on {sick_node}", "install the same version")
     visit.says("FAIL", "storage", f"{sick_node}: it cannot write", "Read-only")
     visit.says("FAIL", "data", f"{sick_node}: ", f"{dataset} has no manifest.json")
-    visit.says("FAIL", "disk", f"{sick_node} has", "MB free", "--temp-dir")
+    visit.says("FAIL", "disk", f"{sick_node}: ", "MB free", "--temp-dir")
     visit.says("FAIL", "devices", f"no GPU for rank 0 on {sick_node}", "sees no GPU")
     visit.says("FAIL", "tracking", "MLflow does not respond at http://127.0.0.1:9")
-    assert visit.statuses("PASS") == {"cluster", "workers", "nodes", "token"}
+    assert visit.statuses("PASS") == {"cluster", "workers"}
     assert visit.statuses("SKIP") == {"all_reduce", "sequences"}
     assert not list(own_storage.iterdir())

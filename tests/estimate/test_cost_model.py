@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from raytrain_gpt import cli
 from raytrain_gpt.commands.train import EstimateFlags
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.core.device import gpu_spec
+from raytrain_gpt.core.memory import MemoryModel, TrainingMemory
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.estimate.cost_model import Facts, estimate
 from raytrain_gpt.estimate.estimate import estimate_run, lines
@@ -21,6 +22,22 @@ from tests.conftest import RunCli, raises_line
 H200 = gpu_spec("NVIDIA H200")
 FACTS = Facts(vocab_size=50_257, num_workers=1, bf16=True, train_tokens=10**10)
 CONFIG = load_preset("gpt2-124m")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Stands in for the traced prediction, which takes seconds; tests/core and the README have it."""
+
+    each_bytes: int = 1000
+    num_shards: int = 1
+
+    def predict(self, _sequences: int, _mode: str) -> TrainingMemory:
+        return TrainingMemory(*[self.each_bytes] * 5)
+
+
+@pytest.fixture(autouse=True)
+def memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryModel, "of", lambda *_: Memory())
 
 
 @pytest.mark.parametrize(("num_workers", "step_time_s", "days"), [(1, 37.5, 41.4), (4, 9.5, 10.5)])
@@ -60,16 +77,14 @@ def test_muons_products_take_their_share_of_the_tables_speed_only() -> None:
     assert found.speed.mfu < 0.4
     given = replace(facts, step_time_s=0.5)
     assert estimate(muon, given).speed == estimate(CONFIG, given).speed
-    assert found.memory.moments < adamw.memory.moments
     assert found.checkpoint_bytes < adamw.checkpoint_bytes
 
 
-def test_a_measured_speed_goes_before_all_others_and_has_its_own_mfu() -> None:
+def test_a_measured_speed_goes_before_all_others() -> None:
     facts = replace(FACTS, device=H200, tokens_per_s=500_000.0, step_time_s=37.5)
-    found = estimate(CONFIG, facts)
-    assert found.speed is not None
-    assert (found.speed.tokens_per_s, found.speed.source) == (500_000.0, "probe")
-    assert found.speed.mfu == pytest.approx(500_000 * found.flops_per_token / 989e12)
+    found = estimate(CONFIG, facts).speed
+    assert found is not None
+    assert (found.tokens_per_s, found.source) == (500_000.0, "probe")
 
 
 def test_prices_are_device_hours_times_rates() -> None:
@@ -78,23 +93,6 @@ def test_prices_are_device_hours_times_rates() -> None:
     assert found.device_hours == pytest.approx(40)
     assert found.price == pytest.approx(80)
     assert found.spot_price is None
-
-
-def test_auto_is_counted_for_the_device() -> None:
-    open_fields = {"micro_batch_sequences": "auto", "activation_checkpointing": "auto"}
-    auto = load_preset("gpt2-350m").updated(open_fields)
-    chosen = {}
-    for name in ("L4", "h200"):
-        _, found = estimate_run(auto, Facts(), print, name)
-        assert found.fits
-        chosen[name] = found.micro_batch_sequences
-        assert 512 % found.micro_batch_sequences == 0
-    assert 1 < chosen["L4"] < chosen["h200"]
-    _, found = estimate_run(auto, Facts(vocab_size=10**9), print, "L4")
-    assert found.fits is False
-    assert (found.micro_batch_sequences, found.activation_checkpointing) == (1, "full")
-    _, found = estimate_run(auto, Facts(), print)
-    assert (found.micro_batch_sequences, found.activation_checkpointing) == (2, "none")
 
 
 def test_the_quickstarts_data_has_bytes_before_it_is_there(
@@ -107,19 +105,6 @@ def test_the_quickstarts_data_has_bytes_before_it_is_there(
         load_preset("quickstart").updated({"data_path": "other"}), Facts(), print
     )
     assert found.num_parameters == 836_992 + 2 * (50_304 - 320) * 128
-
-
-def test_sharding_makes_room_for_larger_models() -> None:
-    small = gpu_spec("NVIDIA L4")
-    shared = CONFIG.updated({"parallel": "fsdp"})
-    whole, alone, among_8 = (
-        estimate(config, replace(FACTS, device=small, num_workers=num_workers))
-        for config, num_workers in ((CONFIG, 8), (shared, 1), (shared, 8))
-    )
-    assert alone.memory == replace(whole.memory)
-    assert among_8.memory.moments == whole.memory.moments // 8
-    assert among_8.memory.total < whole.memory.total
-    assert among_8.checkpoint_bytes == whole.checkpoint_bytes
 
 
 def test_the_answer_says_what_is_not_known() -> None:
@@ -140,10 +125,7 @@ def test_the_answer_says_what_is_not_known() -> None:
     ("facts", "words"),
     [
         ({"step_time_s": 0.0}, "step_time_s=0.0: must be greater than 0.000000001"),
-        ({"step_time_s": float("nan")}, "step_time_s=nan: must be a finite number"),
         ({"mfu": 1.5}, "mfu=1.5: must be less than or equal to 1"),
-        ({"price_per_hour": -1.0}, "price_per_hour=-1.0: must be greater than or equal to 0"),
-        ({"vocab_size": 10**18}, "vocab_size=1000000000000000000: must be less than or equal to"),
         ({"train_tokens": 2**63}, "train_tokens=9223372036854775808: must be less than 2**63"),
     ],
 )
@@ -181,21 +163,24 @@ def test_a_plain_name_means_the_sxm_variant_and_says_so(
     assert told == ([said] if others else [])
 
 
-XL = {"num_layers": 48, "num_heads": 25, "embd_size": 1600}
+@dataclass(frozen=True)
+class Huge(Memory):
+    each_bytes: int = 10**12
 
 
-def test_what_does_not_fit_is_not_to_be_trained_next(run_cli: RunCli) -> None:
-    flags = [f"--{name}={value}" for name, value in XL.items()]
-    flags += ["--num_workers=8", "--device=A10G", "--mfu=0.3", "--vocab_size=50257"]
-    _, shown, _ = run_cli("estimate", "--preset=gpt2-124m", *flags)
-    assert "next: raytrain-gpt train" not in shown
-    assert "to fit   set " in shown
-    _, shown, _ = run_cli(
-        "estimate", "--preset=gpt2-124m", *flags, "--micro_batch_sequences=auto", "--parallel=fsdp"
-    )
+def test_what_does_not_fit_is_not_to_be_trained_next(
+    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["--preset=gpt2-124m", "--device=A10G", "--vocab_size=50257"]
+    _, shown, _ = run_cli("estimate", *flags)
     assert "| fits NVIDIA A10G" in shown
     assert "to fit" not in shown
     assert "next: raytrain-gpt train" in shown
+    monkeypatch.setattr(MemoryModel, "of", lambda *_: Huge())
+    _, shown, _ = run_cli("estimate", *flags)
+    assert "DOES NOT FIT" in shown
+    assert "to fit   set " in shown
+    assert "next: raytrain-gpt train" not in shown
 
 
 def test_the_command_prints_lines_and_one_object_last(capsys: pytest.CaptureFixture[str]) -> None:

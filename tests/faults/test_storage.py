@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from raytrain_gpt.checkpoint.catalog import Catalog
-from raytrain_gpt.cluster.shared_storage import check_ray_disk
+from raytrain_gpt.cluster import all_nodes
+from raytrain_gpt.cluster.all_nodes import NodeFacts, disk_problem
 from raytrain_gpt.errors import ClusterError, StorageError, UserError
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import read_rows
@@ -137,9 +138,13 @@ def test_a_place_that_cannot_be_written_is_refused_before_training(
 
 
 @pytest.mark.fault("Ray's disk full", "refused before training")
-def test_a_node_without_room_for_ray_is_refused(disk: Path) -> None:
+def test_a_node_without_room_for_ray_is_refused(
+    disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = NodeFacts("192.0.2.1", disk=disk_problem(str(disk)))
+    monkeypatch.setattr(all_nodes, "ask_nodes", lambda *_: [node])
     with raises_line(ClusterError, "Ray needs", "node 192.0.2.1", "--temp-dir"):
-        check_ray_disk(disk, "192.0.2.1")
+        all_nodes.check_storage(Location.of(tmp_path / "runs" / "x"), [])
 
 
 @pytest.fixture

@@ -22,20 +22,16 @@ import pytest
 
 from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.documents import read_documents
-from raytrain_gpt.data.preparation import start
 from raytrain_gpt.data.shards import read_manifest
 from raytrain_gpt.data.sources import find_pieces
-from raytrain_gpt.data.tokenize import run_task
-from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.data.verify import check_shard, check_tokenizer
 from raytrain_gpt.errors import ClusterError, ConfigError, DataError, StorageError
-from raytrain_gpt.storage import location, object_files, object_store
+from raytrain_gpt.storage import location, object_store
 from raytrain_gpt.storage.location import Location
 from tests.conftest import raises_line
 from tests.data.shard_tools import (
     TEXTS,
     made_text,
-    plan_of,
     prepare_here,
     write_jsonl,
     write_parquet,
@@ -79,9 +75,8 @@ def after() -> Iterator[After]:
 @pytest.fixture
 def small_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make files of a few MiB take several requests. S3 requires upload parts of at least 5 MiB."""
-    monkeypatch.setattr(object_files, "UPLOAD_BYTES", UPLOAD_BYTES)
-    for module in (object_files, location):
-        monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(location, "UPLOAD_BYTES", UPLOAD_BYTES)
+    monkeypatch.setattr(location, "CHUNK_BYTES", CHUNK_BYTES)
 
 
 def put_tree(directory: Path, place: Location) -> None:
@@ -140,9 +135,11 @@ def test_the_endpoint_comes_from_the_variables_where_none_is_given(
     assert (Location.of("s3://b", endpoint="http://own:1") / "x").endpoint == "http://own:1"
     assert Location.of("gs://b/x").endpoint is None
     assert Location.of("/x").endpoint is None
+    monkeypatch.setenv("HF_ENDPOINT", "http://hub:1")
+    assert Location.of_source("hf://datasets/a/b/c").endpoint == "http://hub:1"
 
 
-@pytest.mark.parametrize("url", ["ftp://host/x", "file:///x", "s3://", "s3:///"])
+@pytest.mark.parametrize("url", ["ftp://host/x", "s3:///", "hf://datasets/a/b/c"])
 def test_a_url_that_means_nothing_is_one_line(url: str) -> None:
     with raises_line(ConfigError, url, "s3://bucket/prefix"):
         Location.of(url)
@@ -207,8 +204,9 @@ def test_a_file_or_tree_is_removed_and_what_is_beside_it_stays(place: Location) 
     (place / "b").remove()
     assert place.names() == ["bb"]
     place.remove()
-    assert place.names() == []
     assert not place.exists()
+    place.mkdir()
+    assert (place.free_bytes() is None) == (not place.is_local)
 
 
 @pytest.mark.usefixtures("small_requests")
@@ -254,12 +252,6 @@ def test_an_open_file_is_read_anywhere(place: Location) -> None:
         file.seek(90)
         assert file.read() == bytes(range(90, 100))
         assert file.read_at(2, 50) == b"\x32\x33"
-
-
-def test_only_disks_have_free_bytes(place: Location) -> None:
-    place.mkdir()
-    free = place.free_bytes()
-    assert (free is not None and free > 0) == place.is_local
 
 
 USE_IN_ANOTHER_PROCESS = """
@@ -319,10 +311,7 @@ def uses(file: Location) -> dict[str, Callable[[], object]]:
     }
 
 
-USES = sorted(uses(Location("s3://none/none")))
-
-
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("use", ["list", "open", "read", "write"])
 def test_a_short_outage_costs_only_time(
     s3: S3Server, remote: Location, after: After, use: str
 ) -> None:
@@ -336,35 +325,19 @@ def test_a_short_outage_costs_only_time(
     assert file.read_bytes() == b"content"
 
 
-@pytest.mark.parametrize("use", USES)
-def test_a_long_outage_ends_in_one_line(s3: S3Server, remote: Location, use: str) -> None:
+@pytest.mark.fault("secrets in configuration or environment")
+def test_a_long_outage_ends_in_one_line(s3: S3Server, remote: Location) -> None:
     file = replace(remote, retry_for_s=0.1) / "file"
     file.write_bytes(b"content")
     s3.stop()
     words = ("retry_for_s=0.1", "checkpoint is intact", "run the same command to resume", "connect")
-    with raises_line(StorageError, remote.url, *words):
-        uses(file)[use]()
-
-
-@pytest.mark.fault("secrets in configuration or environment")
-def test_no_secret_is_in_the_error(s3: S3Server, remote: Location) -> None:
-    s3.stop()
-    with pytest.raises(StorageError) as caught:
-        replace(remote, retry_for_s=0).read_bytes()
-    assert ACCESS_KEY not in str(caught.value)
-    assert SECRET_KEY not in str(caught.value)
+    for use in uses(file).values():
+        with raises_line(StorageError, remote.url, *words) as caught:
+            use()
+        assert SECRET_KEY not in str(caught.value)
 
 
 @pytest.mark.fault("object store stalled or refusing")
-def test_a_stalled_store_costs_only_time(s3: S3Server, remote: Location, after: After) -> None:
-    remote.write_text("x")
-    s3.freeze()
-    after(s3.thaw)
-    started = time.monotonic()
-    assert remote.read_text() == "x"
-    assert time.monotonic() - started > OUTAGE_S / 2
-
-
 def test_a_store_that_stays_frozen_is_given_up(
     s3: S3Server, remote: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -394,18 +367,6 @@ def test_an_upload_cut_off_anywhere_is_whole_or_absent(
             assert file.sha256() == Location.of(source).sha256()
 
 
-@pytest.mark.usefixtures("small_requests")
-def test_an_upload_goes_on_after_an_outage(
-    s3: S3Server, remote: Location, tmp_path: Path, after: After
-) -> None:
-    source = tmp_path / "big"
-    source.write_bytes(np.random.default_rng(0).bytes(UPLOAD_BYTES))
-    s3.stop()
-    after(s3.start)
-    (remote / "big").upload(source)
-    assert (remote / "big").sha256() == Location.of(source).sha256()
-
-
 def test_an_open_file_is_read_on_after_an_outage(
     s3: S3Server, remote: Location, after: After
 ) -> None:
@@ -423,40 +384,50 @@ def test_our_errors_come_out_of_arrow_as_they_are(
     pq.write_table(pa.table({"a": [1]}), tmp_path / "p")
     file = replace(remote, retry_for_s=0) / "p"
     file.upload(tmp_path / "p")
-    filesystem, path = file.ray_filesystem()
     with file.open() as opened:
         s3.stop()
         with pytest.raises(StorageError):
             pq.ParquetFile(opened)
-        with pytest.raises(StorageError):
-            filesystem.open_input_file(path)
-        with pytest.raises(StorageError), filesystem.open_output_stream(path) as stream:
-            stream.write(b"x")
+
+
+def test_the_filesystem_for_ray_survives_an_outage_also_after_pickling(
+    s3: S3Server, remote: Location, after: After
+) -> None:
+    (remote / "f").write_text("x")
+    filesystem, path = replace(remote, retry_for_s=10 * OUTAGE_S).ray_filesystem()
+    filesystem = pickle.loads(pickle.dumps(filesystem))
+    s3.stop()
+    after(s3.start)
+    with filesystem.open_output_stream(f"{path}/g") as stream:
+        stream.write(b"y")
+    assert (remote / "g").read_text() == "y"
+    s3.stop()
+    filesystem, path = replace(remote, retry_for_s=0.2).ray_filesystem()
+    with pytest.raises(OSError, match="NETWORK_CONNECTION"):
+        filesystem.get_file_info(f"{path}/f")
 
 
 # Access
 
 
 @pytest.mark.fault("wrong bucket or keys", "fails at once, naming bucket and variables")
-@pytest.mark.parametrize("use", sorted(set(USES) - {"remove"}))
-def test_a_missing_bucket_is_one_line_at_once(s3: S3Server, use: str) -> None:
-    file = Location.of("s3://not-there/directory/file")
-    with raises_line(ClusterError, "not-there", "AWS_ACCESS_KEY_ID", "AWS_ENDPOINT_URL"):
-        uses(file)[use]()
+def test_a_missing_bucket_is_one_line_at_once(s3: S3Server) -> None:
+    for name, use in uses(Location.of("s3://not-there/directory/file")).items():
+        if name != "remove":
+            with raises_line(ClusterError, "not-there", "AWS_ACCESS_KEY_ID", "AWS_ENDPOINT_URL"):
+                use()
 
 
 @pytest.mark.fault("wrong bucket or keys")
-@pytest.mark.parametrize("use", USES)
-def test_wrong_keys_are_one_line_at_once_and_not_in_it(
-    s3: S3Server, remote: Location, use: str
-) -> None:
+def test_wrong_keys_are_one_line_at_once_and_not_in_it(s3: S3Server, remote: Location) -> None:
     file = remote / "file"
     file.write_text("x")
     s3.refuse_keys()
-    with raises_line(ClusterError, "bucket runs ", "AWS_SECRET_ACCESS_KEY") as caught:
-        uses(file)[use]()
-    assert SECRET_KEY not in str(caught.value)
-    assert ACCESS_KEY not in str(caught.value)
+    for use in uses(file).values():
+        with raises_line(ClusterError, "bucket runs ", "AWS_SECRET_ACCESS_KEY") as caught:
+            use()
+        assert SECRET_KEY not in str(caught.value)
+        assert ACCESS_KEY not in str(caught.value)
 
 
 # Datasets
@@ -488,7 +459,7 @@ def test_a_dataset_is_the_same_from_and_to_a_store(remote: Location, tmp_path: P
 
 @pytest.mark.parametrize(
     "pattern",
-    ["*.jsonl", "**/*.jsonl", "*/a.jsonl", "sub/**", "?.jsonl", "[ab]/*.jsonl", "sub/**/*"],
+    ["*.jsonl", "**/*.jsonl", "sub/**", "[ab]/*.jsonl"],
 )
 def test_a_glob_finds_in_a_store_what_it_finds_on_a_disk(
     remote: Location, tmp_path: Path, pattern: str
@@ -523,23 +494,3 @@ def test_a_missing_source_is_one_line(remote: Location) -> None:
         find_pieces(["s3://not-there/*.txt"], PrepareOptions(), print)
     with raises_line(DataError, "does not exist", "raytrain-gpt prepare"):
         read_manifest(remote)
-
-
-def test_an_interrupted_preparation_goes_on_in_a_store(remote: Location, tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", [made_text(1000, seed) for seed in range(200)])
-    encoding = load_tokenizer("bytes")
-    plan = plan_of([source], encoding)
-    assert start(remote, plan, encoding) is None
-    first = run_task(remote, plan, 0)
-    shard = remote / "train-00000.parquet"
-    mark = bytes(shard.size_bytes())
-    shard.write_bytes(mark)  # a finished task is not repeated
-    assert start(remote, plan, encoding) is None
-    assert run_task(remote, plan, 0) == first
-    assert shard.read_bytes() == mark
-    shard.remove()  # but a task whose shard was lost is repeated
-    assert run_task(remote, plan, 0) == first
-    assert shard.sha256() == first["shards"][0]["sha256"]
-    other = plan_of([source], encoding, val_fraction=0.2)
-    assert start(remote, other, encoding) is None
-    assert remote.names() == ["tokenizer.json", "unfinished"]

@@ -7,13 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from raytrain_gpt.data.reader import read_sequences
 from raytrain_gpt.data.shards import Manifest
-from raytrain_gpt.data.verify import check_shards
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.storage.location import Location
 from tests.conftest import raises_line
@@ -73,22 +71,3 @@ def test_a_damaged_row_group_is_named(
     ids = np.arange(int(manifest.row_group_sequences("train", SEQ_LEN).sum()))
     with raises_line(DataError, f"cannot read row group 6 of {remote_dir}/{shard.name}"):
         read_sequences(remote_dir, manifest, "train", SEQ_LEN, ids)
-
-
-def test_an_id_beyond_the_vocabulary_is_named(
-    remote_dir: Location, manifest: Manifest, tmp_path: Path
-) -> None:
-    table = pa.table({"tokens": np.array([0] * 70 + [257] + [0] * 259, np.uint16)})
-    pq.write_table(table, tmp_path / "other.parquet", row_group_size=33)
-    (remote_dir / "train-00000.parquet").upload(tmp_path / "other.parquet")
-    with raises_line(DataError, "token id 257 at token 70 (row group 2)"):
-        read_sequences(remote_dir, manifest, "train", SEQ_LEN, np.arange(12))
-
-
-def test_the_shards_of_a_store_are_checked(
-    remote_dir: Location, manifest: Manifest, tmp_path: Path
-) -> None:
-    check_shards(remote_dir, manifest, content=True)
-    (remote_dir / "train-00003.parquet").remove()
-    with raises_line(DataError, f"shard {remote_dir}/train-00003.parquet is missing"):
-        check_shards(remote_dir, manifest, content=False)

@@ -6,9 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from raytrain_gpt.cluster import scaling
-from raytrain_gpt.cluster.capacity import Node, Resources
-from raytrain_gpt.cluster.scaling import WAIT_LINE_EVERY_S, ScaleUp, wait_for_workers
+from raytrain_gpt.cluster import capacity
+from raytrain_gpt.cluster.capacity import (
+    WAIT_LINE_EVERY_S,
+    Node,
+    Resources,
+    ScaleUp,
+    wait_for_workers,
+)
 from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import Interrupted
@@ -70,7 +75,7 @@ class Nodes:
 
     def wait(self, current: int) -> int:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(scaling.time, "monotonic", lambda: self.now)
+            patch.setattr(capacity.time, "monotonic", lambda: self.now)
             return wait_for_workers(
                 fitted(), current, self.resources, self.pause, self.lines.append
             )

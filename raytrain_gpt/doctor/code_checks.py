@@ -2,7 +2,8 @@
 
 1. Each kind is checked in this process on a tiny model, with its default settings, or the command's if the
    command chooses it.
-2. If none fails, `code_runs` trains with one architecture, optimizer and schedule of the file at a time.
+2. If none fails, one architecture, optimizer and schedule of the file at a time train in other processes:
+   resumed from a checkpoint, and on two ranks, they must end with the weights of an unbroken run.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import contextlib
 import functools
 import itertools
 import math
+import os
 import random
+import subprocess
+import sys
 import tempfile
-import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,19 +26,24 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config import kinds
+from raytrain_gpt.config.call_options import PrepareOptions
+from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.kinds import DECIDES_WEIGHTS, SECTIONS, Kind
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.kv_cache import KVCache
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.registry import new_model
+from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.doctor.check import Check, Failed, Skipped, named_check
-from raytrain_gpt.doctor.code_runs import compare_runs
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.evaluate.evaluation import Evaluation
+from raytrain_gpt.ingest.prepare import prepare
+from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.configured import NamedTracker
 from raytrain_gpt.tracking.run_files import TRACKERS_DIR
 from raytrain_gpt.tracking.trackers import TrackedRun
@@ -44,11 +52,20 @@ _VOCAB_SIZE, _SEQ_LEN = 257, 16
 _SIZES = {"num_layers": 2, "num_heads": 2, "embd_size": 32, "seq_len": _SEQ_LEN}
 CALL_LIMIT_S = 5.0
 """Limit for one call of a tracker."""
+_NUM_STEPS = 20
+_RUN_LIMIT_S = 300.0
+_KILLED, _ON_TWO_RANKS = "resumed from step 5", "on two ranks"
+_FIELDS = {
+    "max_steps": _NUM_STEPS, "checkpoint_every_steps": 5, "eval_every_steps": _NUM_STEPS, "eval_tokens": 256,
+    "num_samples": 0, "global_batch_tokens": 256, "micro_batch_sequences": 4, "warmup_steps": 1,
+    "precision": "fp32", "exact": True, "num_workers": 0, "cpus_per_worker": 1, "use_gpu": False,
+    "tensorboard": False, "mlflow_uri": None,
+}  # fmt: skip
 
 _Judge = Callable[[Kind, Config], str]
 
 
-def conformance(config: Config, say: Callable[[str], None]) -> list[Check]:
+def check_code(config: Config, say: Callable[[str], None]) -> list[Check]:
     """Check every kind that the used code declares, and say a line for each check.
 
     Args:
@@ -214,19 +231,11 @@ def _calls(kind: Kind, config: Config) -> str:
 
 
 def _in_time(name: str, call: Callable[..., Any], *arguments: object) -> Any:
-    result: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(call(*arguments))
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    if not wait([result], CALL_LIMIT_S).done:
-        limit = f"{CALL_LIMIT_S:g} s"
-        raise Failed(f"{name}() takes more than {limit}; later rows wait, so return at once")
-    return result.result()
+    started = time.monotonic()
+    result = call(*arguments)
+    if (took_s := time.monotonic() - started) > CALL_LIMIT_S:
+        raise Failed(f"{name}() takes {took_s:.1f} s; later rows wait, so return at once")
+    return result
 
 
 _JUDGES: dict[kinds.Selector, tuple[str, _Judge]] = {
@@ -237,3 +246,53 @@ _JUDGES: dict[kinds.Selector, tuple[str, _Judge]] = {
     "trackers": ("calls", _calls),
 }
 """Selector -> check of its kinds, with its name."""
+
+
+def compare_runs(code: Code, config: Config) -> str:
+    """Compare a run with one that resumed from its first checkpoint, and with one on two ranks.
+
+    Raises:
+        Failed: the weights differ, or a run does not end.
+    """
+    with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as directory:
+        file, source, data = (Path(directory, name) for name in (code.file_name, "text", "data"))
+        file.write_bytes(code.text.encode())
+        source.write_text(" ".join(random.Random(5).choices(("one", "two", "three"), k=20_000)))
+        prepare([str(source)], data, "bytes", PrepareOptions(), log=lambda _: None, in_process=True)
+        own = config.updated({**_FIELDS, "data_path": str(data), "storage_path": directory})
+        one, two = (own.updated({"run_name": name}) for name in ("one", "two"))
+        expected = _trained(one, file)
+        for checkpoint in Catalog(Location.of(directory) / "one").complete()[1:]:
+            checkpoint.path.remove()  # like a kill after step 5
+        for run, num_ranks, what in ((one, 1, _KILLED), (two, 2, _ON_TWO_RANKS)):
+            if _trained(run, file, num_ranks) != expected:
+                raise Failed(
+                    f"{what}: different weights; draw nothing at random, keep no state outside"
+                )
+    return f"{_NUM_STEPS} steps {_KILLED} and {_ON_TWO_RANKS} give the weights of an unbroken run"
+
+
+def _trained(config: Config, file: Path, num_ranks: int = 1) -> bytes:
+    """Train in other processes, and return the weights at the end."""
+    run = Path(config.run.storage_path, config.run.run_name)
+    settings, said = run.with_suffix(".yaml"), run.with_suffix(".txt")
+    settings.write_text(config.to_yaml())
+    words = [sys.executable, "-m"]
+    if num_ranks > 1:
+        words += ["torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}", "-m"]
+    words += ["raytrain_gpt.cli", "train", "--config", str(settings), "--code", str(file)]
+    environment = {**os.environ, "RAY_ADDRESS": "local"}  # without workers, a cluster's is refused
+    with (
+        said.open("wb") as output,
+        subprocess.Popen(words, env=environment, stdout=output, stderr=output) as process,
+    ):
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_RUN_LIMIT_S)
+        finally:
+            process.terminate()
+    weights = run / "checkpoints" / f"step={_NUM_STEPS:08d}" / MODEL_FILE
+    if not weights.exists():
+        *_, error = ["no output", *said.read_text(errors="replace").splitlines()]
+        raise Failed(f"a run did not end: {error}; try it by train --num_workers 0")
+    return weights.read_bytes()
