@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable
 
 from raytrain_gpt.cluster.capacity import Resources, largest_world_size
-from raytrain_gpt.config.resolved import FittedConfig
+from raytrain_gpt.config.resolved import workers_of
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.format import Log, count
 
 WAIT_LINE_EVERY_S = 60.0
@@ -26,10 +27,10 @@ class ScaleUp:
     A restart costs several steps' time and autoscalers add nodes one by one; hence the wait.
     """
 
-    def __init__(self, config: FittedConfig, world_size: int) -> None:
+    def __init__(self, config: Config, world_size: int) -> None:
         self._config, self._world_size = config, world_size
         self._since: float | None = None
-        self._is_due = world_size < config.cluster.num_workers
+        self._is_due = world_size < workers_of(config).num_workers
 
     def is_due(self, resources: Callable[[], Resources], now: float) -> bool:
         """Whether to restart; true at most once. Calls `resources` only below `num_workers`."""
@@ -45,7 +46,7 @@ class ScaleUp:
 
 
 def wait_for_workers(
-    config: FittedConfig,
+    config: Config,
     current: int,
     resources: Callable[[], Resources],
     pause: Pause,
@@ -55,7 +56,7 @@ def wait_for_workers(
 
     Logs a number that differs from `current`.
     """
-    c = config.cluster
+    c = workers_of(config)
     said_at = -math.inf
     while True:
         available = resources()

@@ -6,7 +6,7 @@ import math
 from typing import Literal
 
 from raytrain_gpt.config.arithmetic import divisors, nearest, nearest_multiples
-from raytrain_gpt.config.schema import Config, ConfigT
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import count
 
@@ -51,7 +51,7 @@ def sharing_unit(config: Config, world_size: int) -> int:
     return micro * world_size if config.train.exact else math.lcm(micro, world_size)
 
 
-def for_workers(config: ConfigT, world_size: int) -> ConfigT:
+def for_workers(config: Config, world_size: int) -> Config:
     """Set the micro-batch for a world size."""
     return config.updated({"micro_batch_sequences": micro_batch_for(config, world_size)})
 

@@ -1,20 +1,18 @@
-"""The configuration tree with `auto` resolved, in stages.
+"""The two stages of a configuration: `Config` as written, and `RunPlan`, in which nothing is `auto`.
 
-    Config          as written; `auto` possible
-    SizedConfig     number and CPUs of workers resolved, GPUs not yet (in a sweep)
-    FittedConfig    cluster section resolved (cluster/capacity.fit_to_cluster)
-    ResolvedConfig  fields that depend on device memory resolved (train/memory_fit.fit_memory)
-    RunPlan         a resolved configuration for one number of workers
+1. `cluster/capacity` sets number, CPUs and GPUs of the workers once, when a run starts; `workers_of` reads
+   them.
+2. `train/memory_fit` makes a plan before every attempt, with the fields that depend on memory.
 
-Functions take the type of the stage they need, so mypy checks that no `auto` remains.
+What trains takes a plan, so mypy checks that no `auto` remains.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from raytrain_gpt.config.schema import Config, ConfigT
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import ClusterSection, TrainSection
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
@@ -22,17 +20,11 @@ USABLE_FRACTION = 0.92
 """Fraction of a device's memory; on a GPU, CUDA and gaps between tensors take the rest."""
 
 
-class SizedCluster(ClusterSection):
+class Workers(ClusterSection):
+    """The cluster section without `auto`."""
+
     num_workers: int
     cpus_per_worker: int
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the run trains in the command's process (or `torchrun`'s), without Ray."""
-        return self.num_workers == 0
-
-
-class FittedCluster(SizedCluster):
     use_gpu: bool
 
     @property
@@ -51,31 +43,22 @@ class FittedCluster(SizedCluster):
         return self.min_workers or self.num_workers
 
 
-class SizedConfig(Config):
-    cluster: SizedCluster
-
-
-class FittedConfig(SizedConfig):
-    cluster: FittedCluster
-
-
 class ResolvedTrain(TrainSection):
     micro_batch_sequences: int
     activation_checkpointing: ActivationCheckpointing
 
 
-class ResolvedConfig(FittedConfig):
+class ResolvedConfig(Config):
+    """The configuration of a plan, and of its checkpoints."""
+
     train: ResolvedTrain
+    cluster: Workers
 
 
-def decided(kind: type[ConfigT], config: Config, **values: Any) -> ConfigT:
-    """Convert a configuration to a later stage, with values for its `auto` fields.
-
-    Raises:
-        ConfigError: the values conflict with the configuration.
-        ValidationError: an `auto` remains that the stage does not allow.
-    """
-    return kind.model_validate(config.updated(values).model_dump())
+def workers_of(config: Config) -> Workers:
+    """Return the cluster section, resolved but for `use_gpu`: without a cluster, `auto` counts as true."""
+    c = config.cluster
+    return Workers.model_validate({**c.model_dump(), "use_gpu": c.use_gpu is not False})
 
 
 @dataclass(frozen=True)
@@ -91,15 +74,14 @@ class RunPlan:
     world_size: int
 
     @classmethod
-    def of(
-        cls, config: FittedConfig, world_size: int, micro_batch_sequences: int, mode: str
-    ) -> RunPlan:
+    def of(cls, config: Config, world_size: int, micro_batch_sequences: int, mode: str) -> RunPlan:
         """Make a plan; `mode` is the activation checkpointing.
 
         `world_size` must divide the global batch, `micro_batch_sequences` a worker's sequences per step.
         """
         fit = {"micro_batch_sequences": micro_batch_sequences, "activation_checkpointing": mode}
-        return cls(decided(ResolvedConfig, config, **fit), world_size)
+        resolved = ResolvedConfig.model_validate(config.updated(fit).model_dump())
+        return cls(resolved, world_size)
 
     @property
     def worker_sequences(self) -> int:

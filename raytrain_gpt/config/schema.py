@@ -183,7 +183,7 @@ kinds.reserved_names.update(
 )
 
 
-ConfigT = TypeVar("ConfigT", bound=Config)
+_C = TypeVar("_C", bound=Config)
 
 
 def field_section(name: str) -> str:
@@ -215,11 +215,11 @@ def _without_decay_fraction(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(
-    kind: type[ConfigT],
+    kind: type[_C],
     tree: Mapping[str, Any],
     where: str,
     prepare: Callable[[dict[str, Any]], dict[str, Any]] = lambda tree: tree,
-) -> ConfigT:
+) -> _C:
     def unknown(path: str) -> str:
         name = path.rpartition(".")[2]
         hint = suggestion(name, [*FIELDS, *Config.model_fields])

@@ -242,6 +242,11 @@ class ClusterSection(SafeSection):
     hang_timeout_s: float | None = Field(1800.0, gt=0)
     """Time without progress of a rank before a restart (seconds); null: never."""
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the run trains in the command's process (or `torchrun`'s), without Ray."""
+        return self.num_workers == 0
+
     @model_validator(mode="after")
     def _counts(self) -> ClusterSection:
         if self.gpus_per_worker < 1 and self.num_workers not in ("auto", 0, 1):

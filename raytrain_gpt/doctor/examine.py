@@ -26,7 +26,7 @@ from raytrain_gpt.cluster.head import HeadRefuses, ask_head
 from raytrain_gpt.cluster.private_cluster import end_own_cluster
 from raytrain_gpt.cluster.shared_storage import MAKE_ROOM, storage_probe
 from raytrain_gpt.cluster.signals import StopSignals
-from raytrain_gpt.config.resolved import FittedConfig, RunPlan
+from raytrain_gpt.config.resolved import RunPlan, workers_of
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import DEFAULT_DATA
 from raytrain_gpt.data.locations import data_is_there, location, read_data, run_location
@@ -65,7 +65,7 @@ class Examination:
     resources: Resources | None = None
     nodes: list[NodeFacts] = field(default_factory=list)
     data: Mixture | None = None
-    fitted: tuple[FittedConfig, int] | None = None
+    fitted: tuple[Config, int] | None = None
 
     def add(self, *checks: Check) -> None:
         """Record checks and print them."""
@@ -128,7 +128,7 @@ def _connect(exam: Examination) -> Check:
 @named_check("workers")
 def _fit(exam: Examination, resources: Resources) -> str:
     exam.fitted = fitted, world_size = fit_to_cluster(exam.config, resources)
-    c = fitted.cluster
+    c = workers_of(fitted)
     gpus = f" and {c.gpus_per_worker:g} GPU" if c.use_gpu else ""
     return f"{world_size} × {count(c.cpus_per_worker, 'CPU')}{gpus} fit the cluster"
 
@@ -166,7 +166,7 @@ def _look_at_nodes(exam: Examination, data_check: Check) -> None:
     )
 
 
-def _look_at_ranks(exam: Examination, config: FittedConfig, world_size: int) -> None:
+def _look_at_ranks(exam: Examination, config: Config, world_size: int) -> None:
     plan = RunPlan.of(config, world_size, 1, "none")  # any micro-batch reads the same data
     data = None if exam.failed("data") else exam.data
     ingest = None if data is None else IngestSpec.of(plan, data)

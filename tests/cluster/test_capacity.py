@@ -18,7 +18,6 @@ from raytrain_gpt.cluster.capacity import (
 )
 from raytrain_gpt.config.batch import micro_batch_for
 from raytrain_gpt.config.load import load_preset, preset_names
-from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ClusterError, ConfigError, UserError
 from tests.conftest import raises_line
@@ -34,7 +33,7 @@ def given(*nodes: Node) -> Resources:
 
 
 def largest(wanted: Config, *nodes: Node) -> int | None:
-    return largest_world_size(decided(FittedConfig, wanted), given(*nodes))
+    return largest_world_size(wanted, given(*nodes))
 
 
 def test_auto_takes_all_gpus_else_one_cpu_worker() -> None:
@@ -137,10 +136,10 @@ def test_the_largest_world_size_is_the_most_workers_that_fit_and_divide_the_batc
 def test_what_starts_a_run_is_what_restarts_it() -> None:
     """`fit_to_cluster` fails where a running job would wait; otherwise both give the same size."""
     for resources, least in itertools.product(CLUSTERS, (1, 2, 4)):
-        wanted = decided(FittedConfig, config(
+        wanted = config(
             num_workers=6, min_workers=least, cpus_per_worker=1, use_gpu=False,
             micro_batch_sequences=1,
-        ))  # fmt: skip
+        )  # fmt: skip
         world_size = largest_world_size(wanted, resources)
         if world_size is None:
             with pytest.raises((ClusterError, ConfigError)):

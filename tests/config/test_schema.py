@@ -22,7 +22,7 @@ from raytrain_gpt.config.load import (
     preset_names,
     resolve,
 )
-from raytrain_gpt.config.resolved import FittedConfig, RunPlan, decided
+from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.config.schema import (
     FIELDS,
     Config,
@@ -217,9 +217,8 @@ def test_an_unknown_preset_is_named_with_those_there_are() -> None:
 
 
 def test_a_step_of_the_reference_run_is_4_micro_batches() -> None:
-    config = decided(
-        FittedConfig, Config().updated(REFERENCE), use_gpu=True, num_workers=4, cpus_per_worker=1
-    )
+    workers = {"use_gpu": True, "num_workers": 4, "cpus_per_worker": 1}
+    config = Config().updated({**REFERENCE, **workers})
     assert config.batch_sequences == 512
     assert RunPlan.of(config, 4, 32, "none").micro_batches_per_step == 4
     assert RunPlan.of(config, 16, 32, "none").micro_batches_per_step == 1
