@@ -34,7 +34,7 @@ from raytrain_gpt.cluster.process_groups import rendezvous_on_host
 from raytrain_gpt.cluster.scaling import Pause
 from raytrain_gpt.cluster.shared_storage import storage_probe
 from raytrain_gpt.cluster.signals import StopSignals
-from raytrain_gpt.config.resolved import FittedConfig
+from raytrain_gpt.config.resolved import workers_of
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import set_cuda_defaults
 from raytrain_gpt.data.locations import read_data
@@ -85,7 +85,7 @@ def train_locally(
         fitted = preflight.absolute_paths(fitted)
         data = read_data(fitted)
         ranks.init_group()
-        place = InProcess(ranks, fitted.cluster.cpus_per_worker)
+        place = InProcess(ranks, workers_of(fitted).cpus_per_worker)
         log(
             f"local mode: {count(ranks.world_size, 'process', 'processes')}, no Ray, no automatic "
             "restarts; run the same command again to resume"
@@ -211,7 +211,7 @@ class InProcess:
         with storage_probe(run_dir, run_dir.parent):
             pass
 
-    def await_workers(self, config: FittedConfig, current: int, pause: Pause, log: Log) -> int:
+    def await_workers(self, config: Config, current: int, pause: Pause, log: Log) -> int:
         return current
 
     def share(self, value: object) -> object:

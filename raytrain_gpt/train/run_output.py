@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raytrain_gpt.checkpoint.catalog import CODE_FILE, Checkpoint
 from raytrain_gpt.config.load import load_recorded
-from raytrain_gpt.config.resolved import FittedConfig
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import CheckpointError, ConfigError
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
@@ -48,7 +48,7 @@ class RunOutput:
                 "run_name or storage_path"
             ) from None
 
-    def write_config(self, config: FittedConfig) -> None:
+    def write_config(self, config: Config) -> None:
         """Write the resolved configuration and the code, so that `--config` and `--code` repeat the run."""
         Location.of(self.sync.work_dir / CONFIG_FILE).write_text(config.to_yaml())
         if config.code:
@@ -56,7 +56,7 @@ class RunOutput:
         self.sync.push()
 
     def recorder_spec(
-        self, config: FittedConfig, step: int, checkpoints: list[Checkpoint], attempt: Row
+        self, config: Config, step: int, checkpoints: list[Checkpoint], attempt: Row
     ) -> RecorderSpec:
         """Specify a recorder.
 

@@ -28,7 +28,7 @@ from raytrain_gpt.cluster.compilers import check_compiler
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.arithmetic import divisors
-from raytrain_gpt.config.resolved import FittedConfig, RunPlan
+from raytrain_gpt.config.resolved import RunPlan, workers_of
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.registry import count_model
@@ -48,7 +48,7 @@ from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import policy, preflight
 from raytrain_gpt.train.attempt import Attempt, Backend
 from raytrain_gpt.train.memory_fit import MemorySearch, fit_memory
-from raytrain_gpt.train.resume import ResumePoints, read_skipped
+from raytrain_gpt.train.resume import Rollbacks, read_skipped, resume_from
 from raytrain_gpt.train.run_output import RunOutput
 from raytrain_gpt.train.worker_group import WorkerSpec
 
@@ -77,7 +77,7 @@ class Run:
 
     def __init__(
         self,
-        config: FittedConfig,
+        config: Config,
         world_size: int,
         data: Mixture,
         place: Backend,
@@ -91,7 +91,6 @@ class Run:
         self.train_loop, self.trial = train_loop, trial
         self.run_dir = run_location(config)
         self.output = RunOutput(self.run_dir, trial.tracker_tags if trial else {}, log)
-        self.resume = ResumePoints(config, log)
         self.catalog = Catalog(self.run_dir)
         self._choices: object = None
         self._most_sequences: int | None = None  # of a micro-batch, after a lack of memory
@@ -111,23 +110,24 @@ class Run:
         with hold_lease(self.run_dir / LEASE_FILE, f"run {self.run_dir.name}", self.log) as lease:
             saved = self.catalog.complete()
             preflight.check_disk(self.config, self.run_dir, self.data.vocab_size, len(saved))
-            existing = self.resume.find(self.config)
+            existing = self.catalog.pick("newest", self.log)
             # Under the lease, no other process writes these files.
             self.output.sync.pull(TRACKERS_DIR)
             if existing is None:
                 self.output.check_is_ours()
-                self.config = preflight.check_init_from(self.config, self.data)
-            self.config, resumed = self.resume.start(self.config, self.data, existing)
+                self.config = preflight.check_init_from(self.config, self.data, self.log)
+            self.config, resumed = resume_from(self.config, self.data, existing, self.log)
             if existing is not None and existing.state.step >= self.config.train.max_steps:
                 return self._summary(existing, was_finished=True)
             self._announce()
             self.output.write_config(self.config)
-            self.resume.skipped = read_skipped(self.run_dir, resumed, self.log)
+            skipped = read_skipped(self.run_dir, resumed, self.log)
+            self.rollbacks = Rollbacks(self.config, skipped, self.log)
             return self._supervise(resumed, lease)
 
     def _announce(self) -> None:
         self.log(f"configuration {self.run_dir / CONFIG_FILE}")
-        train, c = self.config.train, self.config.cluster
+        train, c = self.config.train, workers_of(self.config)
         shape = GPTShape.of(self.config, self.data.vocab_size)
         self.log(
             f"model {amount(count_model(shape).num_parameters)} parameters | data "
@@ -150,12 +150,14 @@ class Run:
                 raise end.user_error from None
             reason = root_cause(end.error) if end.error else ""
             if end.kind == "failed" and not place.retries:
-                newest = self.resume.newest()
+                newest = self._newest()
                 raise TrainingFailed(
                     f"run {self.run_dir.name} failed ({reason}); run the same command to resume from "
                     f"{newest.path if newest else 'its start, as it has no checkpoint'}"
                 ) from end.error
-            resumed, stopping = self.resume.after(end), self.signals.stop.is_set()
+            is_over = end.kind in ("finished", "stopped")  # nothing is loaded any more
+            resumed = self._newest() if is_over else self.catalog.pick("newest", self.log)
+            stopping = self.signals.stop.is_set()
             step = resume_step(resumed)
             match policy.next_action(end, started_at, step, counters, config, stopping):
                 case policy.Finish():
@@ -176,6 +178,10 @@ class Run:
         """Wait; a signal interrupts the run."""
         if self.signals.stop.wait(seconds):
             raise Interrupted(self._interrupted_message(started_at=0))
+
+    def _newest(self) -> Checkpoint | None:
+        """Return the newest checkpoint that looks complete, to name it."""
+        return next(reversed(self.catalog.complete()), None)
 
     def _summary(self, newest: Checkpoint, was_finished: bool = False) -> RunSummary:
         return RunSummary(self.run_dir, self.output.sync, newest.state.step, newest, was_finished)
@@ -241,8 +247,8 @@ class Run:
                 raise end.user_error
             attempt.lease.verify()
             if end.bad_streak is not None:
-                self.resume.go_back(end.bad_streak, resume_step(resumed), attempt.recorder)
-            newest = self.resume.newest() or resumed
+                self.rollbacks.go_back(end.bad_streak, resume_step(resumed), attempt.recorder)
+            newest = self._newest() or resumed
         except BaseException as error:
             attempt.record_end(end, resumed)
             attempt.close(end, resumed)
@@ -279,7 +285,7 @@ class Run:
                 ingest=replace(
                     IngestSpec.of(plan, self.data),
                     first_batch=resumed.state.next_batch if resumed else 0,
-                    skipped=self.resume.skipped,
+                    skipped=self.rollbacks.skipped,
                 ),
                 resumed=resumed,
                 rows_before=self.output.last_steps(step, recorder.saved_rows, num_rows),
@@ -299,7 +305,7 @@ class Run:
         )
 
     def _interrupted_message(self, started_at: int) -> str:
-        newest = self.resume.newest()
+        newest = self._newest()
         if newest is None:
             return BEFORE_FIRST_STEP
         at = newest.state.step

@@ -16,7 +16,7 @@ from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBacken
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.cluster.process_groups import host, join, open_meeting
-from raytrain_gpt.config.resolved import FittedCluster, RunPlan
+from raytrain_gpt.config.resolved import RunPlan, Workers
 from raytrain_gpt.core.device import set_cuda_defaults
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location
@@ -114,7 +114,7 @@ def start_fit(trainer: ray.train.torch.TorchTrainer) -> tuple[threading.Thread, 
 def worker_group(
     train_loop: Callable[[Any], None],
     spec: Any,
-    cluster: FittedCluster,
+    cluster: Workers,
     world_size: int,
     *,
     name: str,

@@ -59,9 +59,9 @@ def written(run_dir: Location, *steps: int) -> Catalog:
     return catalog
 
 
-def newest_step(catalog: Catalog, before_step: int | None = None) -> int | None:
+def newest_step(catalog: Catalog) -> int | None:
     """Return the step of the newest good checkpoint, or None if there is none; fail on damage."""
-    newest = catalog.newest_good(pytest.fail, before_step)
+    newest = catalog.pick("newest", pytest.fail)
     return newest.state.step if newest else None
 
 
@@ -80,7 +80,7 @@ def files(path: Location) -> list[str]:
 
 @pytest.mark.fault("clock skew")
 def test_the_newest_is_the_largest_step_whatever_the_clock_says(run_dir: Location) -> None:
-    newest = written(run_dir, 30, 10, 20).newest_good(pytest.fail)
+    newest = written(run_dir, 30, 10, 20).pick("newest", pytest.fail)
     assert newest is not None
     assert newest.state == state(30)
     assert newest.rows() == [{"step": 30}]
@@ -89,8 +89,12 @@ def test_the_newest_is_the_largest_step_whatever_the_clock_says(run_dir: Locatio
 
 def test_the_newest_before_a_step_is_what_a_rollback_goes_back_to(tmp_path: Path) -> None:
     catalog = written(Location.of(tmp_path), 10, 20, 30)
-    for before_step, found in ((31, 30), (30, 20), (11, 10), (10, None)):
-        assert newest_step(catalog, before_step) == found
+    for which, step, expected in (
+        ("before", 31, 30), ("before", 30, 20), ("before", 11, 10), ("before", 10, None),
+        ("step", 20, 20), ("step", 21, None), ("best", 0, 30),
+    ):  # fmt: skip
+        found = catalog.pick(which, pytest.fail, step)
+        assert (found.state.step if found else None) == expected
     assert newest_step(Catalog(Location.of(tmp_path / "new"))) is None
 
 
@@ -121,7 +125,7 @@ def test_a_damaged_checkpoint_is_skipped_with_one_line(run_dir: Location, damage
             hashes = (path / "hashes.json").read_text()
             (path / "hashes.json").write_text(hashes.replace("sha256", "sha257", 1))
     lines: list[str] = []
-    newest = catalog.newest_good(lines.append)
+    newest = catalog.pick("newest", lines.append)
     assert newest is not None
     assert newest.state.step == 10
     if damage == "remove hashes" and not run_dir.is_local:
@@ -190,7 +194,7 @@ def test_all_damaged_is_an_error_and_no_start_from_nothing(run_dir: Location) ->
     catalog = Catalog(run_dir)
     (write(catalog, 10) / "model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"no intact checkpoint in .* \(1 damaged\)"):
-        catalog.newest_good(lambda line: None)
+        catalog.pick("newest", lambda line: None)
 
 
 def test_files_of_several_writers_become_one_checkpoint(run_dir: Location) -> None:
@@ -316,8 +320,6 @@ def test_the_next_best_takes_the_place_of_a_damaged_one_with_a_line(run_dir: Loc
     catalog = Catalog(run_dir)
     paths = [write(catalog, step, loss) for step, loss in ((10, 2.0), (20, 1.0), (30, 3.0))]
     (paths[1] / "model.safetensors").write_bytes(MODEL[::-1])
-    with raises_line(CheckpointError, "step=00000020", "was changed"):
-        resolve_checkpoint(run_dir)
     skipped: list[str] = []
     assert resolve_checkpoint(run_dir, skipped.append).state.step == 10
     (paths[0] / "state.json").write_bytes(b"{")
@@ -326,7 +328,7 @@ def test_the_next_best_takes_the_place_of_a_damaged_one_with_a_line(run_dir: Loc
         assert line.startswith("skipped: ")
         assert f"step={step:08d}" in line
     (paths[2] / "model.safetensors").write_bytes(MODEL[::-1])
-    with raises_line(CheckpointError, "are damaged", "restore one from a copy"):
+    with raises_line(CheckpointError, "no intact checkpoint", "restore one from a copy"):
         resolve_checkpoint(run_dir, skipped.append)
 
 
@@ -339,7 +341,7 @@ def test_a_newer_state_version_asks_for_an_upgrade(run_dir: Location) -> None:
         resolve_checkpoint(path)
     write(Catalog(run_dir), 5)
     with pytest.raises(CheckpointError, match="upgrade raytrain-gpt"):
-        Catalog(run_dir).newest_good(pytest.fail)
+        Catalog(run_dir).pick("newest", pytest.fail)
 
 
 def test_state_of_version_4_is_read(run_dir: Location) -> None:
@@ -500,46 +502,23 @@ def test_a_writer_that_fails_otherwise_keeps_its_error(run_dir: Location) -> Non
     assert names(run_dir) == ["step=00000010"]
 
 
-def copy(path: Location, name: str) -> None:
-    for file, _ in path.files():
-        (path.parent / name / file).write_bytes((path / file).read_bytes())
-
-
-def test_a_checkpoint_that_is_named_like_another_step_is_never_resumed_from(
-    run_dir: Location,
-) -> None:
+def test_a_copy_named_like_another_step_is_never_resumed_from(run_dir: Location) -> None:
     catalog = written(run_dir, 10, 20)
-    copy(run_dir / "checkpoints" / "step=00000010", "step=00000030")
+    for file, _ in (run_dir / "checkpoints" / "step=00000010").files():
+        content = (run_dir / "checkpoints" / "step=00000010" / file).read_bytes()
+        (run_dir / "checkpoints" / "step=00000030" / file).write_bytes(content)
     lines: list[str] = []
-    newest = catalog.newest_good(lines.append)
+    newest = catalog.pick("newest", lines.append)
     assert newest is not None
     assert newest.state.step == 20
     assert lines == [
         f"skipped: checkpoint {run_dir}/checkpoints/step=00000030 was copied, renamed or linked: its "
         "state.json says step 10; name it step=00000010, or remove it"
     ]
-    for _ in range(2):
-        catalog.clean(good_until=20)
-        assert steps(catalog) == [10, 20]
-    copies = [name for name in names(run_dir) if "step=00000030" in name]
-    assert len(copies) == 1
-    assert copies[0].startswith("misnamed-" if run_dir.is_local else "step=")
-    assert len(files(run_dir / "checkpoints" / copies[0])) == 4
+    catalog.clean(good_until=20)
+    assert steps(catalog) == [10, 20]
     write(catalog, 30)
     assert newest_step(catalog) == 30
-    catalog.prune(1)
-    assert steps(catalog) == [30]
-    if run_dir.is_local:
-        assert names(run_dir) == [*copies, "step=00000030"]
-
-
-def test_a_link_named_like_another_step_is_moved_and_its_target_is_not(tmp_path: Path) -> None:
-    catalog = written(Location.of(tmp_path), 10)
-    link = tmp_path / "checkpoints" / "step=00000020"
-    link.symlink_to("step=00000010")
-    catalog.clean(good_until=10)
-    assert newest_step(catalog) == 10
-    assert not link.is_symlink()
 
 
 def test_a_renamed_checkpoint_names_the_way_out(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from itertools import product
 
 import pytest
 
-from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.format import count
@@ -33,9 +32,9 @@ STARTED_AT, ALL_STEPS = 20, 50
 STEPS = {"gone back": 10, "no progress": 20, "progress": 30, "all steps": 50}
 
 
-def limits(**values: object) -> FittedConfig:
+def limits(**values: object) -> Config:
     sizes = {"run_name": "a", "max_steps": ALL_STEPS, "num_workers": 1, "use_gpu": False}
-    return decided(FittedConfig, Config().updated({**sizes, "cpus_per_worker": 1, **values}))
+    return Config().updated({**sizes, "cpus_per_worker": 1, **values})
 
 
 LIMITS = limits(max_failures=2, max_preemptions=2)
@@ -45,7 +44,7 @@ def after(
     kind: Kind,
     step: int,
     counters: Counters = COUNTERS[0],
-    config: FittedConfig = LIMITS,
+    config: Config = LIMITS,
     *,
     stopping: bool = False,
 ) -> Finish | Interrupt | GiveUp | StartAttempt:

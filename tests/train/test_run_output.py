@@ -8,7 +8,7 @@ import pytest
 
 from raytrain_gpt.checkpoint.catalog import ROWS_FILE, Catalog
 from raytrain_gpt.config.load import load_config_file
-from raytrain_gpt.config.resolved import FittedConfig, decided
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import CheckpointError
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import METRICS_FILE
@@ -19,8 +19,8 @@ from tests.runs import MakeConfig
 
 
 @pytest.fixture
-def config(make_config: MakeConfig) -> FittedConfig:
-    return decided(FittedConfig, make_config(), use_gpu=False)
+def config(make_config: MakeConfig) -> Config:
+    return make_config(use_gpu=False)
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def output(tmp_path: Path) -> RunOutput:
     return made
 
 
-def test_the_configuration_can_be_used_again(output: RunOutput, config: FittedConfig) -> None:
+def test_the_configuration_can_be_used_again(output: RunOutput, config: Config) -> None:
     output.write_config(config)
     written = load_config_file(output.sync.work_dir / "config.yaml")
     assert written.model_dump() == config.model_dump()
@@ -38,7 +38,7 @@ def test_the_configuration_can_be_used_again(output: RunOutput, config: FittedCo
 
 @pytest.mark.parametrize("name", ["config.yaml", "log.txt", "report.html"])
 def test_files_that_no_run_wrote_are_never_replaced(
-    output: RunOutput, config: FittedConfig, name: str
+    output: RunOutput, config: Config, name: str
 ) -> None:
     output.check_is_ours()
     (output.sync.work_dir / name).write_text("chapter: one")
@@ -58,7 +58,7 @@ def test_every_attempt_has_a_number_that_ray_has_not_seen(output: RunOutput) -> 
 
 
 def test_a_recorder_begins_with_the_rows_that_the_checkpoints_kept(
-    output: RunOutput, config: FittedConfig
+    output: RunOutput, config: Config
 ) -> None:
     for step in (10, 20):
         write(Catalog(output.run_dir), step)
@@ -69,7 +69,7 @@ def test_a_recorder_begins_with_the_rows_that_the_checkpoints_kept(
 
 
 def test_rows_of_the_checkpoints_replace_those_of_the_file(
-    output: RunOutput, config: FittedConfig
+    output: RunOutput, config: Config
 ) -> None:
     for step in (10, 20):
         row = {ROWS_FILE: f'{{"step": {step}, "train/loss": 1.0}}\n'}

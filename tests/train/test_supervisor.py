@@ -11,7 +11,6 @@ import pytest
 
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
 from raytrain_gpt.cluster.signals import StopSignals
-from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.data.locations import read_data
 from raytrain_gpt.errors import (
@@ -47,7 +46,7 @@ def attempts(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.Monkey
         *ends: tuple[AttemptEnd, list[int]], **values: object
     ) -> tuple[Run, list[int], list[str]]:
         config = make_config(storage_path=str(tmp_path), max_failures=1, **values)
-        fitted = decided(FittedConfig, config, use_gpu=False, num_workers=1)
+        fitted = config.updated({"use_gpu": False, "num_workers": 1})
         begun: list[int] = []
         lines: list[str] = []
         place: Any = SimpleNamespace(retries=True, await_workers=lambda *_: 1)
