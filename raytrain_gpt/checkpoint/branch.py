@@ -26,7 +26,7 @@ from raytrain_gpt.checkpoint.catalog import (
     resolve_checkpoint,
 )
 from raytrain_gpt.checkpoint.code_check import check_unchanged, code_hash, replaced_code
-from raytrain_gpt.config.batch import for_workers
+from raytrain_gpt.config.resolved import for_workers
 from raytrain_gpt.config.schema import Config, changed_fields, parse_config
 from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS, SHAPE_FIELDS
 from raytrain_gpt.data.locations import location, run_location

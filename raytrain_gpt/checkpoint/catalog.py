@@ -31,7 +31,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from raytrain_gpt.checkpoint.checkpoint_state import STATE_VERSION, CheckpointState
-from raytrain_gpt.checkpoint.rows import is_row, parse_rows
+from raytrain_gpt.checkpoint.rows import parse_rows
 from raytrain_gpt.config.sections import RunSection
 from raytrain_gpt.errors import CheckpointError, RaytrainGptError, damage_as
 from raytrain_gpt.format import Log, shell
@@ -44,8 +44,6 @@ STATE_FILE = "state.json"
 HASHES_FILE = "hashes.json"
 ROWS_FILE = "rows.jsonl"
 CODE_FILE = "code.py"
-_EVALUATION_FILE = "evaluation.json"
-"""An evaluation that earlier versions added to a checkpoint later; `hashes.json` does not list it."""
 _NAME = re.compile(r"step=(\d{8}|[1-9]\d{8,})")
 _UNFINISHED = re.compile(rf"unfinished-(removed-)?{_NAME.pattern}(-[\w-]+)?")
 _NEEDED = {STATE_FILE, "model.safetensors"}
@@ -165,22 +163,8 @@ def read_checkpoint(path: Location) -> Checkpoint:
                 f"checkpoint {path} was copied, renamed or linked: its {STATE_FILE} says step {state.step}; "
                 f"name it step={state.step:08d}, or remove it"
             )
-        if state.val_loss is None and content["config"].get("eval", {}).get("eval_mode") == "async":
-            state = dataclasses.replace(state, val_loss=_loss_added_later(path, hashes))
         size_bytes = sum(entry.size_bytes for entry in hashes.values())
         return Checkpoint(path, state, size_bytes, frozenset(hashes))
-
-
-def _loss_added_later(path: Location, hashes: Mapping[str, FileEntry]) -> float | None:
-    """Read the validation loss of an earlier version's evaluation, or None if missing or damaged."""
-    loss: float | None = None
-    listed = "".join(f"{n} {e.size_bytes} {e.sha256}\n" for n, e in sorted(hashes.items()))
-    checkpoint_hash = hashlib.sha256(listed.encode()).hexdigest()
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        content = parse_json((path / _EVALUATION_FILE).read_bytes())
-        if content["checkpoint_hash"] == checkpoint_hash and is_row(content["row"]):
-            loss = content["row"]["val/loss"]
-    return loss
 
 
 class Draft:

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from raytrain_gpt.config.arithmetic import nearest_multiples
-from raytrain_gpt.config.batch import check_shares, shares_equally, sharing_unit
-from raytrain_gpt.config.resolved import workers_of
+from raytrain_gpt.config.resolved import check_shares, shares_equally, sharing_unit, workers_of
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.wording import nearest_multiples
 from raytrain_gpt.errors import ClusterError, ConfigError
 from raytrain_gpt.format import count
 

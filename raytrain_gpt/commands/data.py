@@ -49,8 +49,6 @@ class AtOptions(RunOptions):
     """Global batch to show, even if a rollback has skipped it (default: none)."""
     worker: int | None = Field(None, ge=0)
     """Worker whose sequences to show (default: all)."""
-    documents: bool = False
-    """Number the documents, which reads shards from their start."""
     data: Annotated[str | None, Metavar("DIR")] = None
     """Dataset of the run (default: the one it was trained on)."""
 
@@ -132,11 +130,11 @@ def at(options: AtOptions) -> None:
     run = RunProvenance(options.run, Location.of(options.storage_path), options.data)
     facts: dict[str, int | None]
     if options.step is not None:
-        sequences = run.step(options.step, options.worker, options.documents)
+        sequences = run.step(options.step, options.worker)
         facts = {"step": options.step, "batch": run.batch_of(options.step)}
     else:
         assert options.batch is not None
-        sequences = run.batch(options.batch, options.documents)
+        sequences = run.batch(options.batch)
         facts = {"step": None, "batch": options.batch}
     for sequence in sequences:
         say(describe_sequence(sequence))

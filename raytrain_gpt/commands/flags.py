@@ -15,7 +15,6 @@ from pydantic import Field, field_validator
 from pydantic.fields import FieldInfo
 
 from raytrain_gpt.config import kinds
-from raytrain_gpt.config.batch import check_shares
 from raytrain_gpt.config.call_options import Metavar, Options
 from raytrain_gpt.config.load import (
     DEFAULT_PRESET,
@@ -26,6 +25,7 @@ from raytrain_gpt.config.load import (
     preset_names,
     resolve,
 )
+from raytrain_gpt.config.resolved import check_shares
 from raytrain_gpt.config.schema import FIELDS, Config, check_kinds
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import Log, shell

@@ -9,9 +9,9 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from raytrain_gpt.config import kinds
-from raytrain_gpt.config.arithmetic import check_divides
 from raytrain_gpt.config.kinds import Strict
 from raytrain_gpt.config.open_section import Name, Names, OpenSection
+from raytrain_gpt.config.wording import check_divides
 
 STEPS_BEFORE_PROFILE = 5
 """Steps before profiling starts; they compile, fill caches and warm up."""

@@ -14,8 +14,7 @@ from typing import Any, cast
 
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.cluster.signals import StopSignals
-from raytrain_gpt.config.batch import check_shares
-from raytrain_gpt.config.resolved import workers_of
+from raytrain_gpt.config.resolved import check_shares, workers_of
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import read_data
 from raytrain_gpt.errors import ConfigError, TrainingFailed

@@ -31,7 +31,7 @@ from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN, Trial
 from raytrain_gpt.tracking.run_files import Row, merge_rows, read_rows
 from raytrain_gpt.tracking.sync import RunSync
 from raytrain_gpt.train.attempt import RayBackend
-from raytrain_gpt.train.local_mode import InProcess, LaunchRanks, in_local_mode
+from raytrain_gpt.train.local_mode import InProcess, in_local_mode
 from raytrain_gpt.train.supervisor import Run, TrainLoop, TrialHooks
 
 Report = dict[str, Any]
@@ -87,7 +87,7 @@ class TrialRun:
         self.run_dir = run_location(config)
         assert reported_tokens < self._all_tokens, "the trial has already ended"
         self._sync = RunSync(self.run_dir)
-        self._place = _InTrial(LaunchRanks(0, 1, 1), workers_of(config).cpus_per_worker)
+        self._place = _InTrial(0, 1, 1, workers_of(config).cpus_per_worker)
         self._signals = StopSignals("")
         self._killed = threading.Event()
         self._reports: queue.SimpleQueue[Report | BaseException] = queue.SimpleQueue()

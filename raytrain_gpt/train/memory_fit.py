@@ -26,16 +26,18 @@ from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.cluster.capacity import Resources
 from raytrain_gpt.cluster.connection import cluster_resources
 from raytrain_gpt.cluster.failures import user_error_in
-from raytrain_gpt.config.arithmetic import divisors
-from raytrain_gpt.config.batch import for_workers, micro_batch_change, micro_batch_for
 from raytrain_gpt.config.resolved import (
     USABLE_FRACTION,
     ActivationCheckpointing,
     RunPlan,
+    for_workers,
+    micro_batch_change,
+    micro_batch_for,
     workers_of,
 )
 from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS
+from raytrain_gpt.config.wording import divisors
 from raytrain_gpt.core.device import resolve_precision
 from raytrain_gpt.core.memory import MemoryModel, checkpoint_bytes
 from raytrain_gpt.core.model import GPTShape

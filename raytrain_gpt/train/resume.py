@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from raytrain_gpt.checkpoint.branch import create_branch
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, resume_step
 from raytrain_gpt.checkpoint.code_check import check_unchanged
-from raytrain_gpt.config.batch import for_workers
+from raytrain_gpt.config.resolved import for_workers
 from raytrain_gpt.config.schema import Config, changed_fields, changes_math, parse_config
 from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS
 from raytrain_gpt.core.spikes import BadStreak

@@ -6,11 +6,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any
 
 import ray
 import ray.train
 import ray.train.torch
+from pydantic import ConfigDict, Field, InstanceOf
 from ray.data import Dataset, ExecutionOptions
 from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBackend
 
@@ -24,10 +25,13 @@ from raytrain_gpt.tracking.recorder_handle import RecorderHandle
 from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.train.heartbeat import RankControl
 
+_NOT_SENT = Field(exclude=True)
+"""Left out of the JSON for other processes of a launch."""
+
 
 @dataclass(frozen=True)
-class AttemptSpec:
-    """Values that are the same for all workers of an attempt.
+class WorkerSpec:
+    """Spec from the driver, the same for every worker of an attempt.
 
     Attributes:
         resumed: Checkpoint to resume from, or None for a new run.
@@ -35,7 +39,12 @@ class AttemptSpec:
         attempt: Attempt number, which names the `fit()` in Ray.
         lease_token: The driver's; workers finalize no file once another process holds the lease.
         is_trial: A sweep decides after every evaluation whether to continue.
+        hellaswag: HellaSwag, or on a cluster Ray's reference to it; None if it is not scored.
+        recorder: Set before the workers start.
+        control: Shared with the driver in local mode, or None on Ray, which has heartbeats.
     """
+
+    __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)
 
     plan: RunPlan
     run_dir: Location
@@ -45,21 +54,9 @@ class AttemptSpec:
     attempt: int
     lease_token: str
     is_trial: bool
-
-
-@dataclass(frozen=True)
-class WorkerSpec(AttemptSpec):
-    """Spec from the driver for every worker of an attempt.
-
-    Attributes:
-        hellaswag: HellaSwag, or on a cluster Ray's reference to it; None if it is not scored.
-        recorder: Set before the workers start.
-        control: Shared with the driver in local mode, or None on Ray, which has heartbeats.
-    """
-
-    hellaswag: Any
-    recorder: RecorderHandle | None = None
-    control: RankControl | None = None
+    hellaswag: Annotated[Any, _NOT_SENT] = None
+    recorder: Annotated[InstanceOf[RecorderHandle] | None, _NOT_SENT] = None
+    control: Annotated[InstanceOf[RankControl] | None, _NOT_SENT] = None
 
 
 class TorchConfig(ray.train.torch.TorchConfig):  # type: ignore[misc]

@@ -13,10 +13,8 @@ import pytest
 
 from raytrain_gpt.checkpoint.catalog import (
     Catalog,
-    Checkpoint,
     FileEntry,
     read_checkpoint,
-    read_hashes,
     resolve_checkpoint,
 )
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
@@ -137,42 +135,14 @@ def test_a_damaged_checkpoint_is_skipped_with_one_line(run_dir: Location, damage
 
 
 @pytest.mark.parametrize(
-    ("text", "loss"),
-    [
-        ('{"checkpoint_hash": "HASH", "row": {"step": 20, "val/loss": 1.5}}', 1.5),
-        ('{"checkpoint_hash": "HASH", "row": {"step": 20, "val/loss": "low"}}', None),
-        ('{"checkpoint_hash": "another", "row": {"step": 20, "val/loss": 1.5}}', None),
-        ("[]", None),
-    ],
-)
-def test_an_evaluation_that_an_earlier_version_added_later_counts(
-    run_dir: Location, text: str, loss: float | None
-) -> None:
-    path = Catalog(run_dir).draft(20, "001").commit(state(20), {}, rows(20))
-    content = json.loads((path / "state.json").read_text())
-    content["config"]["eval"] = {"eval_mode": "async"}
-    (path / "state.json").write_text(json.dumps(content))
-    listed = "".join(
-        f"{name} {e.size_bytes} {e.sha256}\n" for name, e in sorted(read_hashes(path).items())
-    )
-    checkpoint_hash = hashlib.sha256(listed.encode()).hexdigest()
-    (path / "evaluation.json").write_text(text.replace("HASH", checkpoint_hash))
-    assert read_checkpoint(path).state.val_loss == loss
-
-
-@pytest.mark.parametrize(
     ("key", "value"),
-    [("step", "10"), ("step", -1), ("config", 5), ("config", {"train": 5}), ("vocab_size", 10**30),
-     ("skipped_batches", [[1]]), ("loss_scale", "x"), ("val_loss", float("inf")), ("more", 1),
-     ("order_hash", "a\nb"), ("manifest_hash", "<img>"), ("vocab_hash", "\x1b[1m")],
+    [("step", -1), ("config", {"train": 5}), ("vocab_size", 10**30), ("skipped_batches", [[1]]),
+     ("val_loss", float("inf")), ("more", 1), ("order_hash", "a\nb")],
 )  # fmt: skip
 def test_a_state_of_other_types_is_damage(tmp_path: Path, key: str, value: object) -> None:
     path = write(Catalog(Location.of(tmp_path)), 10)
     content = json.loads((path / "state.json").read_text()) | {key: value}
     (path / "state.json").write_text(json.dumps(content))
-    if (key, value) == ("step", "10"):
-        assert read_checkpoint(path).state.step == 10
-        return
     with raises_line(CheckpointError, "state.json is damaged", key):
         read_checkpoint(path)
 
@@ -218,29 +188,6 @@ def test_files_of_several_writers_become_one_checkpoint(run_dir: Location) -> No
     assert (path / "optim-1").read_bytes() == b"moments"
 
 
-@pytest.mark.parametrize("missing", ["model.safetensors", "optim-1"])
-def test_a_file_of_another_writer_that_never_came_is_noticed(
-    run_dir: Location, missing: str
-) -> None:
-    draft = Catalog(run_dir).draft(20, "001")
-    entries = {name: draft.add(name, content(MODEL)) for name in ("model.safetensors", "optim-1")}
-    path = draft.commit(state(20), entries, {})
-    (path / missing).remove()
-    with pytest.raises(CheckpointError, match=f"lacks {missing}"):
-        read_checkpoint(path).verify()
-
-
-def test_a_discarded_draft_leaves_nothing(run_dir: Location) -> None:
-    catalog = written(run_dir, 10)
-    draft, other = catalog.draft(20, "001"), catalog.draft(20, "001")
-    draft.add("model.safetensors", content(MODEL))
-    other.add("optim-1", content(MODEL))
-    draft.discard()
-    assert names(run_dir) == ["step=00000010"]
-    catalog.draft(30, "001").discard()
-    assert steps(catalog) == [10]
-
-
 @pytest.mark.fault("death during a checkpoint")
 def test_an_unfinished_draft_of_another_attempt_is_never_read_and_is_cleaned(
     run_dir: Location,
@@ -283,37 +230,15 @@ def test_what_lies_above_the_resumed_step_is_set_aside(run_dir: Location) -> Non
         assert names(run_dir) == [*aside, "step=00000010", "step=00000020"]
 
 
-def test_setting_aside_twice_keeps_the_later_one_and_needs_no_hashes(tmp_path: Path) -> None:
-    catalog = written(Location.of(tmp_path), 10)
-    for text in (b"first", b"second"):
-        path = write(catalog, 20)
-        (path / "model.safetensors").write_bytes(text)
-        (path / "hashes.json").remove()
-        catalog.clean(good_until=10)
-    aside = tmp_path / "checkpoints" / "broken-step=00000020"
-    assert (aside / "model.safetensors").read_bytes() == b"second"
-    assert steps(catalog) == [10]
-
-
-@pytest.mark.parametrize(
-    ("losses", "keep", "kept", "best"),
-    [
-        ((3.0, 1.0, 2.0, None, 2.5), 2, [20, 40, 50], 20),
-        ((3.0, 2.0, 1.0), 1, [30], 30),
-    ],
-)
-def test_the_newest_and_the_best_are_kept(
-    run_dir: Location, losses: tuple[float | None, ...], keep: int, kept: list[int], best: int
-) -> None:
+def test_the_newest_and_the_best_are_kept(run_dir: Location) -> None:
     catalog = Catalog(run_dir)
-    for number, loss in enumerate(losses, 1):
-        write(catalog, 10 * number, loss)
-    catalog.prune(keep)
-    assert steps(catalog) == kept
-    assert names(run_dir) == [f"step={step:08d}" for step in kept]
-    assert resolve_checkpoint(run_dir).state.step == best
-    newest = run_dir / "checkpoints" / f"step={kept[-1]:08d}"
-    assert resolve_checkpoint(newest).state.step == kept[-1]
+    for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0), (40, None), (50, 2.5)):
+        write(catalog, step, loss)
+    catalog.prune(2)
+    assert steps(catalog) == [20, 40, 50]
+    assert names(run_dir) == [f"step={step:08d}" for step in (20, 40, 50)]
+    assert resolve_checkpoint(run_dir).state.step == 20
+    assert resolve_checkpoint(run_dir / "checkpoints" / "step=00000050").state.step == 50
 
 
 def test_the_next_best_takes_the_place_of_a_damaged_one_with_a_line(run_dir: Location) -> None:
@@ -377,20 +302,7 @@ def test_files_without_the_last_one_are_no_checkpoint(remote_dir: Location) -> N
         resolve_checkpoint(remote_dir)
 
 
-def test_files_are_fetched_and_verified(remote_dir: Location) -> None:
-    checkpoint = read_checkpoint(write(Catalog(remote_dir), 20))
-    model = checkpoint.path / "model.safetensors"
-    with checkpoint.files() as directory:
-        assert (directory / model.name).read_bytes() == MODEL
-    model.write_bytes(MODEL[::-1])
-    with raises_line(CheckpointError, f"content of {model.name} was changed"):
-        checkpoint.files().__enter__()
-    model.remove()
-    with raises_line(CheckpointError, f"lacks {model.name}"):
-        checkpoint.files().__enter__()
-
-
-@pytest.mark.parametrize("name", ["../outside", "/outside", "a/b", "..", ""])
+@pytest.mark.parametrize("name", ["../outside", "/outside"])
 def test_names_that_lead_out_of_a_checkpoint_are_damage(run_dir: Location, name: str) -> None:
     path = write(Catalog(run_dir), 20)
     hashes = json.loads((path / "hashes.json").read_text())
@@ -398,12 +310,6 @@ def test_names_that_lead_out_of_a_checkpoint_are_damage(run_dir: Location, name:
     (path / "hashes.json").write_text(json.dumps(hashes))
     with pytest.raises(CheckpointError, match="is damaged"):
         resolve_checkpoint(path)
-
-
-def test_a_local_checkpoint_is_used_where_it_is(tmp_path: Path) -> None:
-    checkpoint = read_checkpoint(write(Catalog(Location.of(tmp_path)), 20))
-    with checkpoint.files() as directory:
-        assert directory == checkpoint.path.path
 
 
 def test_a_store_out_of_reach_is_told_and_the_older_checkpoint_stays(
@@ -467,18 +373,6 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_nothing_else(disk: Path) ->
     assert steps(catalog) == [10, 20]
 
 
-def test_a_disk_that_is_full_when_it_is_committed(disk: Path) -> None:
-    catalog = written(Location.of(disk), 10)
-    draft = catalog.draft(20, "001")
-    entries = {"model.safetensors": draft.add("model.safetensors", content(MODEL))}
-    filled(disk)
-    with pytest.raises(CheckpointError, match="no space left"):
-        draft.commit(state(20), entries, {"rows.jsonl": "x" * 2**17})
-    assert steps(catalog) == [10]
-    draft.discard()
-    check_only(disk, 10)
-
-
 def test_a_full_disk_that_safetensors_tells_in_its_own_words(disk: Path) -> None:
     torch = pytest.importorskip("torch")
     safetensors = pytest.importorskip("safetensors.torch")
@@ -528,19 +422,3 @@ def test_a_renamed_checkpoint_names_the_way_out(tmp_path: Path) -> None:
         resolve_checkpoint(Location.of(renamed))
     free = renamed.rename(path.with_name("kept"))  # a name without a step
     assert resolve_checkpoint(Location.of(free)).state.step == 10
-
-
-def test_directories_that_only_begin_like_unfinished_ones_stay(tmp_path: Path) -> None:
-    catalog = written(Location.of(tmp_path), 10)
-    notes = tmp_path / "checkpoints" / "unfinished-thesis" / "chapter"
-    notes.parent.mkdir()
-    notes.touch()
-    catalog.clean(good_until=10)
-    assert notes.exists()
-
-
-def test_a_copy_of_a_run_has_its_checkpoints(tmp_path: Path) -> None:
-    written(Location.of(tmp_path / "run"), 10)
-    shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    copied: Checkpoint = resolve_checkpoint(Location.of(tmp_path / "copy"))
-    assert copied.path.path == tmp_path / "copy" / "checkpoints" / "step=00000010"

@@ -16,8 +16,8 @@ from raytrain_gpt.cluster.capacity import (
     idle_gpus,
     largest_world_size,
 )
-from raytrain_gpt.config.batch import micro_batch_for
 from raytrain_gpt.config.load import load_preset, preset_names
+from raytrain_gpt.config.resolved import micro_batch_for
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ClusterError, ConfigError, UserError
 from tests.conftest import raises_line
@@ -43,7 +43,7 @@ def test_auto_takes_all_gpus_else_one_cpu_worker() -> None:
     assert (workers, fitted.cluster.use_gpu, fitted.cluster.cpus_per_worker) == (1, False, 1)
 
 
-@pytest.mark.fault("too few CPUs or GPUs")
+@pytest.mark.fault("too few CPUs or GPUs", "refused at once, requested against present")
 @pytest.mark.parametrize(
     ("values", "nodes", "line"),
     [

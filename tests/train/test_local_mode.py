@@ -52,20 +52,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         process.communicate()
 
 
-def test_a_run_has_the_files_of_one_with_workers(straight: Straight) -> None:
-    run_dir = straight(0).run_dir.path
-    assert [row["step"] for row in steps(run_dir)] == list(range(1, 51))
-    files = {"config.yaml", "metrics.jsonl", "report.html", "samples.txt", "log.txt", "tensorboard"}
-    assert files <= {file.name for file in run_dir.iterdir()}
-    (began,) = events(run_dir, "attempt")
-    assert (began["num_workers"], began["attempt"]) == (1, 1)
-    assert [row["step"] for row in events(run_dir, "checkpoint")] == [10, 20, 30, 40, 50]
-    assert not list((run_dir / "checkpoints").glob("unfinished*"))
-
-
-@pytest.mark.parametrize(
-    "error", [SystemExit(0), KeyboardInterrupt(), RuntimeError("of mine")], ids=repr
-)
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("of mine")], ids=repr)
 def test_an_error_of_the_users_code_ends_the_run_as_failed_with_its_cause(
     make_config: MakeConfig, error: BaseException
 ) -> None:

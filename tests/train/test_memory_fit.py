@@ -20,7 +20,6 @@ from raytrain_gpt.train.memory_fit import (
     PROCESS_BYTES,
     MemoryFit,
     cpu_limit_bytes,
-    describe,
     fit_from_checkpoint,
     fit_memory,
 )
@@ -57,11 +56,8 @@ BEFORE = RunPlan.of(config(), 2, 4, "selective").config
         ({}, 2, MemoryFit(4, "selective")),
         ({"micro_batch_sequences": 4}, 2, MemoryFit(4, "selective")),
         ({"micro_batch_sequences": 6}, 2, None),
-        ({"activation_checkpointing": "full"}, 2, None),
         ({}, 1, None),
         ({"compile": True}, 2, None),
-        ({"parallel": "fsdp"}, 2, None),
-        ({"use_gpu": True}, 2, None),
         ({"global_batch_tokens": 20 * 32}, 2, None),
     ],
 )
@@ -120,13 +116,6 @@ def test_much_memory_needs_no_recomputing_and_little_is_one_line() -> None:
     with raises_line(ClusterError, *ways):
         fit(config())
     assert len(lines) == 1
-
-
-def test_what_is_not_auto_is_not_said_to_be() -> None:
-    half = config(micro_batch_sequences=6)
-    assert describe(half, 2, MemoryFit(6, "none")) == (
-        "micro_batch_sequences 6 of 12, activation_checkpointing auto: none"
-    )
 
 
 AUTO = {

