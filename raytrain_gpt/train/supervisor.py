@@ -94,9 +94,8 @@ class TrialHooks:
 class RunOutput:
     """Small files of a run, edited in a local directory and copied to an object store."""
 
-    def __init__(self, run_dir: Location, tracker_tags: dict[str, str], log: Log) -> None:
-        self.run_dir, self.sync = run_dir, RunSync(run_dir)
-        self._tracker_tags, self.log = tracker_tags, log
+    def __init__(self, run_dir: Location, log: Log) -> None:
+        self.run_dir, self.sync, self.log = run_dir, RunSync(run_dir), log
 
     def check_is_ours(self) -> None:
         """Check, before the first step, that only files of a run would be replaced.
@@ -122,29 +121,6 @@ class RunOutput:
         if config.code:
             Location.of(self.sync.work_dir / CODE_FILE).write_text(config.code.text)
         self.sync.push()
-
-    def recorder_spec(
-        self, config: Config, step: int, checkpoints: list[Checkpoint], attempt: Row
-    ) -> RecorderSpec:
-        """Specify a recorder.
-
-        Args:
-            step: Rows above it are dropped, since those steps are repeated.
-            checkpoints: Their rows replace those that a dead recorder did not write.
-            attempt: Details of the event `attempt`.
-        """
-        saved_rows = [row for checkpoint in checkpoints for row in checkpoint.rows()]
-        return RecorderSpec(
-            sync=self.sync,
-            run=TrackedRun(self.sync.work_dir, config, step, self._tracker_tags),
-            attempt=attempt,
-            saved_rows=saved_rows,
-        )
-
-    def last_steps(self, step: int, saved_rows: list[Row], number: int) -> list[Row]:
-        """Rows of up to `number` steps before a step, including rows of dead recorders."""
-        rows = merge_rows(read_rows(self.sync.work_dir), saved_rows, step)
-        return [row for row in rows if "train/loss" in row][-number:]
 
     def write_report(self) -> None:
         """Write `report.html`; call it before closing the recorder, which uploads it to the trackers."""
@@ -183,7 +159,7 @@ class Run:
         self.place, self.signals, self.log = place, signals, log
         self.train_loop, self.trial = train_loop, trial
         self.run_dir = run_location(config)
-        self.output = RunOutput(self.run_dir, trial.tracker_tags if trial else {}, log)
+        self.output = RunOutput(self.run_dir, log)
         self.catalog = Catalog(self.run_dir)
         self._choices: object = None
         self._most_sequences: int | None = None  # of a micro-batch, after a lack of memory
@@ -368,9 +344,15 @@ class Run:
             "train_tokens": self.data.split_tokens("train"),
             "tokenizer": self.data.tokenizer,
         }
-        recorder = self.output.recorder_spec(self.config, step, self.catalog.complete(), details)
+        sync, tags = self.output.sync, self.trial.tracker_tags if self.trial else {}
+        # Rows of the checkpoints replace those that a dead recorder did not write.
+        saved = [row for checkpoint in self.catalog.complete() for row in checkpoint.rows()]
+        steps = [r for r in merge_rows(read_rows(sync.work_dir), saved, step) if "train/loss" in r]
         # Two windows, so that spikes in the second are judged against good steps of the first.
-        num_rows = 2 * self.config.spikes.spike_window_steps
+        rows_before = steps[-2 * self.config.spikes.spike_window_steps :]
+        recorder = RecorderSpec(
+            sync, TrackedRun(sync.work_dir, self.config, step, tags), details, saved
+        )
         return Attempt(
             spec=WorkerSpec(
                 plan=plan,
@@ -381,7 +363,7 @@ class Run:
                     skipped=self.rollbacks.skipped,
                 ),
                 resumed=resumed,
-                rows_before=self.output.last_steps(step, recorder.saved_rows, num_rows),
+                rows_before=rows_before,
                 attempt=self._attempts,
                 lease_token=lease.token,
                 hellaswag=self._choices,

@@ -382,20 +382,6 @@ def test_a_full_disk_that_safetensors_tells_in_its_own_words(disk: Path) -> None
         draft.add("model.safetensors", lambda path: safetensors.save_file(large, path))
 
 
-def test_a_writer_that_fails_otherwise_keeps_its_error(run_dir: Location) -> None:
-    catalog = written(run_dir, 10)
-
-    def fail(path: Path) -> None:
-        path.write_bytes(b"half")
-        raise RuntimeError("the device is gone")
-
-    draft = catalog.draft(20, "001")
-    with pytest.raises(RuntimeError, match="the device is gone"):
-        draft.add("model.safetensors", fail)
-    draft.discard()
-    assert names(run_dir) == ["step=00000010"]
-
-
 def test_a_copy_named_like_another_step_is_never_resumed_from(run_dir: Location) -> None:
     catalog = written(run_dir, 10, 20)
     for file, _ in (run_dir / "checkpoints" / "step=00000010").files():

@@ -23,7 +23,6 @@ from raytrain_gpt.config.resolved import RunPlan, check_shares, micro_batch_for
 from raytrain_gpt.config.schema import (
     FIELDS,
     Config,
-    changed_fields,
     changes_math,
     parse_config,
 )
@@ -68,17 +67,6 @@ def test_every_preset_loads(name: str, tmp_path: Path) -> None:
     config = load_preset(name)
     (tmp_path / "config.yaml").write_text(config.to_yaml(), "utf-8")
     assert load_config_file(tmp_path / "config.yaml") == config
-
-
-def test_an_update_replaces_fields_and_keeps_the_rest() -> None:
-    config = Config().updated({"seq_len": 64})
-    changed = config.updated({"peak_lr": 5e-4, "num_workers": 3})
-    assert (changed.optim.peak_lr, changed.cluster.num_workers) == (5e-4, 3)
-    assert changed.data.seq_len == 64
-    assert changed_fields(config.field_values(), changed.field_values()) == {
-        "peak_lr": "0.001 -> 0.0005",
-        "num_workers": "auto -> 3",
-    }
 
 
 @pytest.mark.parametrize(
@@ -157,21 +145,6 @@ def test_a_wrong_file_is_one_line_with_the_way_out(
     (tmp_path / "config.yaml").write_text(text)
     with raises_line(ConfigError, *words):
         load_config_file(tmp_path / "config.yaml")
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with raises_line(ConfigError, "nothing.yaml"):
-        load_config_file(tmp_path / "nothing.yaml")
-    with raises_line(ConfigError, str(tmp_path)):
-        load_config_file(tmp_path)
-    (tmp_path / "a.yaml").write_bytes(b"\xff\xfe\xff")
-    with raises_line(ConfigError, "not valid YAML"):
-        load_config_file(tmp_path / "a.yaml")
-
-
-def test_an_unknown_preset_is_named_with_those_there_are() -> None:
-    with raises_line(ConfigError, "quikstart", "did you mean quickstart?", "available:"):
-        load_preset("quikstart")
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,7 @@ def test_it_learns_and_is_evaluated_as_trained(whole: RunSummary) -> None:
     "changes",
     [
         {"compile": True},
-        {"activation_checkpointing": "selective"},
         {"dropout": 0.1, "activation_checkpointing": "full", "precision": "bf16"},
-        {"tied_embeddings": True, "num_kv_heads": None, "mlp_size": None, "precision": "fp16"},
     ],
     ids=str,
 )

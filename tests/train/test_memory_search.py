@@ -76,12 +76,6 @@ def test_a_device_gets_no_more_tokens_than_it_is_fast_with_but_a_whole_sequence(
         assert sizes(given, 1)[-1] == largest
 
 
-def test_a_gpu_counts_the_logits_of_a_micro_batch_in_32_bits() -> None:
-    reference = config(seq_len=1024, global_batch_tokens=512 * 1024)
-    memory = MemoryModel.of(reference, 1, GPTShape.of(reference, 50_257), bf16=True)
-    assert Table(reference, 1, memory).sizes[-1] == 32
-
-
 def auto(share: int, enough: int) -> Config:
     """Return a configuration with `share` sequences; `enough` of them suffice without recomputing."""
     seq_len = MIN_EFFICIENT_TOKENS // enough

@@ -108,27 +108,6 @@ def test_the_code_is_kept_and_hashed_with_the_run_and_its_checkpoints(
         checkpoint.verify()
 
 
-def test_one_changed_byte_is_refused_with_ways_out_that_work(start: Start, tmp_path: Path) -> None:
-    fields = {"run_name": "changed", "storage_path": tmp_path, **SCHEDULE}
-    run = start(OWN, **fields)
-    before, after = Code("", OWN).sha256, Code("", OTHER).sha256
-    fields["max_steps"] = 30
-    words = [f"changed code {before[:12]} -> {after[:12]}", "schedule inverse_sqrt", CODE_FILE]
-    with raises_line(CheckpointError, *words, "--accept_changed_code"):
-        start(OTHER, **fields)
-    kept = newest(run.run_dir).path / CODE_FILE
-    assert start(kept.read_text(), **fields).step == 30
-    fields["max_steps"] = 40
-    lines: list[str] = []
-    start(OTHER, lines.append, may_differ=True, **fields)
-    assert any(f"code {before[:12]} -> {after[:12]}" in line for line in lines)
-    state = newest(run.run_dir).state
-    assert (state.code_sha256, state.replaced_code) == (after, (before,))
-    fields["max_steps"] = 50
-    start(OTHER, **fields)
-    assert newest(run.run_dir).state.replaced_code == (before,)
-
-
 def test_a_rate_that_is_not_finite_ends_the_run_with_one_line(start: Start, tmp_path: Path) -> None:
     words = ["schedule broken returned nan at step 12 of 20", "finite factor"]
     with raises_line(ConfigError, *words):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_gpt.checkpoint.catalog import ROWS_FILE, Catalog, Checkpoint
+from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.config.schema import Config
@@ -26,12 +26,11 @@ from raytrain_gpt.errors import (
 from raytrain_gpt.storage import lease as lease_module
 from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.run_files import METRICS_FILE
 from raytrain_gpt.train import supervisor
 from raytrain_gpt.train.attempt import Attempt
 from raytrain_gpt.train.policy import AttemptEnd
 from raytrain_gpt.train.supervisor import BEFORE_FIRST_STEP, Run, RunOutput
-from tests.checkpoint.test_catalog import state, write
+from tests.checkpoint.test_catalog import write
 from tests.conftest import raises_line
 from tests.runs import MakeConfig
 
@@ -94,17 +93,6 @@ def test_a_run_goes_on_from_its_newest_good_checkpoint_until_it_is_finished(
         "preempted; resuming from step 30",
         "resized; resuming from step 30",
     ]
-
-
-@pytest.mark.parametrize(("warmup_steps", "told"), [(50, False), (51, True)])
-def test_a_warm_up_that_does_not_end_is_told(
-    attempts: Attempts, warmup_steps: int, told: bool
-) -> None:
-    run, _, lines = attempts(warmup_steps=warmup_steps)
-    run._announce()
-    assert lines[0] == f"configuration {run.run_dir / 'config.yaml'}"
-    assert lines[1].endswith("50 steps of 384 tokens | 1 worker with 1 CPU")
-    assert any("warmup_steps=51 is above max_steps=50" in line for line in lines) == told
 
 
 def test_a_damaged_checkpoint_is_passed_over(attempts: Attempts) -> None:
@@ -259,7 +247,7 @@ def config(make_config: MakeConfig) -> Config:
 
 @pytest.fixture
 def output(tmp_path: Path) -> RunOutput:
-    made = RunOutput(Location.of(tmp_path / "run"), {"sweep": "a"}, pytest.fail)
+    made = RunOutput(Location.of(tmp_path / "run"), pytest.fail)
     made.sync.work_dir.mkdir(parents=True, exist_ok=True)
     return made
 
@@ -287,34 +275,10 @@ def test_every_attempt_has_a_number_that_ray_has_not_seen(output: RunOutput) -> 
     assert output.next_attempt(9) == 10
 
 
-def test_rows_of_the_checkpoints_replace_those_of_the_file(
-    output: RunOutput, config: Config
-) -> None:
-    for step in (10, 20):
-        row = {ROWS_FILE: f'{{"step": {step}, "train/loss": 1.0}}\n'}
-        place = Catalog(output.run_dir).draft(step, "001").commit(state(step), {}, row)
-    (output.sync.work_dir / METRICS_FILE).write_text('{"step": 20, "train/loss": 2.0}\n')
-    checkpoints = Catalog(output.run_dir).complete()
-    spec = output.recorder_spec(config, 20, checkpoints, attempt={})
-    assert [row["train/loss"] for row in output.last_steps(20, spec.saved_rows, 9)] == [1.0, 1.0]
-
-    (place.path / ROWS_FILE).write_text('{"step": 20, "train/loss": 3.0}\n')
-    damaged = output.recorder_spec(config, 20, checkpoints, attempt={})
-    assert damaged.saved_rows == spec.saved_rows[:1]
-
-
-def test_the_last_steps_are_those_of_the_file_and_of_the_checkpoints(output: RunOutput) -> None:
-    lines = [f'{{"step": {step}, "train/loss": {step}.5}}\n' for step in (1, 2, 3, 9)]
-    (output.sync.work_dir / METRICS_FILE).write_text("".join(lines))
-    saved = [{"step": 3, "event": "spike"}, {"step": 4, "train/loss": 4.5}]
-    found = output.last_steps(step=5, saved_rows=saved, number=3)
-    assert [row["step"] for row in found] == [2, 3, 4]  # step 9 will be repeated
-
-
 def test_a_report_that_cannot_be_drawn_costs_a_line_and_not_the_run(tmp_path: Path) -> None:
     lines: list[str] = []
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "report.html").mkdir()  # a directory blocks the file
-    RunOutput(Location.of(tmp_path / "run"), {}, lines.append).write_report()
+    RunOutput(Location.of(tmp_path / "run"), lines.append).write_report()
     assert len(lines) == 1
     assert lines[0].startswith("no report: ")
