@@ -21,7 +21,6 @@ from raytrain_gpt.checkpoint.catalog import (
     STATE_FILE,
     Catalog,
     Checkpoint,
-    near_run,
     read_checkpoint,
     resolve_checkpoint,
 )
@@ -156,7 +155,7 @@ def _find_origin(config: Config, source: str, log: Log) -> Checkpoint:
     if step and (origin := catalog.pick("step", log, int(step))):
         return origin
     steps = ", ".join(str(checkpoint.state.step) for checkpoint in catalog.complete()) or "none"
-    hint = "; give RUN@STEP, or a checkpoint's directory"
-    if steps == "none":
-        hint = near_run(named.name, named.parent) or hint
-    raise CheckpointError(f"branch_from={source}: {run_dir} has checkpoints of steps {steps}{hint}")
+    raise CheckpointError(
+        f"branch_from={source}: {run_dir} has checkpoints of steps {steps}; give RUN@STEP, or a "
+        "checkpoint's directory"
+    )

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import errno
 import hashlib
 import json
@@ -32,8 +31,7 @@ from pydantic import Field, TypeAdapter
 
 from raytrain_gpt.checkpoint.checkpoint_state import STATE_VERSION, CheckpointState
 from raytrain_gpt.checkpoint.rows import parse_rows
-from raytrain_gpt.config.sections import RunSection
-from raytrain_gpt.errors import CheckpointError, RaytrainGptError, damage_as
+from raytrain_gpt.errors import CheckpointError, damage_as
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.redact import say
@@ -47,9 +45,6 @@ CODE_FILE = "code.py"
 _NAME = re.compile(r"step=(\d{8}|[1-9]\d{8,})")
 _UNFINISHED = re.compile(rf"unfinished-(removed-)?{_NAME.pattern}(-[\w-]+)?")
 _NEEDED = {STATE_FILE, "model.safetensors"}
-_DEFAULT_STORAGE: str = RunSection.model_fields["storage_path"].default
-_MARKS = ("config.yaml", CHECKPOINTS_DIR, STATE_FILE)
-"""A run or checkpoint has at least one of these entries."""
 Which = Literal["newest", "best", "step", "before"]
 # Files are downloaded to these names.
 _FileName = Annotated[str, Field(pattern=r"^\w[\w.-]{0,99}$")]
@@ -388,17 +383,6 @@ def resolve_checkpoint(path: Location, on_skip: Log = say) -> Checkpoint:
             f"{path} holds Hugging Face weights; import them first: "
             f"raytrain-gpt import {shell(path)} --out CHECKPOINT"
         )
-    hint = near_run(path.name, path.parent, path.parent / _DEFAULT_STORAGE)
     raise CheckpointError(
-        f"{path} is neither a checkpoint nor a run with one{hint or '; see: raytrain-gpt runs list'}"
+        f"{path} is neither a checkpoint nor a run with one; see: raytrain-gpt runs list"
     )
-
-
-def near_run(name: str, *storages: Location) -> str:
-    """Suggest the run or checkpoint with the most similar name, or return an empty string."""
-    for storage in storages:
-        with contextlib.suppress(OSError, RaytrainGptError):  # one that may not be listed
-            for similar in difflib.get_close_matches(name, storage.names(), n=5):
-                if any((storage / similar / mark).exists() for mark in _MARKS):
-                    return f"; did you mean {similar}?"
-    return ""

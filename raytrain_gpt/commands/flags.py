@@ -18,9 +18,7 @@ from raytrain_gpt.config import kinds
 from raytrain_gpt.config.call_options import Metavar, Options
 from raytrain_gpt.config.load import (
     DEFAULT_PRESET,
-    REMOVED_SETTINGS,
     given_fields,
-    ignore_removed,
     load_preset,
     preset_names,
     resolve,
@@ -170,9 +168,6 @@ class Command(Generic[OptionsT]):
                     raise ConfigError(
                         f"setting {name} of --code is already a flag of {self.name}; choose another name"
                     ) from None
-        if groups:
-            for name in REMOVED_SETTINGS:
-                parser.add_argument(f"--{name}", help=argparse.SUPPRESS, default=argparse.SUPPRESS)
         return parser
 
     def __call__(self, args: argparse.Namespace) -> None:
@@ -184,7 +179,6 @@ class Command(Generic[OptionsT]):
             if value == "null" and not is_text:
                 values[name] = None
         fields = {name: values.pop(name) for name in [*values] if name not in options}
-        fields = ignore_removed(fields, "the command line")
         more = {"fields": fields} if "fields" in self.options.model_fields else {}
         self.run(self.options(**values, **more))
 

@@ -42,7 +42,7 @@ from raytrain_gpt.errors import ConfigError, Interrupted, TrainingFailed
 from raytrain_gpt.evaluate.hellaswag import Choices
 from raytrain_gpt.format import Log, count
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.recorder_handle import ConsoleRecorder, ThreadRecorder
+from raytrain_gpt.tracking.recorder_handle import ThreadRecorder
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import preflight
 from raytrain_gpt.train.attempt import POLL_S, STOPPING, Attempt
@@ -174,8 +174,7 @@ class InProcess:
         while (orders := self._received(signals)) is not None:
             signals.defer()
             spec, choices = orders
-            control = RankControl(signals.stop)
-            own = replace(spec, hellaswag=choices, recorder=ConsoleRecorder(log), control=control)
+            own = replace(spec, hellaswag=choices, control=RankControl(signals.stop, log=log))
             try:
                 train_loop(own)
             except (SystemExit, KeyboardInterrupt) as error:  # of the user's code, not of a signal

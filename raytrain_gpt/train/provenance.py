@@ -15,7 +15,7 @@ import numpy as np
 
 from raytrain_gpt.checkpoint.branch import read_branch
 from raytrain_gpt.checkpoint.catalog import Catalog
-from raytrain_gpt.config.load import load_recorded
+from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.data.locations import make_order, read_data, recorded, recorded_data
 from raytrain_gpt.data.order import Ids, batches_to_read
 from raytrain_gpt.data.shards import read_row_group
@@ -67,7 +67,7 @@ class RunProvenance:
     def __init__(self, name: str, storage: Location, data: str | None = None) -> None:
         sync = find_run(name, storage)
         self.dir = sync.run_dir
-        stored = load_recorded(sync.work_dir / CONFIG_FILE)
+        stored = load_config_file(sync.work_dir / CONFIG_FILE)
         self._config = recorded(stored.model_dump(), str(self.dir))
         if data is None:
             self._data = recorded_data(self._config, self.dir)

@@ -27,7 +27,7 @@ from raytrain_gpt.checkpoint.catalog import CODE_FILE, Catalog, Checkpoint, resu
 from raytrain_gpt.cluster.compilers import check_compiler
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.signals import StopSignals
-from raytrain_gpt.config.load import load_recorded
+from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.config.resolved import RunPlan, workers_of
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.wording import divisors
@@ -108,7 +108,7 @@ class RunOutput:
         if not existing:
             return
         try:
-            load_recorded(self.sync.work_dir / CONFIG_FILE)
+            load_config_file(self.sync.work_dir / CONFIG_FILE)
         except ConfigError:
             raise CheckpointError(
                 f"{self.run_dir} has {' and '.join(existing)}, but was not written by a run; use another "

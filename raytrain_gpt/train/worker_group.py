@@ -40,7 +40,7 @@ class WorkerSpec:
         lease_token: The driver's; workers finalize no file once another process holds the lease.
         is_trial: A sweep decides after every evaluation whether to continue.
         hellaswag: HellaSwag, or on a cluster Ray's reference to it; None if it is not scored.
-        recorder: Set before the workers start.
+        recorder: Set before the workers start; None for ranks above 0 of a launch.
         control: Shared with the driver in local mode, or None on Ray, which has heartbeats.
     """
 

@@ -26,7 +26,7 @@ from raytrain_gpt.config.schema import (
     changes_math,
     parse_config,
 )
-from raytrain_gpt.config.wording import MAX_SHOWN, suggestion
+from raytrain_gpt.config.wording import suggestion
 from raytrain_gpt.errors import ConfigError
 from tests.conftest import raises_line
 
@@ -151,11 +151,9 @@ def test_a_wrong_file_is_one_line_with_the_way_out(
     ("values", "said"),
     [
         ({"run": {"run_name": "a b"}}, "run_name='a b': must start with a letter or digit, and"),
-        ({"run": {"run_name": "é" * 201}}, f"run_name='{'é' * MAX_SHOWN}'…: must be at most 200"),
         ({"cluster": {"num_workers": "x"}}, "num_workers='x': must be an integer, or 'auto' ("),
         ({"cluster": {"num_workers": -1}}, "num_workers=-1: must be 0 or more, or auto ("),
         ({"cluster": {"use_gpu": 3}}, "use_gpu=3: must be true or false, or 'auto' ("),
-        ({"train": {"seed": "9" * 5000}}, "must be an integer of fewer digits ("),
         ({"model": 3}, "model=3: must be a mapping of names to values"),
         ({"optim": {"peak_lr": "a"}}, "peak_lr='a': must be a number ("),
     ],

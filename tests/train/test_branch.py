@@ -98,7 +98,6 @@ def test_it_goes_on_with_other_data_at_its_place(
             ["give RUN@STEP, or a checkpoint's directory"],
         ),
         (CheckpointError, {"branch_from": "nobody@20"}, ["has checkpoints of steps none"]),
-        (CheckpointError, {"branch_from": "strait-0@20"}, ["did you mean straight-0?"]),
         (ConfigError, {"embd_size": 64}, ["embd_size=64", "has 32 and a branch cannot change it"]),
         (ConfigError, {"optimizer": "muon"}, ["optimizer=muon", "has adamw"]),
         (ConfigError, {"global_batch_tokens": 24 * 32}, ["global_batch_tokens=768", "has 384"]),
