@@ -71,18 +71,15 @@ class Code:
 
     @contextlib.contextmanager
     def errors_as_line(self, where: str = "") -> Iterator[None]:
-        """Turn an error of this code, but not Ctrl+C, into a ConfigError with file and line after `where`."""
+        """Turn an error of this code into a ConfigError with file and line after `where`."""
         try:
             yield
-        except BaseException as error:
+        except (Exception, SystemExit) as error:
             lines = [
                 line
                 for frame, line in traceback.walk_tb(error.__traceback__)
                 if frame.f_code.co_filename.endswith(f"#{self.sha256[:8]}")  # under any name
             ]
-            is_error = isinstance(error, (Exception, SystemExit))
-            if isinstance(error, KeyboardInterrupt) or not (is_error or lines):
-                raise
             is_ours = isinstance(error, RaytrainGptError)
             if is_ours and not (lines and isinstance(error, UserError)):
                 raise

@@ -147,25 +147,20 @@ class TrainSection(Strict):
         return world_size if self.parallel == "fsdp" else 1
 
     @model_validator(mode="after")
-    def _can_be_exact(self) -> TrainSection:
-        for name, value, instead in (
-            ("parallel", "fsdp", "ddp"),
-            ("precision", "fp16", "bf16 or fp32"),
-            ("micro_batch_sequences", "auto", "a number"),
-            ("gradient_dtype", "bf16", "fp32"),
+    def _exclusive(self) -> TrainSection:
+        sharded = "parallel=fsdp" if self.parallel == "fsdp" else None
+        exact = "exact=true" if self.exact else None
+        for other, name, value, instead in (
+            (exact, "parallel", "fsdp", "ddp"),
+            (exact, "precision", "fp16", "bf16 or fp32"),
+            (exact, "micro_batch_sequences", "auto", "a number"),
+            (exact, "gradient_dtype", "bf16", "fp32"),
+            (sharded, "gradient_dtype", "bf16", "fp32"),
         ):
-            if self.exact and getattr(self, name) == value:
+            if other and getattr(self, name) == value:
                 raise ValueError(
-                    f"exact=true and {name}={value} are mutually exclusive; set {name} to {instead}"
+                    f"{other} and {name}={value} are mutually exclusive; set {name} to {instead}"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _narrow_where_it_applies(self) -> TrainSection:
-        if self.gradient_dtype == "bf16" and self.parallel == "fsdp":
-            raise ValueError(
-                "gradient_dtype=bf16 does not apply to parallel=fsdp; set gradient_dtype to fp32"
-            )
         return self
 
     @model_validator(mode="after")
