@@ -40,7 +40,7 @@ from torch import nn
 
 from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.config.load import load_preset
-from raytrain_gpt.config.resolved import FittedConfig, RunPlan, decided
+from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.loss import IGNORE_INDEX
 from raytrain_gpt.core.model import GPTShape
@@ -208,7 +208,7 @@ def peer_curve(config: Config, arm: str) -> Curve:
     sizes = (shape.num_layers, shape.num_heads, shape.embd_size, shape.seq_len)
     model = PlainGPT(Sizes(*sizes, shape.padded_vocab_size))
     device, size = torch.device("cpu"), config.batch_sequences
-    plan = RunPlan.of(decided(FittedConfig, config, use_gpu=False), 1, size, "none")
+    plan = RunPlan.of(config.updated({"use_gpu": False}), 1, size, "none")
     spec = IngestSpec.of(plan, data)
     chunks = rank_chunks(chunks_in_process(spec, num_steps, 0), spec, 0)
     val = next(chunks)

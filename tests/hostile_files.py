@@ -137,7 +137,7 @@ class Makers:
                 with contextlib.suppress(RaytrainGptError):
                     names = [] if action == "list" else [place.name]
                     runs_command(action, names, Location.of(place.parent), True, lambda line: None)
-            Catalog(Location.of(place)).newest_good(lambda line: None)
+            Catalog(Location.of(place)).pick("newest", lambda line: None)
             read_checkpoint(Location.of(directory)).verify()
             open_checkpoint(place)
 

@@ -21,12 +21,11 @@ from raytrain_gpt.checkpoint.catalog import (
     STATE_FILE,
     Catalog,
     Checkpoint,
-    near_run,
     read_checkpoint,
+    resolve_checkpoint,
 )
 from raytrain_gpt.checkpoint.code_check import check_unchanged, code_hash, replaced_code
-from raytrain_gpt.config.batch import for_workers
-from raytrain_gpt.config.resolved import FittedConfig
+from raytrain_gpt.config.resolved import for_workers
 from raytrain_gpt.config.schema import Config, changed_fields, parse_config
 from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS, SHAPE_FIELDS
 from raytrain_gpt.data.locations import location, run_location
@@ -78,7 +77,7 @@ def read_branch(directory: Location) -> _Branch | None:
         return TypeAdapter(_Branch).validate_python(parse_json(file.read_bytes()))
 
 
-def create_branch(config: FittedConfig, data: Mixture, log: Log) -> Checkpoint | None:
+def create_branch(config: Config, data: Mixture, log: Log) -> Checkpoint | None:
     """Create a branched run's first checkpoint; None if `branch_from` is unset.
 
     Raises:
@@ -88,9 +87,7 @@ def create_branch(config: FittedConfig, data: Mixture, log: Log) -> Checkpoint |
     """
     if config.run.branch_from is None:
         return None
-    origin = _find_origin(config, config.run.branch_from)
-    if origin.path.is_local:  # from an object store it is verified when it is fetched
-        origin.verify()
+    origin = _find_origin(config, config.run.branch_from, log)
     state = origin.state
     before = parse_config(state.config, str(origin.path)).field_values()
     now = config.field_values()
@@ -142,38 +139,23 @@ def create_branch(config: FittedConfig, data: Mixture, log: Log) -> Checkpoint |
     return read_checkpoint(path)
 
 
-def branches_from(config: Config, source: str, run_dir: Location) -> bool:
-    """Whether a run branched from `source` (RUN@STEP or a path), which may have been removed."""
-    branch = read_branch(run_dir)
-    paths = [location(config, source)]
-    if match := _RUN_AT_STEP.fullmatch(source):
-        name = f"step={int(match[2]):08d}"
-        paths += [base / CHECKPOINTS_DIR / name for base in _run_dirs(config, match[1])]
-    return branch is not None and branch.checkpoint in map(str, paths)
-
-
-def _run_dirs(config: Config, run: str) -> tuple[Location, Location]:
-    """Candidate directories for a run's name or path."""
-    return location(config, config.run.storage_path) / run, location(config, run)
-
-
-def _find_origin(config: FittedConfig, source: str) -> Checkpoint:
-    """Open the checkpoint given as RUN@STEP or a path.
+def _find_origin(config: Config, source: str, log: Log) -> Checkpoint:
+    """Open the checkpoint given as RUN@STEP or a path, and verify it.
 
     Raises:
         CheckpointError: there is none; lists the available steps.
     """
     match = _RUN_AT_STEP.fullmatch(source)
     if not match and ((path := location(config, source)) / STATE_FILE).is_file():
-        return read_checkpoint(path)
+        return resolve_checkpoint(path)
     run, step = match.groups() if match else (source, "")
-    named, at_path = _run_dirs(config, run)
-    run_dir = named if (named / CHECKPOINTS_DIR).names() else at_path
-    checkpoints = {c.state.step: c for c in Catalog(run_dir).complete()}
-    if step and int(step) in checkpoints:
-        return checkpoints[int(step)]
-    steps = ", ".join(map(str, checkpoints)) or "none"
-    hint = "; give RUN@STEP, or a checkpoint's directory"
-    if not checkpoints:
-        hint = near_run(named.name, named.parent) or hint
-    raise CheckpointError(f"branch_from={source}: {run_dir} has checkpoints of steps {steps}{hint}")
+    named = location(config, config.run.storage_path) / run
+    run_dir = named if (named / CHECKPOINTS_DIR).names() else location(config, run)
+    catalog = Catalog(run_dir)
+    if step and (origin := catalog.pick("step", log, int(step))):
+        return origin
+    steps = ", ".join(str(checkpoint.state.step) for checkpoint in catalog.complete()) or "none"
+    raise CheckpointError(
+        f"branch_from={source}: {run_dir} has checkpoints of steps {steps}; give RUN@STEP, or a "
+        "checkpoint's directory"
+    )

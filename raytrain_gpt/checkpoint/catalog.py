@@ -5,7 +5,6 @@
                                        state.json, rows.jsonl and, last, hashes.json
     checkpoints/unfinished-…           being written or removed; never read
     checkpoints/broken-step=00000250/  damaged, or written in a loss spike, and set aside
-    checkpoints/misnamed-step=…        a copy or link of a different step, set aside, never removed
 
 On a file system a checkpoint is written under an unfinished name, with every file forced to disk;
 `hashes.json` with all sizes and SHA-256 comes last, and one rename completes it. Object stores cannot rename:
@@ -17,27 +16,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import errno
 import hashlib
 import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from secrets import token_hex
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
 from raytrain_gpt.checkpoint.checkpoint_state import STATE_VERSION, CheckpointState
-from raytrain_gpt.checkpoint.rows import is_row, parse_rows
-from raytrain_gpt.config.sections import RunSection
-from raytrain_gpt.errors import CheckpointError, RaytrainGptError, damage_as
+from raytrain_gpt.checkpoint.rows import parse_rows
+from raytrain_gpt.errors import CheckpointError, damage_as
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.parsing import parse_json
+from raytrain_gpt.redact import say
 from raytrain_gpt.storage.location import Location, force_to_disk
 
 CHECKPOINTS_DIR = "checkpoints"
@@ -45,14 +42,10 @@ STATE_FILE = "state.json"
 HASHES_FILE = "hashes.json"
 ROWS_FILE = "rows.jsonl"
 CODE_FILE = "code.py"
-_EVALUATION_FILE = "evaluation.json"
-"""An evaluation that earlier versions added to a checkpoint later; `hashes.json` does not list it."""
 _NAME = re.compile(r"step=(\d{8}|[1-9]\d{8,})")
 _UNFINISHED = re.compile(rf"unfinished-(removed-)?{_NAME.pattern}(-[\w-]+)?")
 _NEEDED = {STATE_FILE, "model.safetensors"}
-_DEFAULT_STORAGE: str = RunSection.model_fields["storage_path"].default
-_MARKS = ("config.yaml", CHECKPOINTS_DIR, STATE_FILE)
-"""A run or checkpoint has at least one of these entries."""
+Which = Literal["newest", "best", "step", "before"]
 # Files are downloaded to these names.
 _FileName = Annotated[str, Field(pattern=r"^\w[\w.-]{0,99}$")]
 
@@ -67,10 +60,6 @@ class FileEntry:
 
 class _NewerVersionError(CheckpointError):
     """Checkpoint of a later version: not damaged, so it must not be skipped."""
-
-
-class _Misnamed(CheckpointError):
-    """Checkpoint whose state and name disagree on the step; its files may be intact."""
 
 
 @dataclass(frozen=True)
@@ -165,26 +154,12 @@ def read_checkpoint(path: Location) -> Checkpoint:
             content["numerics_environment"] = content.pop("computed_by")
         state = _STATE.validate_python(content)
         if _NAME.fullmatch(path.name) and _step(path) != state.step:
-            raise _Misnamed(
+            raise CheckpointError(
                 f"checkpoint {path} was copied, renamed or linked: its {STATE_FILE} says step {state.step}; "
                 f"name it step={state.step:08d}, or remove it"
             )
-        if state.val_loss is None and content["config"].get("eval", {}).get("eval_mode") == "async":
-            state = dataclasses.replace(state, val_loss=_loss_added_later(path, hashes))
         size_bytes = sum(entry.size_bytes for entry in hashes.values())
         return Checkpoint(path, state, size_bytes, frozenset(hashes))
-
-
-def _loss_added_later(path: Location, hashes: Mapping[str, FileEntry]) -> float | None:
-    """Read the validation loss of an earlier version's evaluation, or None if missing or damaged."""
-    loss: float | None = None
-    listed = "".join(f"{n} {e.size_bytes} {e.sha256}\n" for n, e in sorted(hashes.items()))
-    checkpoint_hash = hashlib.sha256(listed.encode()).hexdigest()
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        content = parse_json((path / _EVALUATION_FILE).read_bytes())
-        if content["checkpoint_hash"] == checkpoint_hash and is_row(content["row"]):
-            loss = content["row"]["val/loss"]
-    return loss
 
 
 class Draft:
@@ -279,41 +254,31 @@ class Catalog:
         """Start a checkpoint; see `Draft`."""
         return Draft(self._dir, step, mark)
 
-    def complete(self, on_skip: Log | None = None) -> list[Checkpoint]:
-        """Checkpoints that look complete, oldest step first; `on_skip` logs all others."""
+    def complete(self) -> list[Checkpoint]:
+        """Checkpoints that look complete, oldest step first, to list them; `pick` chooses one to load."""
         checkpoints = []
         for path in self._paths():
-            try:
+            with contextlib.suppress(CheckpointError):
                 checkpoints.append(read_checkpoint(path))
-            except CheckpointError as error:
-                if on_skip:
-                    on_skip(f"skipped: {error}")
         return checkpoints
 
-    def _paths(self) -> list[Location]:
-        """Directories named like checkpoints, by step; in an object store only those with hashes."""
-        paths = [self._dir / name for name in self._dir.names() if _NAME.fullmatch(name)]
-        finished = [p for p in paths if self._dir.is_local or (p / HASHES_FILE).is_file()]
-        return sorted(finished, key=_step)  # by name a step of nine digits would come first
-
-    def newest_good(self, on_skip: Log, before_step: int | None = None) -> Checkpoint | None:
-        """The newest checkpoint whose hashes all match, or None if the run has no checkpoints.
+    def pick(self, which: Which, on_skip: Log, step: int = 0) -> Checkpoint | None:
+        """Choose a checkpoint to load, whose hashes all match; None if the run has none such.
 
         Args:
-            on_skip: Logs damaged newer checkpoints.
-            before_step: Limits the search to earlier steps unless None.
+            which: `newest`; `best` by validation loss, or the newest if none was evaluated; that of a
+                `step`; or the newest `before` a step.
+            on_skip: Logs damaged checkpoints, which are skipped.
 
         Raises:
-            CheckpointError: all checkpoints are damaged, or one was written by a later version.
+            CheckpointError: all of them are damaged, or one was written by a later version.
         """
-        paths = [p for p in self._paths() if before_step is None or _step(p) < before_step]
-        for path in reversed(paths):
+        paths = [path for path in reversed(self._paths()) if _is_choice(which, _step(path), step)]
+        found = self._readable(paths, on_skip)
+        for checkpoint in _by_preference(found) if which == "best" else found:
             try:
-                checkpoint = read_checkpoint(path)
                 checkpoint.verify()
                 return checkpoint
-            except _NewerVersionError:
-                raise
             except CheckpointError as error:
                 on_skip(f"skipped: {error}")
         if paths:
@@ -322,6 +287,22 @@ class Catalog:
                 "or start again under a new run_name"
             )
         return None
+
+    @staticmethod
+    def _readable(paths: Iterable[Location], on_skip: Log) -> Iterator[Checkpoint]:
+        for path in paths:
+            try:
+                yield read_checkpoint(path)
+            except _NewerVersionError:
+                raise
+            except CheckpointError as error:
+                on_skip(f"skipped: {error}")
+
+    def _paths(self) -> list[Location]:
+        """Directories named like checkpoints, by step; in an object store only those with hashes."""
+        paths = [self._dir / name for name in self._dir.names() if _NAME.fullmatch(name)]
+        finished = [p for p in paths if self._dir.is_local or (p / HASHES_FILE).is_file()]
+        return sorted(finished, key=_step)  # by name a step of nine digits would come first
 
     def clean(self, good_until: int) -> None:
         """Remove unfinished checkpoints, and set aside those above step `good_until`."""
@@ -333,7 +314,7 @@ class Catalog:
                 (self._dir / name).remove()
         for path in paths:
             if _step(path) > good_until:
-                self._set_aside(path)
+                self._retire(path, f"broken-{path.name}")
 
     def prune(self, keep: int) -> None:
         """Remove all checkpoints but the newest `keep` and the best."""
@@ -342,17 +323,6 @@ class Catalog:
         for checkpoint in complete[:-keep]:
             if checkpoint is not best:
                 self._retire(checkpoint.path, f"unfinished-removed-{checkpoint.path.name}").remove()
-
-    def _set_aside(self, path: Location) -> None:
-        """Rename an unused checkpoint; a copy made by the user is never removed."""
-        with contextlib.suppress(CheckpointError):
-            try:
-                read_checkpoint(path)
-            except _Misnamed:
-                if self._dir.is_local:  # in a store the run overwrites it, hashes.json last
-                    path.path.rename(path.path.with_name(f"misnamed-{path.name}-{token_hex(4)}"))
-                return
-        self._retire(path, f"broken-{path.name}")
 
     def _retire(self, path: Location, name: str) -> Location:
         """Retire a checkpoint atomically (rename); returns the new location."""
@@ -375,7 +345,7 @@ def best_by_loss(checkpoints: list[Checkpoint]) -> Checkpoint | None:
     return next((c for c in _by_preference(checkpoints) if c.state.val_loss is not None), None)
 
 
-def _by_preference(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+def _by_preference(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
     """Sort by validation loss, then earlier step; checkpoints without a loss last, newest first."""
 
     def rank(checkpoint: Checkpoint) -> tuple[bool, float, int]:
@@ -389,11 +359,15 @@ def _step(path: Location) -> int:
     return int(path.name.removeprefix("step="))
 
 
-def resolve_checkpoint(path: Location, on_skip: Log | None = None) -> Checkpoint:
+def _is_choice(which: Which, step: int, of_step: int) -> bool:
+    return which in ("newest", "best") or (step == of_step if which == "step" else step < of_step)
+
+
+def resolve_checkpoint(path: Location, on_skip: Log = say) -> Checkpoint:
     """Open the checkpoint at a path; of a run, its best, or its newest if none was evaluated.
 
     Args:
-        on_skip: Logs damaged checkpoints of a run, which are skipped, or None to require the best one.
+        on_skip: As in `Catalog.pick`.
 
     Raises:
         CheckpointError: there is no checkpoint, or no intact one.
@@ -402,36 +376,13 @@ def resolve_checkpoint(path: Location, on_skip: Log | None = None) -> Checkpoint
         checkpoint = read_checkpoint(path)
         checkpoint.verify()
         return checkpoint
-    complete = _by_preference(Catalog(path).complete(on_skip))
-    for checkpoint in complete:
-        try:
-            checkpoint.verify()
-            return checkpoint
-        except (CheckpointError, OSError) as error:
-            if on_skip is None:
-                raise
-            on_skip(f"skipped: {error}")
-    if complete:
-        raise CheckpointError(
-            f"all checkpoints of {path} are damaged; restore one from a copy, or train again under a new "
-            "run_name"
-        )
+    if (best := Catalog(path).pick("best", on_skip)) is not None:
+        return best
     if path.name.endswith((".safetensors", ".bin")) or (path / "config.json").is_file():
         raise CheckpointError(
             f"{path} holds Hugging Face weights; import them first: "
             f"raytrain-gpt import {shell(path)} --out CHECKPOINT"
         )
-    hint = near_run(path.name, path.parent, path.parent / _DEFAULT_STORAGE)
     raise CheckpointError(
-        f"{path} is neither a checkpoint nor a run with one{hint or '; see: raytrain-gpt runs list'}"
+        f"{path} is neither a checkpoint nor a run with one; see: raytrain-gpt runs list"
     )
-
-
-def near_run(name: str, *storages: Location) -> str:
-    """Suggest the run or checkpoint with the most similar name, or return an empty string."""
-    for storage in storages:
-        with contextlib.suppress(OSError, RaytrainGptError):  # one that may not be listed
-            for similar in difflib.get_close_matches(name, storage.names(), n=5):
-                if any((storage / similar / mark).exists() for mark in _MARKS):
-                    return f"; did you mean {similar}?"
-    return ""

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from raytrain_gpt.config.arithmetic import nearest_multiples
-from raytrain_gpt.config.batch import check_shares, shares_equally, sharing_unit
-from raytrain_gpt.config.resolved import FittedConfig, decided
+from raytrain_gpt.config.resolved import check_shares, shares_equally, sharing_unit, workers_of
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.wording import nearest_multiples
 from raytrain_gpt.errors import ClusterError, ConfigError
 from raytrain_gpt.format import Log, count
 
@@ -83,7 +82,7 @@ def _shared_cores(shares: int) -> int:
     return max(1, (os.cpu_count() or 1) // shares)
 
 
-def fit_to_process(config: Config, world_size: int, in_node: int, num_gpus: int) -> FittedConfig:
+def fit_to_process(config: Config, world_size: int, in_node: int, num_gpus: int) -> Config:
     """Resolve every `auto` of the cluster section for `in_node` local-mode processes on this machine.
 
     Raises:
@@ -103,12 +102,12 @@ def fit_to_process(config: Config, world_size: int, in_node: int, num_gpus: int)
             f"with torchrun --nproc_per_node={num_gpus}, or select GPUs with CUDA_VISIBLE_DEVICES"
         )
     cpus = _shared_cores(in_node) if c.cpus_per_worker == "auto" else c.cpus_per_worker
-    fitted = decided(FittedConfig, config, use_gpu=use_gpu, cpus_per_worker=cpus)
+    fitted = config.updated({"use_gpu": use_gpu, "cpus_per_worker": cpus})
     check_shares(fitted, world_size)
     return fitted
 
 
-def fit_to_cluster(config: Config, resources: Resources) -> tuple[FittedConfig, int]:
+def fit_to_cluster(config: Config, resources: Resources) -> tuple[Config, int]:
     """Resolve every `auto` of the cluster section; also return the world size.
 
     `num_workers=auto` is the largest number of GPUs that divides the batch.
@@ -129,11 +128,11 @@ def fit_to_cluster(config: Config, resources: Resources) -> tuple[FittedConfig, 
     cpus = c.cpus_per_worker
     if isinstance(cpus, str):
         cpus = _shared_cores(num_workers) if resources.ours else 1
-    fitted = decided(
-        FittedConfig, config, num_workers=num_workers, use_gpu=use_gpu, cpus_per_worker=cpus
+    fitted = config.updated(
+        {"num_workers": num_workers, "use_gpu": use_gpu, "cpus_per_worker": cpus}
     )
     room = resources.room_for(cpus, gpus)
-    least = fitted.cluster.least_workers
+    least = workers_of(fitted).least_workers
     if room < least:
         raise _too_small(fitted, resources, room)
     if room >= num_workers:
@@ -148,8 +147,8 @@ def fit_to_cluster(config: Config, resources: Resources) -> tuple[FittedConfig, 
     )
 
 
-def _too_small(config: FittedConfig, resources: Resources, room: int) -> ClusterError:
-    c = config.cluster
+def _too_small(config: Config, resources: Resources, room: int) -> ClusterError:
+    c = workers_of(config)
     have = f"{count(resources.cpus, 'CPU', form='g')} and {count(resources.gpus, 'GPU')} on "
     have += count(len(resources.nodes), "node")
     free = f"; {DATA_CPUS} CPU is reserved for data" if resources.data_cpus else ""
@@ -161,9 +160,9 @@ def _too_small(config: FittedConfig, resources: Resources, room: int) -> Cluster
     )
 
 
-def largest_world_size(config: FittedConfig, resources: Resources) -> int | None:
+def largest_world_size(config: Config, resources: Resources) -> int | None:
     """Return the largest world size that fits and divides the batch, or None below `min_workers`."""
-    c = config.cluster
+    c = workers_of(config)
     room = resources.room_for(c.cpus_per_worker, c.num_gpus)
     return _first_sharing(config, range(min(c.num_workers, room), c.least_workers - 1, -1))
 
@@ -173,15 +172,15 @@ def _first_sharing(config: Config, numbers: Iterable[int]) -> int | None:
     return next((number for number in numbers if shares_equally(config, number)), None)
 
 
-def idle_gpus(config: Config, fitted: FittedConfig, resources: Resources) -> str | None:
+def idle_gpus(config: Config, fitted: Config, resources: Resources) -> str | None:
     """Return a warning if `num_workers=auto` idles GPUs because the batch does not divide, else None."""
-    used, free = fitted.cluster.num_workers, resources.gpus
-    if config.cluster.num_workers != "auto" or fitted.cluster.num_gpus != 1 or used >= free:
+    c, free = workers_of(fitted), resources.gpus
+    if config.cluster.num_workers != "auto" or c.num_gpus != 1 or c.num_workers >= free:
         return None
     tokens = config.train.global_batch_tokens
     unit = config.data.seq_len * sharing_unit(config, free)
     return (
-        f"num_workers=auto uses {used} of {count(free, 'GPU')}, the most that divides "
+        f"num_workers=auto uses {c.num_workers} of {count(free, 'GPU')}, the most that divides "
         f"{count(config.batch_sequences, 'sequence')} per step; to use all, set "
         f"global_batch_tokens to {nearest_multiples(tokens, unit)}"
     )
@@ -193,10 +192,10 @@ class ScaleUp:
     A restart costs several steps' time and autoscalers add nodes one by one; hence the wait.
     """
 
-    def __init__(self, config: FittedConfig, world_size: int) -> None:
+    def __init__(self, config: Config, world_size: int) -> None:
         self._config, self._world_size = config, world_size
         self._since: float | None = None
-        self._is_due = world_size < config.cluster.num_workers
+        self._is_due = world_size < workers_of(config).num_workers
 
     def is_due(self, resources: Callable[[], Resources], now: float) -> bool:
         """Whether to restart; true at most once. Calls `resources` only below `num_workers`."""
@@ -212,7 +211,7 @@ class ScaleUp:
 
 
 def wait_for_workers(
-    config: FittedConfig,
+    config: Config,
     current: int,
     resources: Callable[[], Resources],
     pause: Pause,
@@ -222,7 +221,7 @@ def wait_for_workers(
 
     Logs a number that differs from `current`.
     """
-    c = config.cluster
+    c = workers_of(config)
     said_at = -math.inf
     while True:
         available = resources()

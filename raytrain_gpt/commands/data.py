@@ -45,8 +45,6 @@ class AtOptions(RunOptions):
     """Global batch to show, even if a rollback has skipped it (default: none)."""
     worker: int | None = Field(None, ge=0)
     """Worker whose sequences to show (default: all)."""
-    documents: bool = False
-    """Number the documents, which reads shards from their start."""
     data: Annotated[str | None, Metavar("DIR")] = None
     """Dataset of the run (default: the one it was trained on)."""
 
@@ -122,9 +120,9 @@ def at(options: AtOptions) -> None:
     run = RunProvenance(options.run, Location.of(options.storage_path), options.data)
     step, batch = options.step, options.batch
     if step is not None and batch is None:
-        sequences, batch = run.step(step, options.worker, options.documents), run.batch_of(step)
+        sequences, batch = run.step(step, options.worker), run.batch_of(step)
     elif batch is not None and step is None and options.worker is None:
-        sequences = run.batch(batch, options.documents)
+        sequences = run.batch(batch)
     else:
         raise ConfigError(
             "data at takes --step N or --batch N, and --worker with --step; see: raytrain-gpt data at --help"

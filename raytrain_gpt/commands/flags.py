@@ -15,17 +15,15 @@ from pydantic import Field, field_validator
 from pydantic.fields import FieldInfo
 
 from raytrain_gpt.config import kinds
-from raytrain_gpt.config.batch import check_shares
 from raytrain_gpt.config.call_options import Metavar, Options
 from raytrain_gpt.config.load import (
     DEFAULT_PRESET,
-    REMOVED_SETTINGS,
     given_fields,
-    ignore_removed,
     load_preset,
     preset_names,
     resolve,
 )
+from raytrain_gpt.config.resolved import check_shares
 from raytrain_gpt.config.schema import FIELDS, Config, check_kinds
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import Log, shell
@@ -171,9 +169,6 @@ class Command(Generic[OptionsT]):
                     raise ConfigError(
                         f"setting {name} of --code is already a flag of {self.name}; choose another name"
                     ) from None
-        if groups:
-            for name in REMOVED_SETTINGS:
-                parser.add_argument(f"--{name}", help=argparse.SUPPRESS, default=argparse.SUPPRESS)
 
     def __call__(self, args: argparse.Namespace) -> None:
         """Run the command with parsed arguments; raises ConfigError for values out of range."""
@@ -184,7 +179,6 @@ class Command(Generic[OptionsT]):
             if value == "null" and not is_text:
                 values[name] = None
         fields = {name: values.pop(name) for name in [*values] if name not in options}
-        fields = ignore_removed(fields, "the command line")
         more = {"fields": fields} if "fields" in self.options.model_fields else {}
         self.run(self.options(**values, **more))
 

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from raytrain_gpt.config.arithmetic import check_divides
 from raytrain_gpt.config.kinds import Kind, Settings, declare
+from raytrain_gpt.config.wording import check_divides
 
 
 class Qwen3Settings(Settings):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import hashlib
 import linecache
@@ -55,9 +54,8 @@ class Code:
         """Execute it as a module of its own.
 
         Raises:
-            ConfigError: it is not valid, has a relative import, or raises an error.
+            ConfigError: it is not valid, or raises an error.
         """
-        self._check_imports()
         name = f"raytrain_gpt_code_{self.sha256[:8]}"
         module = types.ModuleType(name)
         module.__file__ = shown = self._shown
@@ -73,35 +71,18 @@ class Code:
 
     @contextlib.contextmanager
     def errors_as_line(self, where: str = "") -> Iterator[None]:
-        """Turn an error of this code, but not Ctrl+C, into a ConfigError with file and line after `where`."""
+        """Turn an error of this code into a ConfigError with file and line after `where`."""
         try:
             yield
-        except BaseException as error:
+        except (Exception, SystemExit) as error:
             lines = [
                 line
                 for frame, line in traceback.walk_tb(error.__traceback__)
                 if frame.f_code.co_filename.endswith(f"#{self.sha256[:8]}")  # under any name
             ]
-            is_error = isinstance(error, (Exception, SystemExit))
-            if isinstance(error, KeyboardInterrupt) or not (is_error or lines):
-                raise
             is_ours = isinstance(error, RaytrainGptError)
             if is_ours and not (lines and isinstance(error, UserError)):
                 raise
             place = f"{where}{self.file_name}" + "".join(f", line {line}" for line in lines[-1:])
             what = str(error) if is_ours else f"{type(error).__name__}: {error}"
             raise ConfigError(" ".join(f"{place}: {what}".split())) from None
-
-    def _check_imports(self) -> None:
-        try:
-            tree = ast.parse(self.text)
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            line = getattr(error, "lineno", None) or 1
-            what = getattr(error, "msg", None) or reason(error)
-            raise ConfigError(f"{self.file_name}, line {line}: not valid Python: {what}") from None
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.level:
-                raise ConfigError(
-                    f"{self.file_name}, line {node.lineno}: relative import; only this file travels to the "
-                    "workers, so import an installed package, or move the code into this file"
-                )

@@ -227,8 +227,6 @@ def _check_setting(one: Kind, name: str, field: FieldInfo) -> None:
                 f"{where} is already one of {other.selector} {other.name}; choose another name, or inherit "
                 f"from {theirs.__name__}"
             )
-        if field.annotation != other.settings.model_fields[name].annotation:
-            raise ConfigError(f"{where} has another type than in {theirs.__name__}; keep its type")
 
 
 reserved_names = dict.fromkeys(("preset", "config", "code"), "an option of train")

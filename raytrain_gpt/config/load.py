@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
@@ -16,11 +15,8 @@ from raytrain_gpt.parsing import parse_yaml
 
 DEFAULT_PRESET = "quickstart"
 
-REMOVED_SETTINGS = {
-    "data_cache_gb": None,
-    "eval_mode": ("inline", "evaluate with raytrain-gpt eval"),
-}
-"""Setting of earlier versions -> the value that still holds and what replaces others; None: all hold."""
+_REMOVED_SETTINGS = {"data_cache_gb", "eval_mode"}
+"""Settings of earlier versions, which their files have; they decided no weight."""
 
 
 def preset_names() -> list[str]:
@@ -41,44 +37,19 @@ def load_preset(name: str) -> Config:
 
 
 def load_config_file(path: Path) -> Config:
-    """Load a user's configuration file; raises ConfigError if it is missing or invalid."""
-    tree = read_mapping(path, "configuration", Config.model_fields)
-    sections = {title: ignore_removed(section, str(path)) for title, section in tree.items()}
-    return parse_config(sections, str(path))
-
-
-def load_recorded(path: Path) -> Config:
-    """Load the configuration of a run, perhaps of an earlier version; raises like `load_config_file`."""
+    """Load a configuration file, perhaps of an earlier version; may raise ConfigError."""
     tree = read_mapping(path, "configuration", Config.model_fields)
     return parse_config(without_removed(tree), str(path))
 
 
 def without_removed(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the settings of earlier versions from a recorded tree: section -> field -> value."""
+    """Drop the settings of earlier versions from a tree: section -> field -> value."""
     return {
-        title: {name: value for name, value in section.items() if name not in REMOVED_SETTINGS}
+        title: {name: value for name, value in section.items() if name not in _REMOVED_SETTINGS}
         if isinstance(section, Mapping)
         else section
         for title, section in tree.items()
     }
-
-
-def ignore_removed(values: Any, where: str) -> Any:
-    """Drop the settings of earlier versions from a mapping of the user; each is named on stderr.
-
-    Raises:
-        ConfigError: one has a value that meant something.
-    """
-    if not isinstance(values, Mapping):
-        return values
-    for name in REMOVED_SETTINGS.keys() & values.keys():
-        replaced = REMOVED_SETTINGS[name]
-        if replaced and values[name] != replaced[0]:
-            raise ConfigError(
-                f"{name}={values[name]} in {where} is no longer supported; remove it, and {replaced[1]}"
-            )
-        print(f"{name} in {where} is ignored: it no longer exists", file=sys.stderr)
-    return {name: value for name, value in values.items() if name not in REMOVED_SETTINGS}
 
 
 def read_mapping(path: Path, what: str, keys: Iterable[str]) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from raytrain_gpt.config.wording import MAX_SHOWN
 from raytrain_gpt.format import preview
 
 S = TypeVar("S", bound=Settings)
-_Scalar = bool | int | float | str | None
 
 
 def _is_name(value: str) -> str:
@@ -88,7 +87,6 @@ class OpenSection(Strict, extra="allow"):
         extra = self.__pydantic_extra__
         assert extra is not None, "extra values are allowed"
         if (chosen := self.chosen) is None:
-            self._check_unknown(extra)
             return self
         known: dict[str, Any] = {}
         for kind in chosen:
@@ -120,17 +118,6 @@ class OpenSection(Strict, extra="allow"):
             f"{name}={shown} does not apply to {names}; choose {choices}, or remove {name}"
         )
 
-    @staticmethod
-    def _check_unknown(extra: Mapping[str, Any]) -> None:
-        """Refuse what no setting could be: a name of a field, or a value that is not a scalar."""
-        for name, value in extra.items():
-            if (
-                name in kinds.reserved_names
-                or not name.isidentifier()
-                or not isinstance(value, _Scalar)
-            ):
-                raise _unknown(name, value)
-
 
 def _unknown(name: str, value: Any) -> ValidationError:
     error = InitErrorDetails(type="extra_forbidden", loc=(name,), input=value)
@@ -151,11 +138,5 @@ def _names_of(value: Any) -> list[str]:
     return [one for one in names if isinstance(one, str)] if isinstance(names, list | tuple) else []
 
 
-def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise PydanticCustomError("twice", "has {name} twice", {"name": twice})
-    return names
-
-
-Names = Annotated[tuple[Name, ...], BeforeValidator(_split), AfterValidator(_distinct)]
+Names = Annotated[tuple[Name, ...], BeforeValidator(_split)]
 """Names in a list, or in a text with commas between them."""

@@ -1,38 +1,35 @@
-"""The configuration tree with `auto` resolved, in stages.
+"""The two stages of a configuration: `Config` as written, and `RunPlan`, in which nothing is `auto`.
 
-    Config          as written; `auto` possible
-    SizedConfig     number and CPUs of workers resolved, GPUs not yet (in a sweep)
-    FittedConfig    cluster section resolved (cluster/capacity.fit_to_cluster)
-    ResolvedConfig  fields that depend on device memory resolved (train/memory_fit.fit_memory)
-    RunPlan         a resolved configuration for one number of workers
+1. `cluster/capacity` sets number, CPUs and GPUs of the workers once, when a run starts; `workers_of` reads
+   them.
+2. `train/memory_fit` makes a plan before every attempt, with the fields that depend on memory.
 
-Functions take the type of the stage they need, so mypy checks that no `auto` remains.
+What trains takes a plan, so mypy checks that no `auto` remains. A global batch is divided over workers and
+micro-batches here too.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from raytrain_gpt.config.schema import Config, ConfigT
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import ClusterSection, TrainSection
+from raytrain_gpt.config.wording import divisors, nearest, nearest_multiples
+from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.format import count
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
 USABLE_FRACTION = 0.92
 """Fraction of a device's memory; on a GPU, CUDA and gaps between tensors take the rest."""
 
 
-class SizedCluster(ClusterSection):
+class Workers(ClusterSection):
+    """The cluster section without `auto`."""
+
     num_workers: int
     cpus_per_worker: int
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the run trains in the command's process (or `torchrun`'s), without Ray."""
-        return self.num_workers == 0
-
-
-class FittedCluster(SizedCluster):
     use_gpu: bool
 
     @property
@@ -51,31 +48,22 @@ class FittedCluster(SizedCluster):
         return self.min_workers or self.num_workers
 
 
-class SizedConfig(Config):
-    cluster: SizedCluster
-
-
-class FittedConfig(SizedConfig):
-    cluster: FittedCluster
-
-
 class ResolvedTrain(TrainSection):
     micro_batch_sequences: int
     activation_checkpointing: ActivationCheckpointing
 
 
-class ResolvedConfig(FittedConfig):
+class ResolvedConfig(Config):
+    """The configuration of a plan, and of its checkpoints."""
+
     train: ResolvedTrain
+    cluster: Workers
 
 
-def decided(kind: type[ConfigT], config: Config, **values: Any) -> ConfigT:
-    """Convert a configuration to a later stage, with values for its `auto` fields.
-
-    Raises:
-        ConfigError: the values conflict with the configuration.
-        ValidationError: an `auto` remains that the stage does not allow.
-    """
-    return kind.model_validate(config.updated(values).model_dump())
+def workers_of(config: Config) -> Workers:
+    """Return the cluster section, resolved but for `use_gpu`: without a cluster, `auto` counts as true."""
+    c = config.cluster
+    return Workers.model_validate({**c.model_dump(), "use_gpu": c.use_gpu is not False})
 
 
 @dataclass(frozen=True)
@@ -91,15 +79,14 @@ class RunPlan:
     world_size: int
 
     @classmethod
-    def of(
-        cls, config: FittedConfig, world_size: int, micro_batch_sequences: int, mode: str
-    ) -> RunPlan:
+    def of(cls, config: Config, world_size: int, micro_batch_sequences: int, mode: str) -> RunPlan:
         """Make a plan; `mode` is the activation checkpointing.
 
         `world_size` must divide the global batch, `micro_batch_sequences` a worker's sequences per step.
         """
         fit = {"micro_batch_sequences": micro_batch_sequences, "activation_checkpointing": mode}
-        return cls(decided(ResolvedConfig, config, **fit), world_size)
+        resolved = ResolvedConfig.model_validate(config.updated(fit).model_dump())
+        return cls(resolved, world_size)
 
     @property
     def worker_sequences(self) -> int:
@@ -110,3 +97,70 @@ class RunPlan:
     def micro_batches_per_step(self) -> int:
         """Micro-batches per worker and step."""
         return self.worker_sequences // self.config.train.micro_batch_sequences
+
+
+def check_shares(config: Config, world_size: int) -> None:
+    """Raise a ConfigError with the nearest valid sizes if workers cannot share a global batch equally."""
+    if shares_equally(config, world_size):
+        return
+    seq_len, tokens = config.data.seq_len, config.train.global_batch_tokens
+    sequences, micro, exact = config.batch_sequences, _min_micro_batch(config), config.train.exact
+    workers = [] if sequences % micro else divisors(sequences // (micro if exact else 1))
+    micros = [] if sequences % world_size else divisors(sequences // (world_size if exact else 1))
+    ways = [
+        f"global_batch_tokens {nearest_multiples(tokens, seq_len * sharing_unit(config, world_size))}"
+    ]
+    ways += [f"num_workers {nearest(workers, world_size)}"] * bool(workers)
+    is_auto = config.train.micro_batch_sequences == "auto"
+    ways += [f"micro_batch_sequences {nearest(micros, micro)}"] * bool(micros and not is_auto)
+    micro_batch = "" if is_auto else f" × {count(micro, 'sequence')}"
+    raise ConfigError(
+        f"global_batch_tokens={tokens} ({count(sequences, 'sequence')} of {seq_len}) does not divide over "
+        f"{count(world_size, 'worker')}{micro_batch}; nearest: {'; or '.join(ways)}"
+    )
+
+
+def shares_equally(config: Config, world_size: int) -> bool:
+    """Whether a global batch divides over the workers, and into the configured micro-batches.
+
+    A worker's share need not divide: `micro_batch_for` lowers its micro-batch, unless sums are exact.
+    """
+    return config.batch_sequences % sharing_unit(config, world_size) == 0
+
+
+def _min_micro_batch(config: Config) -> int:
+    micro = config.train.micro_batch_sequences
+    return 1 if micro == "auto" else micro
+
+
+def sharing_unit(config: Config, world_size: int) -> int:
+    """Number of sequences that must divide a global batch."""
+    micro = _min_micro_batch(config)
+    return micro * world_size if config.train.exact else math.lcm(micro, world_size)
+
+
+def for_workers(config: Config, world_size: int) -> Config:
+    """Set the micro-batch for a world size."""
+    return config.updated({"micro_batch_sequences": micro_batch_for(config, world_size)})
+
+
+def micro_batch_change(config: Config, world_size: int) -> str | None:
+    """Report a lowered `micro_batch_sequences`, or None if it is unchanged."""
+    limit, used = config.train.micro_batch_sequences, micro_batch_for(config, world_size)
+    if limit == used:
+        return None
+    return (
+        f"micro_batch_sequences {limit} -> {used}, to divide the "
+        f"{count(config.batch_sequences // world_size, 'sequence')} per worker and step"
+    )
+
+
+def micro_batch_for(config: Config, world_size: int) -> int | Literal["auto"]:
+    """Largest divisor of a worker's sequences per step up to `micro_batch_sequences`.
+
+    `auto`, and any value with exact sums, is returned unchanged.
+    """
+    limit = config.train.micro_batch_sequences
+    if limit == "auto" or config.train.exact:
+        return limit
+    return max(m for m in divisors(config.batch_sequences // world_size) if m <= limit)

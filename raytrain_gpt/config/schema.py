@@ -17,7 +17,6 @@ from pydantic import PrivateAttr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from raytrain_gpt.config import kinds
-from raytrain_gpt.config.arithmetic import nearest_multiples
 from raytrain_gpt.config.built_in import WsdSettings
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.kinds import Strict
@@ -36,7 +35,7 @@ from raytrain_gpt.config.sections import (
     TrackingSection,
     TrainSection,
 )
-from raytrain_gpt.config.wording import refusal, suggestion
+from raytrain_gpt.config.wording import nearest_multiples, refusal, suggestion
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.redact import has_secret, redacted
 
@@ -183,7 +182,7 @@ kinds.reserved_names.update(
 )
 
 
-ConfigT = TypeVar("ConfigT", bound=Config)
+_C = TypeVar("_C", bound=Config)
 
 
 def field_section(name: str) -> str:
@@ -215,11 +214,11 @@ def _without_decay_fraction(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(
-    kind: type[ConfigT],
+    kind: type[_C],
     tree: Mapping[str, Any],
     where: str,
     prepare: Callable[[dict[str, Any]], dict[str, Any]] = lambda tree: tree,
-) -> ConfigT:
+) -> _C:
     def unknown(path: str) -> str:
         name = path.rpartition(".")[2]
         hint = suggestion(name, [*FIELDS, *Config.model_fields])

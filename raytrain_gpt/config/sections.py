@@ -9,9 +9,9 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from raytrain_gpt.config import kinds
-from raytrain_gpt.config.arithmetic import check_divides
 from raytrain_gpt.config.kinds import Selector, Strict
 from raytrain_gpt.config.open_section import Name, Names, OpenSection
+from raytrain_gpt.config.wording import check_divides
 
 STEPS_BEFORE_PROFILE = 5
 """Steps before profiling starts; they compile, fill caches and warm up."""
@@ -147,25 +147,20 @@ class TrainSection(Strict):
         return world_size if self.parallel == "fsdp" else 1
 
     @model_validator(mode="after")
-    def _can_be_exact(self) -> TrainSection:
-        for name, value, instead in (
-            ("parallel", "fsdp", "ddp"),
-            ("precision", "fp16", "bf16 or fp32"),
-            ("micro_batch_sequences", "auto", "a number"),
-            ("gradient_dtype", "bf16", "fp32"),
+    def _exclusive(self) -> TrainSection:
+        sharded = "parallel=fsdp" if self.parallel == "fsdp" else None
+        exact = "exact=true" if self.exact else None
+        for other, name, value, instead in (
+            (exact, "parallel", "fsdp", "ddp"),
+            (exact, "precision", "fp16", "bf16 or fp32"),
+            (exact, "micro_batch_sequences", "auto", "a number"),
+            (exact, "gradient_dtype", "bf16", "fp32"),
+            (sharded, "gradient_dtype", "bf16", "fp32"),
         ):
-            if self.exact and getattr(self, name) == value:
+            if other and getattr(self, name) == value:
                 raise ValueError(
-                    f"exact=true and {name}={value} are mutually exclusive; set {name} to {instead}"
+                    f"{other} and {name}={value} are mutually exclusive; set {name} to {instead}"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _narrow_where_it_applies(self) -> TrainSection:
-        if self.gradient_dtype == "bf16" and self.parallel == "fsdp":
-            raise ValueError(
-                "gradient_dtype=bf16 does not apply to parallel=fsdp; set gradient_dtype to fp32"
-            )
         return self
 
     @model_validator(mode="after")
@@ -252,6 +247,11 @@ class ClusterSection(SafeSection):
     """Restarts after preemption before the run fails, not counted by max_failures; null: no limit."""
     hang_timeout_s: float | None = Field(1800.0, gt=0)
     """Time without progress of a rank before a restart (seconds); null: never."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the run trains in the command's process (or `torchrun`'s), without Ray."""
+        return self.num_workers == 0
 
     @model_validator(mode="after")
     def _counts(self) -> ClusterSection:

@@ -33,7 +33,7 @@ from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.head import ask_head
 from raytrain_gpt.cluster.private_cluster import end_own_cluster
 from raytrain_gpt.cluster.signals import StopSignals
-from raytrain_gpt.config.resolved import FittedConfig, RunPlan
+from raytrain_gpt.config.resolved import RunPlan, workers_of
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import DEFAULT_DATA
 from raytrain_gpt.data.locations import data_is_there, location, read_data, run_location
@@ -75,7 +75,7 @@ class Examination:
     checks: list[Check] = field(default_factory=list)
     resources: Resources | None = None
     data: Mixture | None = None
-    fitted: tuple[FittedConfig, int] | None = None
+    fitted: tuple[Config, int] | None = None
     storage_error: str = ""
 
     @cached_property
@@ -178,7 +178,7 @@ def check_workers(exam: Examination) -> str:
     if exam.resources is None:
         raise Skipped("no cluster")
     exam.fitted = fitted, world_size = fit_to_cluster(exam.config, exam.resources)
-    c = fitted.cluster
+    c = workers_of(fitted)
     gpus = f" and {c.gpus_per_worker:g} GPU" if c.use_gpu else ""
     return f"{world_size} × {count(c.cpus_per_worker, 'CPU')}{gpus} fit the cluster"
 

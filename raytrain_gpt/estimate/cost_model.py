@@ -12,8 +12,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raytrain_gpt.config.batch import check_shares
-from raytrain_gpt.config.resolved import ActivationCheckpointing
+from raytrain_gpt.config.resolved import ActivationCheckpointing, check_shares
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import ASSUMED_MFU, GpuSpec
 from raytrain_gpt.core.memory import (

@@ -8,8 +8,7 @@ import torch
 
 from raytrain_gpt.cluster.compilers import check_compiler
 from raytrain_gpt.cluster.signals import StopSignals
-from raytrain_gpt.config.batch import micro_batch_change
-from raytrain_gpt.config.resolved import RunPlan
+from raytrain_gpt.config.resolved import RunPlan, micro_batch_change
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import DEFAULT_DATA
 from raytrain_gpt.core.device import (

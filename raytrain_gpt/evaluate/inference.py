@@ -39,6 +39,7 @@ from raytrain_gpt.data.tokenizer import (
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
 from raytrain_gpt.evaluate.evaluation import Evaluation, check_evaluations
 from raytrain_gpt.format import Log, shell
+from raytrain_gpt.redact import say
 from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location, LocationLike
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ RULE = "-" * 40
 
 
 def open_checkpoint(
-    path: LocationLike, device: torch.device | None = None, on_skip: Log | None = None
+    path: LocationLike, device: torch.device | None = None, on_skip: Log = say
 ) -> tuple[Checkpoint, Config, GPT, tiktoken.Encoding, torch.device]:
     """Load a verified checkpoint, with its configuration, model, tokenizer and device.
 

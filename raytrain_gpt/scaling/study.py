@@ -14,8 +14,7 @@ from typing import Any, cast
 
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.cluster.signals import StopSignals
-from raytrain_gpt.config.batch import check_shares
-from raytrain_gpt.config.resolved import FittedConfig
+from raytrain_gpt.config.resolved import check_shares, workers_of
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import read_data
 from raytrain_gpt.errors import ConfigError, TrainingFailed
@@ -90,8 +89,8 @@ def run_study(
         for line in plan.check(campaign.data.split_tokens("train")):
             log(line)
 
-        def fit(fitted: FittedConfig) -> FittedConfig:
-            check_shares(plan.base, max(1, fitted.cluster.num_workers))
+        def fit(fitted: Config) -> Config:
+            check_shares(plan.base, max(1, workers_of(fitted).num_workers))
             return fitted
 
         number = len(plan.ladder([1.0] * len(plan.sizes)))
@@ -111,7 +110,7 @@ def run_study(
 class _StudyRuns:
     """The runs of a study as a `TrialSet`: their values are fields."""
 
-    base: FittedConfig
+    base: Config
     objective = "val/loss"
 
     def config(self, values: dict[str, Any]) -> Config:
@@ -238,7 +237,7 @@ class _StudyRun:
         for trial in self.campaign.history.trials():
             if trial.name == f"size-{len(plan.sizes)}-{plan.lengths[-1]}" and trial.tokens_per_s:
                 flops = 6 * plan.sizes[-1].parameters * trial.tokens_per_s
-        devices = max(1, self.campaign.fitted.cluster.num_workers)
+        devices = max(1, workers_of(self.campaign.fitted).num_workers)
         forecasts = Forecasts(plan, file, flops, devices)
         best = forecasts.best()
         doubts = [

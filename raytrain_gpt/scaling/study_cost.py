@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from raytrain_gpt.config.resolved import workers_of
 from raytrain_gpt.core.device import ASSUMED_MFU
 from raytrain_gpt.data.locations import data_is_there, read_data
 from raytrain_gpt.format import amount, duration, table
@@ -45,13 +46,14 @@ def cost_lines(study: Study) -> Iterator[str]:
     times = study.target_compute / plan.largest_compute
     yield f"target: {study.target_compute:.3g} FLOPs, {times:.1f} times the largest run"
     yield from (f"doubt: {line}" for line in doubts)
-    devices, most = base.cluster.num_workers, study.max_concurrent_runs
+    c, most = workers_of(base), study.max_concurrent_runs
+    devices = c.num_workers
     if study.gpu is not None:
         at_once, flop_s = most or 1, 1 / (study.gpu.bf16_flops * ASSUMED_MFU)
         how = f"{devices} × {study.gpu.name} each, at an MFU of {ASSUMED_MFU:g}, not measured"
     else:
         at_once = cost.cpus_to_start(base, len(runs), most) // cost.trial_cpus(base)
-        cores = max(1, (os.cpu_count() or 1) // (devices * base.cluster.cpus_per_worker))
+        cores = max(1, (os.cpu_count() or 1) // (devices * c.cpus_per_worker))
         at_once, largest = min(at_once, cores), base.updated(plan.sizes[-1].fields)
         measured_s = cost.seconds_per_flop([largest], plan.vocab_size)
         if measured_s is None:

@@ -29,7 +29,7 @@ from raytrain_gpt.cluster.failures import root_cause, user_error_in
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.kinds import Strict
 from raytrain_gpt.config.load import without_removed
-from raytrain_gpt.config.resolved import FittedConfig, SizedConfig
+from raytrain_gpt.config.resolved import workers_of
 from raytrain_gpt.config.schema import Config, changed_fields, changes_math, parse_config
 from raytrain_gpt.data.locations import location, read_data
 from raytrain_gpt.errors import ConfigError, Interrupted, reason
@@ -105,7 +105,7 @@ class Campaign:
         ConfigError: it is not what was started, or data or storage cannot be used.
     """
 
-    fitted: FittedConfig
+    fitted: Config
     history: History
     lease: Lease
     parent: ParentRun
@@ -125,7 +125,7 @@ class Campaign:
         self.signals, self.log, self._train_loop = signals, log, train_loop
         sized = one_worker_for_auto(base)
         preflight.prepare_default_data(sized, log)
-        self.base: SizedConfig = preflight.absolute_paths(sized)
+        self.base: Config = preflight.absolute_paths(sized)
         self.data = read_data(self.base)  # its errors come before a cluster
         self._name = getattr(definition, f"{kind.name}_name")
         self.directory = location(self.base, self.base.run.storage_path) / self._name
@@ -142,7 +142,7 @@ class Campaign:
         self,
         number: int,
         most: int | None,
-        fit: Callable[[FittedConfig], FittedConfig],
+        fit: Callable[[Config], Config],
         *,
         shares_gpus: bool = False,
         maximize: bool = False,
@@ -223,7 +223,7 @@ class Campaign:
     ) -> None:
         os.environ.update(_TUNE_ENVIRONMENT)
         logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
-        cluster = self.fitted.cluster
+        cluster = workers_of(self.fitted)
         resources: dict[str, float] = {"memory": _ACTOR_BYTES}
         if cluster.is_local:
             resources |= {"cpu": cluster.cpus_per_worker, "gpu": cluster.num_gpus}
@@ -254,7 +254,7 @@ class Campaign:
         self.parent.close("finished" if is_success else "failed", numbers, files)
 
 
-def _for_trials(fitted: FittedConfig, storage: Location) -> FittedConfig:
+def _for_trials(fitted: Config, storage: Location) -> Config:
     """Return the configuration of trials, whose runs are in `storage`; a single worker needs no Ray Train."""
     changes: dict[str, Any] = {"storage_path": str(storage), "mlflow_uri": tracking_uri(fitted)}
     if fitted.cluster.num_workers == 1:  # the trial's process trains, as in local mode

@@ -10,7 +10,7 @@ from statistics import fmean
 import torch
 
 from raytrain_gpt.cluster.capacity import DATA_CPUS, Resources
-from raytrain_gpt.config.resolved import FittedConfig, SizedConfig, decided
+from raytrain_gpt.config.resolved import workers_of
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import resolve_precision
 from raytrain_gpt.core.model import GPTShape
@@ -35,29 +35,29 @@ _PROBE_S, _MAX_STEPS = 3.0, 1000
 """Duration of the speed measurement, which takes at least two steps."""
 
 
-def one_worker_for_auto(config: Config) -> SizedConfig:
+def one_worker_for_auto(config: Config) -> Config:
     """Resolve `auto` to one worker per trial and one CPU per worker; local mode also gets one worker."""
     c = config.cluster
-    return decided(
-        SizedConfig,
-        config,
-        num_workers=1 if c.num_workers in ("auto", 0) else c.num_workers,
-        cpus_per_worker=1 if c.cpus_per_worker == "auto" else c.cpus_per_worker,
+    return config.updated(
+        {
+            "num_workers": 1 if c.num_workers in ("auto", 0) else c.num_workers,
+            "cpus_per_worker": 1 if c.cpus_per_worker == "auto" else c.cpus_per_worker,
+        }
     )
 
 
-def data_cpus(config: SizedConfig) -> int:
+def data_cpus(config: Config) -> int:
     """Return the CPUs of a trial's data tasks; a single worker reads the data itself."""
-    return DATA_CPUS if config.cluster.num_workers > 1 else 0
+    return DATA_CPUS if workers_of(config).num_workers > 1 else 0
 
 
-def trial_cpus(config: SizedConfig) -> int:
-    c = config.cluster
+def trial_cpus(config: Config) -> int:
+    c = workers_of(config)
     return c.num_workers * c.cpus_per_worker + data_cpus(config)
 
 
 def cpus_to_start(
-    config: SizedConfig,
+    config: Config,
     number: int,
     max_concurrent: int | None,
     *,
@@ -69,7 +69,7 @@ def cpus_to_start(
         number: Number of trials.
         shares_gpus: Whether trials share GPUs, but it is not known yet how many.
     """
-    c = config.cluster
+    c = workers_of(config)
     gpus = torch.cuda.device_count() if c.use_gpu is not False else 0
     if gpus and not shares_gpus:
         fit = int(gpus / (c.num_workers * c.gpus_per_worker) + 1e-9)
@@ -79,21 +79,21 @@ def cpus_to_start(
 
 
 def trials_at_once(
-    config: FittedConfig, resources: Resources, number: int, max_concurrent: int | None
+    config: Config, resources: Resources, number: int, max_concurrent: int | None
 ) -> int:
-    c = config.cluster
+    c = workers_of(config)
     places = resources.places(c.cpus_per_worker, c.num_gpus)
     fit = min(places // c.num_workers, int(resources.cpus // trial_cpus(config)))
     return max(1, min(fit, max_concurrent or fit, number))
 
 
-def largest_trial(sweep: Sweep, base: SizedConfig) -> SizedConfig:
+def largest_trial(sweep: Sweep, base: Config) -> Config:
     """Return the configuration that needs the most memory of all that trials may get, by prediction.
 
     For `trials_per_gpu=auto`, which has no `auto` of `AUTO_MEMORY_FIELDS`.
     """
 
-    def needed(config: SizedConfig) -> float:
+    def needed(config: Config) -> float:
         search = MemorySearch.of(config, 1, expected_vocab_size(config), bf16=True)
         return search.smallest().needed_bytes
 
@@ -106,9 +106,9 @@ def largest_trial(sweep: Sweep, base: SizedConfig) -> SizedConfig:
 def cost_lines(sweep: Sweep) -> list[str]:
     """Format the trials, the resources of each, and their total tokens and time; may raise ConfigError."""
     base = one_worker_for_auto(base_config(sweep))
-    configs = check_sweep(sweep, base.cluster.num_workers)
-    on_gpu = base.cluster.use_gpu is not False and torch.cuda.is_available()
-    c = base.cluster
+    c = workers_of(base)
+    configs = check_sweep(sweep, c.num_workers)
+    on_gpu = c.use_gpu and torch.cuda.is_available()
     planned = planned_trials(sweep)
     number = num_trials(sweep)
     if planned:
@@ -148,7 +148,7 @@ def cost_lines(sweep: Sweep) -> list[str]:
     return lines
 
 
-def _flops(config: SizedConfig, vocab_size: int) -> float:
+def _flops(config: Config, vocab_size: int) -> float:
     """Return the FLOPs of a trial's steps and evaluations, which have no backward pass."""
     tokens = config.eval.eval_tokens
     if data_is_there(config):
@@ -162,26 +162,27 @@ def _flops(config: SizedConfig, vocab_size: int) -> float:
     return steps * step + evaluations * tokens * count_model(shape).flops_per_token / 3
 
 
-def seconds_per_flop(configs: Sequence[SizedConfig], vocab_size: int) -> float | None:
+def seconds_per_flop(configs: Sequence[Config], vocab_size: int) -> float | None:
     """Time a micro-batch of the configuration with the most FLOPs in a step.
 
     Returns:
         A worker's seconds for a FLOP, or None if it does not fit.
     """
 
-    def flops(config: SizedConfig, tokens: int) -> float:
+    def flops(config: Config, tokens: int) -> float:
         return step_flops(GPTShape.of(config, vocab_size), config.optim.optimizer, tokens)
 
     config = max(configs, key=lambda config: flops(config, config.train.global_batch_tokens))
-    on_gpu = config.cluster.use_gpu is not False and torch.cuda.is_available()
+    c = workers_of(config)
+    on_gpu = c.use_gpu and torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
-    torch.set_num_threads(config.cluster.cpus_per_worker)
+    torch.set_num_threads(c.cpus_per_worker)
     precision = resolve_precision(config.train.precision, device)
-    num_workers = config.cluster.num_workers
+    num_workers = c.num_workers
     limit_bytes: float = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if on_gpu:
         total_bytes = torch.cuda.get_device_properties(device).total_memory
-        limit_bytes = gpu_limit_bytes(total_bytes, num_workers, config.cluster.gpus_per_worker)
+        limit_bytes = gpu_limit_bytes(total_bytes, num_workers, c.gpus_per_worker)
     search = MemorySearch.of(
         config.updated({"use_gpu": on_gpu}), num_workers, vocab_size, precision != "fp32"
     )

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from raytrain_gpt.config import kinds
-from raytrain_gpt.config.arithmetic import nearest_multiples
 from raytrain_gpt.config.schema import field_section
-from raytrain_gpt.config.wording import MAX_SHOWN
+from raytrain_gpt.config.wording import MAX_SHOWN, nearest_multiples
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import count, own_scores, preview
 from raytrain_gpt.sweep.space import (

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from raytrain_gpt.config.kinds import Strict
-from raytrain_gpt.config.load import ignore_removed, load_config_file, load_preset, read_mapping
+from raytrain_gpt.config.load import load_config_file, load_preset, read_mapping
 from raytrain_gpt.config.open_section import Name
 from raytrain_gpt.config.schema import FIELDS, Config
 from raytrain_gpt.config.sections import CountOrAuto
@@ -197,8 +197,6 @@ def load_file(
     raw = read_mapping(path, what, kind.model_fields)
     empty = {name for name in kind.model_fields if raw.get(name, 0) is None}
     raw = {f"{what}_name": path.stem} | {k: v for k, v in raw.items() if k not in empty}
-    if "overrides" in raw:
-        raw["overrides"] = ignore_removed(raw["overrides"], str(path))
     base = raw.get("base")
     if isinstance(base, dict) and isinstance(base.get("config"), str):
         raw["base"] = {**base, "config": str((path.parent / base["config"]).absolute())}

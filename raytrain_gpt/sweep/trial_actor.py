@@ -18,7 +18,6 @@ from ray.tune.result import DONE
 
 from raytrain_gpt.cluster.connection import connect
 from raytrain_gpt.cluster.failures import root_cause
-from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import forget_peak_memory
 from raytrain_gpt.errors import Diverged, UserError
@@ -80,7 +79,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
         config = self._context.trials.config(values)
         self._shown_values = self._context.trials.shown(values)
         self._forget_other_graphs(config)
-        config = decided(FittedConfig, config, run_name=self.trial_name)
+        config = config.updated({"run_name": self.trial_name})
         return TrialRun(config, self._context, self.config[REPORTED_TOKENS])
 
     def _forget_other_graphs(self, config: Config) -> None:

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from itertools import islice, product
 from typing import Any
 
-from raytrain_gpt.config.arithmetic import nearest_multiples
-from raytrain_gpt.config.batch import check_shares
+from raytrain_gpt.config.resolved import check_shares
 from raytrain_gpt.config.schema import FIELDS, Config, check_kinds
 from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS
+from raytrain_gpt.config.wording import nearest_multiples
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.sweep.history import Trial, value_text
 from raytrain_gpt.sweep.results import progress_table

@@ -21,7 +21,7 @@ from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.cluster.capacity import Resources
 from raytrain_gpt.cluster.connection import cluster_resources
 from raytrain_gpt.cluster.signals import StopSignals
-from raytrain_gpt.config.resolved import FittedConfig
+from raytrain_gpt.config.resolved import workers_of
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import read_data, run_location
 from raytrain_gpt.errors import Diverged, Interrupted, TrainingFailed
@@ -31,7 +31,7 @@ from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN, Trial
 from raytrain_gpt.tracking.run_files import Row, merge_rows, read_rows
 from raytrain_gpt.tracking.sync import RunSync
 from raytrain_gpt.train.attempt import RayBackend
-from raytrain_gpt.train.local_mode import InProcess, LaunchRanks, in_local_mode
+from raytrain_gpt.train.local_mode import InProcess, in_local_mode
 from raytrain_gpt.train.supervisor import Run, TrainLoop, TrialHooks
 
 Report = dict[str, Any]
@@ -78,7 +78,7 @@ class TrialRun:
         reported_tokens: Tokens up to which evaluations were reported.
     """
 
-    def __init__(self, config: FittedConfig, context: TrialContext, reported_tokens: int) -> None:
+    def __init__(self, config: Config, context: TrialContext, reported_tokens: int) -> None:
         self._config, self._context = config, context
         self._objective = context.trials.objective
         self._reported_tokens = reported_tokens
@@ -87,7 +87,7 @@ class TrialRun:
         self.run_dir = run_location(config)
         assert reported_tokens < self._all_tokens, "the trial has already ended"
         self._sync = RunSync(self.run_dir)
-        self._place = _InTrial(LaunchRanks(0, 1, 1), config.cluster.cpus_per_worker)
+        self._place = _InTrial(0, 1, 1, workers_of(config).cpus_per_worker)
         self._signals = StopSignals("")
         self._killed = threading.Event()
         self._reports: queue.SimpleQueue[Report | BaseException] = queue.SimpleQueue()
@@ -147,7 +147,7 @@ class TrialRun:
                 threading.Thread(target=watch, name="hang timer", daemon=True).start()
             in_local_mode(Run(config, 1, data, self._place, *shared).train)
         else:
-            Run(config, config.cluster.num_workers, data, RayBackend(), *shared).train()
+            Run(config, workers_of(config).num_workers, data, RayBackend(), *shared).train()
 
     def _report_new(self) -> None:
         """Report every unreported evaluation, and pause after each but the last."""

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from raytrain_gpt.cluster.signals import StopSignals
-from raytrain_gpt.config.resolved import FittedConfig
+from raytrain_gpt.config.resolved import workers_of
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import TrainingFailed
 from raytrain_gpt.format import Log, count
@@ -86,8 +86,8 @@ def run_sweep(
         base = base_config(sweep)
         campaign = Campaign(SWEEP, sweep, base, signals, log, train_loop, resume=resume)
 
-        def fit(fitted: FittedConfig) -> FittedConfig:
-            check_sweep(sweep, fitted.cluster.num_workers)
+        def fit(fitted: Config) -> Config:
+            check_sweep(sweep, workers_of(fitted).num_workers)
             if sweep.trials_per_gpu != "auto" or not fitted.cluster.use_gpu:
                 return fitted
             largest = largest_trial(sweep, fitted)

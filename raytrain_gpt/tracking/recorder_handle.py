@@ -12,7 +12,6 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raytrain_gpt.format import Log
 from raytrain_gpt.tracking.recorder import Recorder, RecorderSpec
 
 _CALLS_AT_ONCE = 10_000
@@ -72,18 +71,3 @@ class ThreadRecorder(RecorderHandle):
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-
-class ConsoleRecorder(RecorderHandle):
-    """Recorder stub for ranks above 0 in local mode: prints console lines, drops the rest."""
-
-    def __init__(self, log: Log) -> None:
-        self._log = log
-
-    def send(self, method: str, *args: Any, **kwargs: Any) -> Callable[[], Any]:
-        if method == "in_order" and args[2] == "log":
-            self._log("[rank {}] {}".format(*args[3:]))
-        return lambda: None
-
-    def end(self) -> None:
-        pass

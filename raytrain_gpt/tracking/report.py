@@ -17,7 +17,7 @@ import numpy as np
 
 from raytrain_gpt.checkpoint.branch import read_branch
 from raytrain_gpt.checkpoint.catalog import Catalog, best_by_loss
-from raytrain_gpt.config.load import load_recorded
+from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import (
     Log,
@@ -66,7 +66,7 @@ class RunHistory:
         self.fields: dict[str, Any] = {}
         if (sync.work_dir / CONFIG_FILE).exists():
             try:
-                self.fields = load_recorded(sync.work_dir / CONFIG_FILE).field_values()
+                self.fields = load_config_file(sync.work_dir / CONFIG_FILE).field_values()
             except ConfigError as error:
                 if tell:
                     tell(f"skipped the configuration of {self.dir}: {error}")

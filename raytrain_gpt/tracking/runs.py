@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from raytrain_gpt.checkpoint.catalog import HASHES_FILE, Catalog, best_by_loss, near_run
+from raytrain_gpt.checkpoint.catalog import HASHES_FILE, Catalog, best_by_loss
 from raytrain_gpt.checkpoint.code_check import code_flags
 from raytrain_gpt.errors import CheckpointError, RaytrainGptError, reason
 from raytrain_gpt.format import Log, duration, sample_command, shell, size, table
@@ -25,10 +25,7 @@ def find_run(name: str, storage: Location) -> RunSync:
         if (path / CONFIG_FILE).is_file():
             return RunSync(path).pull()
     names = ", ".join(path.name for path in _run_dirs(storage)) or "none"
-    hint = near_run(Location.of(name).name, storage)
-    raise CheckpointError(
-        f"no run {name} in {storage} (set --storage_path){hint or f'; runs there: {names}'}"
-    )
+    raise CheckpointError(f"no run {name} in {storage} (set --storage_path); runs there: {names}")
 
 
 def _run_dirs(storage: Location) -> list[Location]:

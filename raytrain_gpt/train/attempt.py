@@ -24,7 +24,7 @@ from raytrain_gpt.cluster.capacity import Pause, Resources, ScaleUp, wait_for_wo
 from raytrain_gpt.cluster.connection import cluster_resources
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.orphans import kill_controllers, kill_process, remove_orphaned_groups
-from raytrain_gpt.config.resolved import FittedConfig
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.format import Log, count
 from raytrain_gpt.ingest.ray_dataset import ingest_dataset
 from raytrain_gpt.storage.lease import Lease
@@ -111,7 +111,7 @@ class Backend(Protocol):
     def check_storage(self, run_dir: Location, data: Sequence[Location]) -> None:
         """Check that all nodes share the directories; raises ClusterError."""
 
-    def await_workers(self, config: FittedConfig, current: int, pause: Pause, log: Log) -> int:
+    def await_workers(self, config: Config, current: int, pause: Pause, log: Log) -> int:
         """Return the number of workers for the next attempt, once they fit."""
 
     def recorder(self, spec: RecorderSpec) -> RecorderHandle:
@@ -129,7 +129,7 @@ class RayBackend:
     check_storage = staticmethod(check_storage)
     recorder = staticmethod(ActorRecorder)
 
-    def await_workers(self, config: FittedConfig, current: int, pause: Pause, log: Log) -> int:
+    def await_workers(self, config: Config, current: int, pause: Pause, log: Log) -> int:
         return wait_for_workers(config, current, self.resources, pause, log)
 
     def train(self, attempt: Attempt) -> AttemptEnd:

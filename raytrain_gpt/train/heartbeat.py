@@ -17,10 +17,13 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray
 
+from raytrain_gpt.format import Log
+from raytrain_gpt.redact import say
 from raytrain_gpt.tracking.recorder_handle import RecorderHandle
 from raytrain_gpt.tracking.run_files import Row
 
@@ -39,25 +42,30 @@ class RankControl:
         evaluated: Handles a trial's evaluation while its rank waits; sets `stop` to end the trial.
         progress: Count that grows with work.
         is_training: Whether a standing count means that the rank hangs.
+        log: Prints the console lines of a rank without a recorder.
     """
 
     stop: threading.Event = field(default_factory=threading.Event)
     evaluated: Callable[[Row], None] | None = None
     progress: int = 0
     is_training: bool = False
+    log: Log = say
 
 
 class RecorderClient:
     """One rank's side of the connection.
 
     Args:
+        recorder: None for a rank above 0 of a launch, which only prints its console lines.
         control: Shared with a driver in this process, or None to use heartbeats.
 
     Attributes:
         stop: Set when the workers should save and exit.
     """
 
-    def __init__(self, recorder: RecorderHandle, rank: int, control: RankControl | None) -> None:
+    def __init__(
+        self, recorder: RecorderHandle | None, rank: int, control: RankControl | None
+    ) -> None:
         self._recorder, self._rank = recorder, rank
         self._control = control or RankControl()
         self._rows: list[Row] = []
@@ -68,7 +76,9 @@ class RecorderClient:
         self._decisions: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.stop = self._control.stop
         if control is None:
-            threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+            assert recorder is not None, "the attempt starts the recorder"
+            beat = partial(self._beat, recorder)
+            threading.Thread(target=beat, name="heartbeat", daemon=True).start()
 
     def progress(self) -> None:
         """Count a unit of work, as proof that this rank does not hang."""
@@ -81,6 +91,8 @@ class RecorderClient:
 
     def call(self, method: str, *args: Any) -> None:
         """Call a method of the recorder, after this rank's earlier calls, without waiting."""
+        if self._recorder is None:
+            return
         number = next(self._call_numbers)
         self._wait_for_last_call = self._recorder.send(
             "in_order", self._rank, number, method, *args
@@ -88,6 +100,8 @@ class RecorderClient:
 
     def log(self, line: str) -> None:
         """Print a line with this rank."""
+        if self._recorder is None:
+            self._control.log(f"[rank {self._rank}] {line}")
         self.call("log", self._rank, line)
 
     def event(self, step: int, event: str, **details: Any) -> None:
@@ -128,13 +142,13 @@ class RecorderClient:
         self._wait_for_last_call()
         self._closed = True
 
-    def _beat(self) -> None:
+    def _beat(self, recorder: RecorderHandle) -> None:
         node = ray.get_runtime_context().get_node_id()
         seen = 0
         unheard_since: float | None = None
         while True:
             try:
-                orders = self._recorder.ask(
+                orders = recorder.ask(
                     "beat", self._rank, self._control.progress, os.getpid(), node, seen
                 )
                 unheard_since = None
@@ -156,7 +170,7 @@ class RecorderClient:
             if "stop" in orders:
                 self.stop.set()
             if "dump" in orders:
-                self._recorder.send("add_stacks", self._rank, stacks())
+                recorder.send("add_stacks", self._rank, stacks())
 
 
 def stacks() -> str:

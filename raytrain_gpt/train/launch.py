@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from raytrain_gpt.cluster.capacity import cpus_to_start, fit_to_cluster, idle_gpus
 from raytrain_gpt.cluster.connection import connected
 from raytrain_gpt.cluster.signals import StopSignals
-from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import read_data
 from raytrain_gpt.data.mixture import Mixture
@@ -42,7 +41,7 @@ def train(config: Config, log: Log, train_loop: TrainLoop = train_worker) -> Run
 
 
 @contextlib.contextmanager
-def training_session(config: Config, log: Log) -> Iterator[tuple[FittedConfig, int, Mixture]]:
+def training_session(config: Config, log: Log) -> Iterator[tuple[Config, int, Mixture]]:
     """Connect to a cluster and load the data; yields fitted configuration, world size and data.
 
     Raises:

@@ -33,21 +33,21 @@ from raytrain_gpt.cluster.capacity import Node, Pause, Resources, fit_to_process
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.process_groups import rendezvous_on_host
 from raytrain_gpt.cluster.signals import StopSignals
-from raytrain_gpt.config.resolved import FittedConfig
+from raytrain_gpt.config.resolved import workers_of
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import set_cuda_defaults
 from raytrain_gpt.data.locations import read_data
 from raytrain_gpt.errors import ConfigError, Interrupted, TrainingFailed
 from raytrain_gpt.format import Log, count
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.recorder_handle import ConsoleRecorder, ThreadRecorder
+from raytrain_gpt.tracking.recorder_handle import ThreadRecorder
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import preflight
 from raytrain_gpt.train.attempt import POLL_S, STOPPING, Attempt
 from raytrain_gpt.train.heartbeat import RankControl
 from raytrain_gpt.train.policy import AttemptEnd, classify_end
 from raytrain_gpt.train.supervisor import Run, TrainLoop
-from raytrain_gpt.train.worker_group import AttemptSpec, WorkerSpec
+from raytrain_gpt.train.worker_group import WorkerSpec
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _WAIT_FOR_RANK_0 = timedelta(days=7)
@@ -70,28 +70,28 @@ def train_locally(
             f"num_workers=0 trains in this process without Ray, but RAY_ADDRESS={address} names a cluster; "
             "set num_workers to 1 or more to train there, or unset RAY_ADDRESS"
         )
-    ranks = LaunchRanks.of_environment()
-    if config.cluster.use_gpu is False and ranks.world_size > 1:
+    here = InProcess.of_environment()
+    if config.cluster.use_gpu is False and here.world_size > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else they use NCCL, which has no CPU tensors
 
     def run() -> RunSummary:
-        if ranks.in_node == ranks.world_size > 1:
+        if here.in_node == here.world_size > 1:
             rendezvous_on_host()
-        if ranks.rank:
-            ranks.run_follower(train_loop, signals, log)
-        fitted = fit_to_process(config, ranks.world_size, ranks.in_node, torch.cuda.device_count())
+        if here.rank:
+            here.run_follower(train_loop, signals, log)
+        fitted = fit_to_process(config, here.world_size, here.in_node, torch.cuda.device_count())
         fitted = preflight.absolute_paths(fitted)
         data = read_data(fitted)
-        ranks.init_group()
-        place = InProcess(ranks, fitted.cluster.cpus_per_worker)
+        here.init_group()
+        here.cpus_per_worker = workers_of(fitted).cpus_per_worker
         log(
-            f"local mode: {count(ranks.world_size, 'process', 'processes')}, no Ray, no automatic "
+            f"local mode: {count(here.world_size, 'process', 'processes')}, no Ray, no automatic "
             "restarts; run the same command again to resume"
         )
         try:
-            return Run(fitted, ranks.world_size, data, place, signals, log, train_loop).train()
+            return Run(fitted, here.world_size, data, here, signals, log, train_loop).train()
         finally:
-            ranks.release_followers()
+            here.release_followers()
 
     return in_local_mode(run)
 
@@ -105,26 +105,31 @@ def in_local_mode(run: Callable[[], T]) -> T:
     return result
 
 
-_SPEC: TypeAdapter[AttemptSpec | None] = TypeAdapter(AttemptSpec | None)
+_SPEC: TypeAdapter[WorkerSpec | None] = TypeAdapter(WorkerSpec | None)
 
 
 @dataclass
-class LaunchRanks:
-    """This process among those of one launch.
+class InProcess:
+    """This process among those of one launch; rank 0 is a `Backend`.
 
     Attributes:
         in_node: Processes on this machine.
         training: Whether followers may be inside an attempt, and so not waiting for a broadcast.
+        control: Of the attempt that is training, or of the last one.
     """
 
     rank: int
     world_size: int
     in_node: int
+    cpus_per_worker: int = 1
     training: bool = field(default=False, init=False)
+    control: RankControl = field(default_factory=RankControl, init=False)
     _group: Any = field(default=None, init=False)
+    retries = False
+    recorder = staticmethod(ThreadRecorder)
 
     @classmethod
-    def of_environment(cls) -> LaunchRanks:
+    def of_environment(cls) -> InProcess:
         """Read the variables of `torchrun`; without them, a single process.
 
         Raises:
@@ -162,11 +167,9 @@ class LaunchRanks:
         """Train by the specs that rank 0 broadcasts, then exit."""
         with signals.default_handlers():
             self.init_group()
-        while (attempt := self._received(signals)) is not None:
+        while (spec := self._received(signals)) is not None:
             signals.defer()
-            own = WorkerSpec(
-                **vars(attempt), recorder=ConsoleRecorder(log), control=RankControl(signals.stop)
-            )
+            own = replace(spec, control=RankControl(signals.stop, log=log))
             try:
                 train_loop(own)
             except (SystemExit, KeyboardInterrupt) as error:  # of the user's code, not of a signal
@@ -174,7 +177,7 @@ class LaunchRanks:
         dist.destroy_process_group()
         sys.exit(Interrupted.exit_code if signals.stop.is_set() else 0)
 
-    def _received(self, signals: StopSignals) -> AttemptSpec | None:
+    def _received(self, signals: StopSignals) -> WorkerSpec | None:
         size = torch.zeros(1, dtype=torch.int64)
         with signals.default_handlers():
             dist.broadcast(size, 0, group=self._group)
@@ -183,31 +186,16 @@ class LaunchRanks:
             dist.broadcast(text, 0, group=self._group)
         return _SPEC.validate_json(bytes(text.numpy()))
 
-
-@dataclass
-class InProcess:
-    """The processes of this launch as a `Backend`; this one is rank 0.
-
-    Attributes:
-        control: Of the attempt that is training, or of the last one.
-    """
-
-    ranks: LaunchRanks
-    cpus_per_worker: int
-    control: RankControl = field(default_factory=RankControl, init=False)
-    retries = False
-    recorder = staticmethod(ThreadRecorder)
-
     def resources(self) -> Resources:
         memory_bytes = estimate_available_memory()  # Ray's estimate; respects a container's limit
-        cpus = self.ranks.in_node * self.cpus_per_worker
+        cpus = self.in_node * self.cpus_per_worker
         return Resources((Node(cpus, torch.cuda.device_count(), memory_bytes),), ours=True)
 
     def check_storage(self, run_dir: Location, data: Sequence[Location]) -> None:
         with storage_probe(run_dir, run_dir.parent):
             pass
 
-    def await_workers(self, config: FittedConfig, current: int, pause: Pause, log: Log) -> int:
+    def await_workers(self, config: Config, current: int, pause: Pause, log: Log) -> int:
         return current
 
     def train(self, attempt: Attempt) -> AttemptEnd:
@@ -218,10 +206,10 @@ class InProcess:
         with ThreadPoolExecutor(1, "console") as console:
             shown = console.submit(_show, attempt, ended)
             try:
-                self.ranks.broadcast_spec(attempt.spec)
-                self.ranks.training = True
+                self.broadcast_spec(attempt.spec)
+                self.training = True
                 attempt.train_loop(spec)
-                self.ranks.training = False
+                self.training = False
             except BaseException as raised:  # signals are deferred: this is from the user's code
                 error = raised
             finally:

@@ -26,17 +26,18 @@ from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.cluster.capacity import Resources
 from raytrain_gpt.cluster.connection import cluster_resources
 from raytrain_gpt.cluster.failures import user_error_in
-from raytrain_gpt.config.arithmetic import divisors
-from raytrain_gpt.config.batch import for_workers, micro_batch_change, micro_batch_for
 from raytrain_gpt.config.resolved import (
     USABLE_FRACTION,
     ActivationCheckpointing,
-    FittedConfig,
     RunPlan,
-    SizedConfig,
+    for_workers,
+    micro_batch_change,
+    micro_batch_for,
+    workers_of,
 )
 from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS
+from raytrain_gpt.config.wording import divisors
 from raytrain_gpt.core.device import resolve_precision
 from raytrain_gpt.core.memory import MemoryModel, checkpoint_bytes
 from raytrain_gpt.core.model import GPTShape
@@ -165,7 +166,7 @@ def gpu_limit_bytes(total_bytes: float, world_size: int, share: float = 1.0) -> 
 
 
 def fit_memory(
-    config: FittedConfig,
+    config: Config,
     world_size: int,
     vocab_size: int,
     log: Log,
@@ -237,7 +238,7 @@ def describe(config: Config, world_size: int, fit: MemoryFit) -> str:
 
 
 def fit_from_checkpoint(
-    config: FittedConfig, world_size: int, state: CheckpointState
+    config: Config, world_size: int, state: CheckpointState
 ) -> MemoryFit | None:
     """Memory fit stored in the checkpoint, or None if the setup has changed."""
     before, now = parse_config(state.config, "the checkpoint").field_values(), config.field_values()
@@ -250,7 +251,7 @@ def fit_from_checkpoint(
 
 
 def cpu_limit_bytes(
-    config: FittedConfig,
+    config: Config,
     world_size: int,
     vocab_size: int,
     resources: Resources,
@@ -260,7 +261,7 @@ def cpu_limit_bytes(
 
     A trial's budget assumes that other trials fill the nodes' CPUs.
     """
-    cpus = config.cluster.cpus_per_worker
+    cpus = workers_of(config).cpus_per_worker
     processes = math.inf if is_trial else world_size
     shares = [
         node.memory_bytes / min(processes, int(node.cpus // cpus))
@@ -272,15 +273,15 @@ def cpu_limit_bytes(
     return min(shares, default=math.inf) * USABLE_FRACTION - PROCESS_BYTES - copy_bytes
 
 
-def runs_on_gpu(config: SizedConfig, vocab_size: int, gpu: GpuFacts) -> int:
+def runs_on_gpu(config: Config, vocab_size: int, gpu: GpuFacts) -> int:
     """Return how many runs of one worker, without `auto`, fit the memory of a GPU; at least one."""
     needed = MemorySearch.of(config, 1, vocab_size, gpu.bf16).smallest().needed_bytes
     return max(1, int(gpu.total_bytes * USABLE_FRACTION // (needed + _CONTEXT_BYTES)))
 
 
-def gpu_facts(config: SizedConfig, stop: threading.Event | None = None) -> GpuFacts:
+def gpu_facts(config: Config, stop: threading.Event | None = None) -> GpuFacts:
     """Look at the GPU of this process in local mode, else of a worker, for which a task waits."""
-    c, precision = config.cluster, config.train.precision
+    c, precision = workers_of(config), config.train.precision
     if c.is_local:
         return GpuFacts.here(precision)
     needs = {"num_cpus": c.cpus_per_worker, "num_gpus": c.gpus_per_worker}

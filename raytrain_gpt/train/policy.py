@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from raytrain_gpt.cluster.failures import is_out_of_memory, root_cause, user_error_in
-from raytrain_gpt.config.resolved import FittedConfig
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.format import count
@@ -114,7 +114,7 @@ class StartAttempt:
 
 
 def next_action(
-    end: AttemptEnd, start: int, step: int, done: Counters, config: FittedConfig, stopping: bool
+    end: AttemptEnd, start: int, step: int, done: Counters, config: Config, stopping: bool
 ) -> Finish | Interrupt | GiveUp | StartAttempt:
     """Decide whether to start another attempt, and how, unless a retry would repeat the error.
 

@@ -11,8 +11,7 @@ from typing import Any
 from raytrain_gpt.checkpoint.catalog import Catalog, resolve_checkpoint
 from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.config.load import given_fields, resolve
-from raytrain_gpt.config.resolved import FittedConfig
-from raytrain_gpt.config.schema import Config, ConfigT, parse_config
+from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.config.sections import DEFAULT_DATA, SHAPE_FIELDS
 from raytrain_gpt.core.memory import checkpoint_bytes
 from raytrain_gpt.core.model import GPT2_VOCAB_SIZE, GPTShape
@@ -27,6 +26,7 @@ from raytrain_gpt.errors import CheckpointError, ClusterError, ConfigError
 from raytrain_gpt.evaluate.evaluation import absolute_files
 from raytrain_gpt.format import Log, count, size
 from raytrain_gpt.ingest.prepare import prepare
+from raytrain_gpt.redact import say
 from raytrain_gpt.storage.location import Location, is_url
 from raytrain_gpt.tracking.configured import absolute_stores, check_packages, tracker_warnings
 
@@ -107,9 +107,9 @@ def sizes_of_init_from(
     try:
         checkpoint = resolve_checkpoint(start)
     except CheckpointError:
-        if not (checkpoints := Catalog(run_location(config)).complete()):
+        if (own := Catalog(run_location(config)).pick("newest", say)) is None:
             raise
-        checkpoint = checkpoints[-1]
+        checkpoint = own
     stored = parse_config(checkpoint.state.config, str(checkpoint.path))
     theirs, theirs_settings = stored.field_values(), stored.model.model_extra or {}
     return {name: theirs[name] for name in (*SHAPE_FIELDS, *theirs_settings) if name not in given}
@@ -122,7 +122,7 @@ def _start_path(config: Config, init_from: str) -> str:
     return f"{config.run.storage_path}/{init_from}"
 
 
-def check_init_from(config: FittedConfig, data: Mixture) -> FittedConfig:
+def check_init_from(config: Config, data: Mixture, log: Log = say) -> Config:
     """Return the configuration with `init_from` resolved to one checkpoint that fits the model.
 
     Raises:
@@ -132,7 +132,7 @@ def check_init_from(config: FittedConfig, data: Mixture) -> FittedConfig:
     """
     if config.model.init_from is None:
         return config
-    checkpoint = resolve_checkpoint(location(config, config.model.init_from))
+    checkpoint = resolve_checkpoint(location(config, config.model.init_from), log)
     check_vocabulary(data, checkpoint.state.vocab_hash, str(checkpoint.path))
     theirs = parse_config(checkpoint.state.config, str(checkpoint.path))
     if config.data.seq_len > theirs.data.seq_len:
@@ -175,7 +175,7 @@ def check_disk(config: Config, run_dir: Location, vocab_size: int, existing: int
         )
 
 
-def absolute_paths(config: ConfigT) -> ConfigT:
+def absolute_paths(config: Config) -> Config:
     """Return the configuration with every path absolute.
 
     Raises:

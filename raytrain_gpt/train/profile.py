@@ -29,7 +29,7 @@ _TABLE_ROWS, _NAME_CHARACTERS = 50, 60
 
 TakeProfile = Callable[[str, bytes, float], None]
 """Receives torch's table of the operators in the steps, their Chrome trace (gzipped JSON), and the seconds
-spent on both after the last step; if the export failed, the error and no trace."""
+spent on both after the last step."""
 
 
 class StepProfile:
@@ -84,20 +84,13 @@ class StepProfile:
                 if step < self.steps[-1]:
                     yield result
             done_at = time.perf_counter()
-        try:
-            table, trace = _exported(profiler, "cuda" if on_gpu else "cpu")
-        except Exception as error:  # must not stop the run
-            table, trace = f"no profile: {type(error).__name__}: {error}", b""
-        take(table, trace, time.perf_counter() - done_at)
+        table = profiler.key_averages().table(
+            f"self_{'cuda' if on_gpu else 'cpu'}_time_total",
+            _TABLE_ROWS,
+            max_name_column_width=_NAME_CHARACTERS,
+        )
+        with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as directory:
+            path = Path(directory, "trace.json.gz")
+            profiler.export_chrome_trace(str(path))
+            take(table, path.read_bytes(), time.perf_counter() - done_at)
         yield result
-
-
-def _exported(profiler: profile, device: str) -> tuple[str, bytes]:
-    """Return the table of operators by their own time on a device, and the compressed trace."""
-    table = profiler.key_averages().table(
-        f"self_{device}_time_total", _TABLE_ROWS, max_name_column_width=_NAME_CHARACTERS
-    )
-    with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as directory:
-        path = Path(directory, "trace.json.gz")
-        profiler.export_chrome_trace(str(path))
-        return table, path.read_bytes()

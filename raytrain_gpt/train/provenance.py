@@ -15,9 +15,8 @@ import numpy as np
 
 from raytrain_gpt.checkpoint.branch import read_branch
 from raytrain_gpt.checkpoint.catalog import Catalog
-from raytrain_gpt.config.load import load_recorded
+from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.data.locations import make_order, read_data, recorded, recorded_data
-from raytrain_gpt.data.mixture import WeightedDataset
 from raytrain_gpt.data.order import Ids, batches_to_read
 from raytrain_gpt.data.shards import read_row_group
 from raytrain_gpt.data.tokenizer import decode_tokens, read_tokenizer, token_to_bytes
@@ -43,7 +42,6 @@ class TrainedSequence:
         id: Index in the combined train split.
         row: First row in the shard's parquet file.
         text: All tokens, including the last target.
-        document: Index, in its dataset's train split, of the document at its start, or None if skipped.
     """
 
     id: int
@@ -51,7 +49,6 @@ class TrainedSequence:
     shard: str
     row: int
     text: str
-    document: int | None = None
 
 
 class RunProvenance:
@@ -70,7 +67,7 @@ class RunProvenance:
     def __init__(self, name: str, storage: Location, data: str | None = None) -> None:
         sync = find_run(name, storage)
         self.dir = sync.run_dir
-        stored = load_recorded(sync.work_dir / CONFIG_FILE)
+        stored = load_config_file(sync.work_dir / CONFIG_FILE)
         self._config = recorded(stored.model_dump(), str(self.dir))
         if data is None:
             self._data = recorded_data(self._config, self.dir)
@@ -119,10 +116,8 @@ class RunProvenance:
             )
         return batches_to_read(first, step - before, self._skipped)[-1][1] - 1
 
-    def step(
-        self, step: int, worker: int | None = None, documents: bool = False
-    ) -> list[TrainedSequence]:
-        """Sequences of a step, or of one worker in it; `documents` as in `batch`.
+    def step(self, step: int, worker: int | None = None) -> list[TrainedSequence]:
+        """Sequences of a step, or of one worker in it.
 
         Raises:
             ConfigError: the run has no such step, or the step had no such worker.
@@ -135,17 +130,13 @@ class RunProvenance:
                 none = f"has no event in {self.dir} that records its workers; omit --worker"
                 raise ConfigError(f"--worker {worker}: step {step} {had if num else none}")
             ids = np.split(ids, num)[worker]
-        return self._described(ids, documents)
+        return self._described(ids)
 
-    def batch(self, batch: int, documents: bool = False) -> list[TrainedSequence]:
-        """Sequences of a global batch, even one that a rollback skipped.
+    def batch(self, batch: int) -> list[TrainedSequence]:
+        """Sequences of a global batch, even one that a rollback skipped."""
+        return self._described(self._order.batch_ids(batch))
 
-        Args:
-            documents: Number the documents, which reads shards from their start.
-        """
-        return self._described(self._order.batch_ids(batch), documents)
-
-    def _described(self, ids: Ids, documents: bool = False) -> list[TrainedSequence]:
+    def _described(self, ids: Ids) -> list[TrainedSequence]:
         tokens, _ = self._data.read("train", self._seq_len, ids)
         first_ids = np.cumsum([0, *self._data.num_sequences("train", self._seq_len)])
         sequences = []
@@ -163,9 +154,6 @@ class RunProvenance:
                     shard=shard.path,
                     row=index * dataset.manifest.row_group_tokens + in_group,
                     text=decode_tokens(self._tokenizer, own_tokens.tolist()),
-                    document=_documents_before(dataset, group, index, in_group)
-                    if documents
-                    else None,
                 )
             )
         return sequences
@@ -230,28 +218,7 @@ class RunProvenance:
         return np.unique(np.array(ids, np.int64)), cut
 
 
-def _documents_before(dataset: WeightedDataset, group: int, index: int, in_group: int) -> int:
-    """Count documents of a dataset's train split that end before a token.
-
-    Args:
-        group: Row group in the split.
-        index: Row group in its shard.
-        in_group: Token offset in the row group.
-    """
-    manifest = dataset.manifest
-    groups = manifest.find_row_groups("train", np.arange(group - index, group + 1))
-    shards = manifest.split_shards("train")
-    ended = sum(shard.documents for shard in shards[: shards.index(groups[0][0])])
-    for shard, number in groups:
-        tokens = read_row_group(dataset.directory, manifest, shard, number)
-        if number == index:
-            tokens = tokens[:in_group]
-        ended += int(np.count_nonzero(tokens == manifest.eot_token))
-    return ended
-
-
 def describe_sequence(sequence: TrainedSequence) -> str:
     """Format a sequence on one line, with its text shortened."""
-    document = "" if sequence.document is None else f", document {sequence.document}"
-    where = f"{sequence.dataset} {sequence.shard} row {sequence.row}{document}"
+    where = f"{sequence.dataset} {sequence.shard} row {sequence.row}"
     return f"sequence {sequence.id} | {where} | {preview(sequence.text, _SHOWN_CHARACTERS)}"

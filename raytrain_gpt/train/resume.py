@@ -1,4 +1,4 @@
-"""The checkpoint that a run loads next: at its start, after an attempt, or before bad steps.
+"""What a run that resumes may change, and rollbacks to a checkpoint before bad steps.
 
 `skipped.json` in the run's directory holds the global batches skipped by rollbacks, so that a run that
 resumes from an older checkpoint, whose state lacks them, also skips them.
@@ -10,12 +10,11 @@ import json
 
 from pydantic import TypeAdapter
 
-from raytrain_gpt.checkpoint.branch import branches_from, create_branch
+from raytrain_gpt.checkpoint.branch import create_branch
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, resume_step
 from raytrain_gpt.checkpoint.code_check import check_unchanged
-from raytrain_gpt.config.batch import for_workers
-from raytrain_gpt.config.resolved import FittedConfig
-from raytrain_gpt.config.schema import Config, ConfigT, changed_fields, changes_math, parse_config
+from raytrain_gpt.config.resolved import for_workers
+from raytrain_gpt.config.schema import Config, changed_fields, changes_math, parse_config
 from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS
 from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.data.locations import location, run_location
@@ -26,7 +25,6 @@ from raytrain_gpt.format import Log
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.recorder_handle import RecorderHandle
-from raytrain_gpt.train.policy import AttemptEnd
 
 SKIPPED_FILE = "skipped.json"
 _DECIDES_EXACT_SUMS = {"micro_batch_sequences", "compile", "activation_checkpointing"}
@@ -34,7 +32,30 @@ _START_FIELDS = ("init_from", "branch_from")
 """Fields that are read only when a run starts."""
 
 
-def keep_start(config: ConfigT, resumed: Checkpoint) -> ConfigT:
+def resume_from(
+    config: Config, data: Mixture, existing: Checkpoint | None, log: Log
+) -> tuple[Config, Checkpoint | None]:
+    """Return the configuration, with the start that the run had, and the checkpoint to load, if any.
+
+    Args:
+        existing: The newest checkpoint of the run, or None for a new one, which may branch.
+
+    Raises:
+        UserError: the configuration does not fit the `existing` checkpoint, or cannot branch.
+    """
+    if existing is None:
+        return config, create_branch(config, data, log)
+    if config.run.resume == "never":
+        raise CheckpointError(
+            f"run {_run_dir(existing).name} already has checkpoints up to step {existing.state.step} and "
+            "resume=never; use another run_name, or set resume to auto"
+        )
+    config = keep_start(config, existing)
+    check_changes(config, data, existing, log)
+    return config, existing
+
+
+def keep_start(config: Config, resumed: Checkpoint) -> Config:
     """Restore the `init_from` and `branch_from` that a run started with.
 
     Raises:
@@ -43,7 +64,7 @@ def keep_start(config: ConfigT, resumed: Checkpoint) -> ConfigT:
     started = _trained(resumed).field_values()
     for name in _START_FIELDS:
         given, original = config.field_values()[name], started[name]
-        if given in (None, original) or _same_start(config, name, given, resumed, original):
+        if given in (None, original) or (name == "init_from" and _is_in(config, original, given)):
             continue
         original = "null" if original is None else original
         raise CheckpointError(
@@ -53,15 +74,10 @@ def keep_start(config: ConfigT, resumed: Checkpoint) -> ConfigT:
     return config.updated({name: started[name] for name in _START_FIELDS if started[name]})
 
 
-def _same_start(
-    config: Config, name: str, given: str, resumed: Checkpoint, original: str | None
-) -> bool:
-    """Whether a differently written start means the run's own, or the run has not recorded one."""
-    if name == "branch_from":
-        return branches_from(config, given, _run_dir(resumed))
-    # A run's directory was resolved to one of its checkpoints.
-    return original is not None and location(config, original).parent.parent == location(
-        config, given
+def _is_in(config: Config, checkpoint: str | None, run: str) -> bool:
+    """Whether a run's directory was resolved to this one of its checkpoints."""
+    return checkpoint is not None and location(config, checkpoint).parent.parent == location(
+        config, run
     )
 
 
@@ -127,66 +143,29 @@ def read_skipped(run_dir: Location, resumed: Checkpoint | None, log: Log) -> Bat
     return tuple(sorted(skipped))
 
 
-class ResumePoints:
-    """Chooses the checkpoint that a run loads next, and the batches to skip after a rollback.
+class Rollbacks:
+    """Goes back to checkpoints before bad steps.
 
     Attributes:
         skipped: Ranges of skipped global batches, (first, stop).
     """
 
-    def __init__(self, config: FittedConfig, log: Log) -> None:
+    def __init__(self, config: Config, skipped: BatchRanges, log: Log) -> None:
         self._run_dir, self._skip_before = run_location(config), config.spikes.skip_before
         self._catalog, self._log = Catalog(self._run_dir), log
         self._last_step: int | None = None
-        self.skipped: BatchRanges = ()
-
-    def find(self, config: Config) -> Checkpoint | None:
-        """Return the newest good checkpoint of the run, or None for a new run.
-
-        Raises:
-            CheckpointError: `resume=never` and the name is taken, or no checkpoint is good.
-        """
-        newest = self._catalog.newest_good(self._log)
-        if newest is not None and config.run.resume == "never":
-            raise CheckpointError(
-                f"run {self._run_dir.name} already has checkpoints up to step {newest.state.step} and "
-                "resume=never; use another run_name, or set resume to auto"
-            )
-        return newest
-
-    def start(
-        self, config: FittedConfig, data: Mixture, existing: Checkpoint | None
-    ) -> tuple[FittedConfig, Checkpoint | None]:
-        """Return the configuration, with the start that the run had, and the checkpoint to load, if any.
-
-        Raises:
-            UserError: the configuration does not fit the `existing` checkpoint, or cannot branch.
-        """
-        if existing is None:
-            return config, create_branch(config, data, self._log)
-        config = keep_start(config, existing)
-        check_changes(config, data, existing, self._log)
-        return config, existing
-
-    def newest(self) -> Checkpoint | None:
-        """Return the newest checkpoint of the run that looks complete, without verifying it."""
-        return next(reversed(self._catalog.complete()), None)
-
-    def after(self, end: AttemptEnd) -> Checkpoint | None:
-        """Return the newest checkpoint after an attempt; verified, here or by `go_back`, if it is loaded."""
-        is_listed = end.kind in ("finished", "stopped", "rolled_back")
-        return self.newest() if is_listed else self._catalog.newest_good(self._log)
+        self.skipped = skipped
 
     def go_back(self, bad: BadStreak, started_at: int, recorder: RecorderHandle) -> None:
         """Return to the last checkpoint before the bad steps, and skip their batches from now on.
 
         On return the rollback is durable: later checkpoints are retired, the ranges written.
         """
-        resumed = self._catalog.newest_good(self._log, before_step=bad.first_step)
+        resumed = self._catalog.pick("before", self._log, bad.first_step)
         if 0 < started_at == resume_step(resumed) == self._last_step:
             # A second rollback to this checkpoint: its weights may be bad already, although the loss
             # did not show it, so use an earlier one.
-            resumed = self._catalog.newest_good(self._log, before_step=started_at) or resumed
+            resumed = self._catalog.pick("before", self._log, started_at) or resumed
         self._last_step = step = resume_step(resumed)
         self._catalog.clean(good_until=step)
         next_batch = resumed.state.next_batch if resumed else 0

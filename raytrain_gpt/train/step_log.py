@@ -159,42 +159,31 @@ class StepLog:
         )
 
     def _read(self, window: _Window) -> list[Row]:
-        # Float64 values travel as the bits of int64, so one collective carries losses, waits, hashes and
-        # flags of all steps. Every rank then sums in rank order and gets the same bits.
         steps = window.steps
-        # Waits until the window's values are on the host.
+        # Waits until the window's values are on the host. The host runs ahead of the device, so only the
+        # mean over a window is meaningful.
         seconds = window.end.seconds_since(self._clock_from) - window.seconds_excluded
-        # The host runs ahead of the device, so only the mean over a window is meaningful.
-        step_time_s = seconds / len(steps)
         sums = [self._feed.take_hash_sums() for _ in steps]
+        # Every rank sums in rank order and gets the same bits. The float64 mean of equal losses (exact sums)
+        # is exactly that loss.
+        of_ranks = self._gathered(
+            loss=window.losses.double(),
+            wait_s=torch.tensor([step.data_wait_s for step in steps], dtype=torch.float64),
+            forward_s=torch.tensor([_seconds(s) for s in window.forward], dtype=torch.float64),
+            delivered=torch.tensor([delivered for delivered, _ in sums]),
+            skips=(~torch.isfinite(window.norms)).long(),
+            peak_bytes=torch.full((len(steps),), peak_memory_bytes(self._device)),
+        )
+        losses, waits = (of_ranks[key].sum(0) / len(of_ranks[key]) for key in ("loss", "wait_s"))
+        delivered, skips = of_ranks["delivered"].sum(0), of_ranks["skips"].sum(0)
         scales = [None] * len(steps) if window.scales is None else window.scales.tolist()
-        # The float64 mean of equal losses (exact sums) is exactly that loss.
-        losses = window.losses.double()
-        waits = torch.tensor([step.data_wait_s for step in steps], dtype=torch.float64)
-        forward = torch.tensor([_seconds(spans) for spans in window.forward], dtype=torch.float64)
-        delivered = torch.tensor([hash_sum for hash_sum, _ in sums])
-        skips = (~torch.isfinite(window.norms)).long()
-        peak_bytes = torch.tensor([peak_memory_bytes(self._device)])
-        fields = [
-            *(values.view(torch.int64) for values in (losses, waits, forward)),
-            *(delivered, skips, peak_bytes),
-        ]
-        gathered = self._collectives.all_gather_rows(torch.cat(fields))
-        losses, waits, forward, delivered, skips, peak_bytes = torch.split(
-            gathered, [*map(len, fields)], 1
-        )
-        losses, waits, forward = (
-            bits.contiguous().view(torch.float64) for bits in (losses, waits, forward)
-        )
-        forward_s, data_wait_s = forward.numpy(), waits.numpy()
-        losses, waits = (values.sum(0) / len(gathered) for values in (losses, waits))
-        delivered, skips = delivered.sum(0), skips.sum(0)
         self._clock_from = window.end
         self._steps_done += len(steps)
-        tokens_done = self._steps_done * self._batch_tokens
-        since_start = {
-            "perf/tokens_per_s_overall": tokens_done / window.end.seconds_since(self._began),
-            "perf/peak_memory_bytes": int(peak_bytes.max()),
+        in_all_s = window.end.seconds_since(self._began)
+        of_window = {
+            "perf/step_time_s": seconds / len(steps),
+            "perf/tokens_per_s_overall": self._steps_done * self._batch_tokens / in_all_s,
+            "perf/peak_memory_bytes": int(of_ranks["peak_bytes"].max()),
         }
         rows: list[Row] = []
         for i, result in enumerate(steps):
@@ -207,9 +196,12 @@ class StepLog:
             self.position.order_hash = extend_order_hash(self.position.order_hash, sums[i][1])
             self.position.next_batch = batch + 1
             loss, norm = float(losses[i]), float(window.norms[i])
-            row = self._row(result, batch, loss, norm, step_time_s, float(waits[i]))
-            scale = {} if scales[i] is None else {"optim/loss_scale": scales[i]}
-            rows.append(row | self._tokens_by_dataset(result.step) | since_start | scale)
+            of_step = {
+                "train/loss": loss,
+                "optim/grad_norm": norm,
+                "perf/data_wait_s": float(waits[i]),
+            }
+            rows.append(self._row(result, batch, scales[i], of_step | of_window))
             bad = self._detector.judge(result.step, loss, norm, scales[i])
             if bad is not None:
                 rows.append(_event(bad, loss, norm, batch, int(skips[i])))
@@ -221,37 +213,44 @@ class StepLog:
         is_slowed = self.bad_streak is not None or steps[-1].step in self._slowed
         if self._collectives.world_size > 1 and not is_slowed:
             last = next(row for row in reversed(rows) if "event" not in row)
-            last["perf/rank_forward_s"] = forward_s.mean(1).round(6).tolist()
-            last["perf/rank_data_wait_s"] = data_wait_s.mean(1).round(6).tolist()
+            last["perf/rank_forward_s"] = _means(of_ranks["forward_s"])
+            last["perf/rank_data_wait_s"] = _means(of_ranks["wait_s"])
         return rows
 
-    def _row(
-        self,
-        result: StepResult,
-        batch: int,
-        loss: float,
-        norm: float,
-        step_time_s: float,
-        wait_s: float,
-    ) -> Row:
-        tokens_per_s = None if result.step in self._slowed else self._batch_tokens / step_time_s
-        mfu = None
-        if self._peak_flops is not None and tokens_per_s is not None:
-            peak = self._peak_flops * self._collectives.world_size
-            mfu = tokens_per_s * self._flops_per_token / peak
+    def _gathered(self, **columns: Tensor) -> dict[str, Tensor]:
+        """Gather columns of 64-bit numbers, (steps,), as (ranks, steps): one collective carries all bits."""
+        sent = torch.stack([column.view(torch.int64) for column in columns.values()])
+        received = self._collectives.all_gather_rows(sent.flatten()).view(-1, *sent.shape)
         return {
+            name: bits.contiguous().view(column.dtype)
+            for (name, column), bits in zip(columns.items(), received.unbind(1), strict=True)
+        }
+
+    def _row(self, result: StepResult, batch: int, scale: float | None, numbers: Row) -> Row:
+        """Make a step's row of `numbers` and what follows from them."""
+        tokens_per_s = mfu = None
+        if result.step not in self._slowed:
+            tokens_per_s = self._batch_tokens / numbers["perf/step_time_s"]
+            if self._peak_flops is not None:
+                peak = self._peak_flops * self._collectives.world_size
+                mfu = tokens_per_s * self._flops_per_token / peak
+        row = {
             "step": result.step,
-            "train/loss": finite(loss),
+            "train/loss": finite(numbers["train/loss"]),
             "optim/lr": result.lr,
-            "optim/grad_norm": finite(norm),
+            "optim/grad_norm": finite(numbers["optim/grad_norm"]),
             "perf/tokens_per_s": tokens_per_s,
-            "perf/step_time_s": step_time_s,
-            "perf/data_wait_s": wait_s,
+            "perf/step_time_s": numbers["perf/step_time_s"],
+            "perf/data_wait_s": numbers["perf/data_wait_s"],
             "perf/mfu": mfu,
             "data/epoch": self._order.epoch(batch),
             "data/tokens_seen": result.step * self._batch_tokens,
             "data/order_hash": self.position.order_hash,
+            **self._tokens_by_dataset(result.step),
+            "perf/tokens_per_s_overall": numbers["perf/tokens_per_s_overall"],
+            "perf/peak_memory_bytes": numbers["perf/peak_memory_bytes"],
         }
+        return row if scale is None else {**row, "optim/loss_scale": scale}
 
     def _tokens_by_dataset(self, step: int) -> Row:
         if not isinstance(self._order, MixedOrder):
@@ -266,6 +265,12 @@ class StepLog:
 def _to_host(scalars: list[Tensor]) -> Tensor:
     """Copy scalars to the host at once, from a GPU asynchronously to pinned memory."""
     return torch.stack(scalars).to("cpu", non_blocking=True)
+
+
+def _means(of_ranks: Tensor) -> list[float]:
+    """Mean of each rank's steps, in microseconds."""
+    means: list[float] = of_ranks.numpy().mean(1).round(6).tolist()
+    return means
 
 
 def _seconds(spans: Sequence[Span]) -> float:

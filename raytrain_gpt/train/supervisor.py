@@ -23,32 +23,51 @@ from functools import partial
 
 import ray
 
-from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, resume_step
+from raytrain_gpt.checkpoint.catalog import CODE_FILE, Catalog, Checkpoint, resume_step
 from raytrain_gpt.cluster.compilers import check_compiler
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.signals import StopSignals
-from raytrain_gpt.config.arithmetic import divisors
-from raytrain_gpt.config.resolved import FittedConfig, RunPlan
+from raytrain_gpt.config.load import load_config_file
+from raytrain_gpt.config.resolved import RunPlan, workers_of
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.wording import divisors
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.data.locations import make_order, run_location
 from raytrain_gpt.data.mixed_order import MixedOrder
 from raytrain_gpt.data.mixture import Mixture
-from raytrain_gpt.errors import Interrupted, StorageError, TrainingFailed
+from raytrain_gpt.errors import (
+    CheckpointError,
+    ConfigError,
+    Interrupted,
+    StorageError,
+    TrainingFailed,
+)
 from raytrain_gpt.evaluate.evaluation import check_evaluations
 from raytrain_gpt.format import Log, amount, count
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.lease import LEASE_FILE, Lease, hold_lease
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.mlflow_run import mark_interrupted
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, TRACKERS_DIR, Row
+from raytrain_gpt.tracking.recorder import RecorderSpec
+from raytrain_gpt.tracking.report import REPORT_FILE, write_report
+from raytrain_gpt.tracking.run_files import (
+    CONFIG_FILE,
+    LOG_FILE,
+    METRICS_FILE,
+    SAMPLES_FILE,
+    TRACKERS_DIR,
+    Row,
+    merge_rows,
+    read_rows,
+)
 from raytrain_gpt.tracking.summary import RunSummary
+from raytrain_gpt.tracking.sync import RunSync
+from raytrain_gpt.tracking.trackers import TrackedRun
 from raytrain_gpt.train import policy, preflight
 from raytrain_gpt.train.attempt import Attempt, Backend
 from raytrain_gpt.train.memory_fit import MemorySearch, fit_memory
-from raytrain_gpt.train.resume import ResumePoints, read_skipped
-from raytrain_gpt.train.run_output import RunOutput
+from raytrain_gpt.train.resume import Rollbacks, read_skipped, resume_from
 from raytrain_gpt.train.worker_group import WorkerSpec
 
 BEFORE_FIRST_STEP = "interrupted before the first step; nothing is half-written"
@@ -71,12 +90,62 @@ class TrialHooks:
     tracker_tags: dict[str, str] = field(default_factory=dict)
 
 
+class RunOutput:
+    """Small files of a run, edited in a local directory and copied to an object store."""
+
+    def __init__(self, run_dir: Location, log: Log) -> None:
+        self.run_dir, self.sync, self.log = run_dir, RunSync(run_dir), log
+
+    def check_is_ours(self) -> None:
+        """Check, before the first step, that only files of a run would be replaced.
+
+        Raises:
+            CheckpointError: the directory has files of these names but no run's configuration.
+        """
+        names = (CONFIG_FILE, METRICS_FILE, LOG_FILE, SAMPLES_FILE, REPORT_FILE)
+        existing = [name for name in names if (self.sync.work_dir / name).exists()]
+        if not existing:
+            return
+        try:
+            load_config_file(self.sync.work_dir / CONFIG_FILE)
+        except ConfigError:
+            raise CheckpointError(
+                f"{self.run_dir} has {' and '.join(existing)}, but was not written by a run; use another "
+                "run_name or storage_path"
+            ) from None
+
+    def write_config(self, config: Config) -> None:
+        """Write the resolved configuration and the code, so that `--config` and `--code` repeat the run."""
+        Location.of(self.sync.work_dir / CONFIG_FILE).write_text(config.to_yaml())
+        if config.code:
+            Location.of(self.sync.work_dir / CODE_FILE).write_text(config.code.text)
+        self.sync.push()
+
+    def write_report(self) -> None:
+        """Write `report.html`; call it before closing the recorder, which uploads it to the trackers."""
+        try:
+            write_report(self.sync)
+        except Exception as error:  # a failed chart must not cost a trained model
+            self.log(f"no report: {error!r}")
+
+    def next_attempt(self, newest: int) -> int:
+        """First attempt number above `newest` that is unused by Ray's directories and by rows.
+
+        Every `fit()` gets a fresh name. Ray Train resumes automatically from the index of a used name
+        and rewrites it in place, so a kill at the wrong moment makes the name unusable.
+        """
+        names = (self.run_dir / "ray").names()
+        rows = read_rows(self.sync.work_dir)
+        recorded: list[int] = [row["attempt"] for row in rows if row.get("event") == "attempt"]
+        return max([newest, *recorded, *(int(name) for name in names if name.isdigit())]) + 1
+
+
 class Run:
     """One `train` command, or one trial of a sweep."""
 
     def __init__(
         self,
-        config: FittedConfig,
+        config: Config,
         world_size: int,
         data: Mixture,
         place: Backend,
@@ -89,8 +158,7 @@ class Run:
         self.place, self.signals, self.log = place, signals, log
         self.train_loop, self.trial = train_loop, trial
         self.run_dir = run_location(config)
-        self.output = RunOutput(self.run_dir, trial.tracker_tags if trial else {}, log)
-        self.resume = ResumePoints(config, log)
+        self.output = RunOutput(self.run_dir, log)
         self.catalog = Catalog(self.run_dir)
         self._most_sequences: int | None = None  # of a micro-batch, after a lack of memory
         self._session = uuid.uuid4().hex[:8]
@@ -107,23 +175,24 @@ class Run:
         with hold_lease(self.run_dir / LEASE_FILE, f"run {self.run_dir.name}", self.log) as lease:
             saved = self.catalog.complete()
             preflight.check_disk(self.config, self.run_dir, self.data.vocab_size, len(saved))
-            existing = self.resume.find(self.config)
+            existing = self.catalog.pick("newest", self.log)
             # Under the lease, no other process writes these files.
             self.output.sync.pull(TRACKERS_DIR)
             if existing is None:
                 self.output.check_is_ours()
-                self.config = preflight.check_init_from(self.config, self.data)
-            self.config, resumed = self.resume.start(self.config, self.data, existing)
+                self.config = preflight.check_init_from(self.config, self.data, self.log)
+            self.config, resumed = resume_from(self.config, self.data, existing, self.log)
             if existing is not None and existing.state.step >= self.config.train.max_steps:
                 return self._summary(existing, was_finished=True)
             self._announce()
             self.output.write_config(self.config)
-            self.resume.skipped = read_skipped(self.run_dir, resumed, self.log)
+            skipped = read_skipped(self.run_dir, resumed, self.log)
+            self.rollbacks = Rollbacks(self.config, skipped, self.log)
             return self._supervise(resumed, lease)
 
     def _announce(self) -> None:
         self.log(f"configuration {self.run_dir / CONFIG_FILE}")
-        train, c = self.config.train, self.config.cluster
+        train, c = self.config.train, workers_of(self.config)
         shape = GPTShape.of(self.config, self.data.vocab_size)
         self.log(
             f"model {amount(count_model(shape).num_parameters)} parameters | data "
@@ -146,12 +215,14 @@ class Run:
                 raise end.user_error from None
             reason = root_cause(end.error) if end.error else ""
             if end.kind == "failed" and not place.retries:
-                newest = self.resume.newest()
+                newest = self._newest()
                 raise TrainingFailed(
                     f"run {self.run_dir.name} failed ({reason}); run the same command to resume from "
                     f"{newest.path if newest else 'its start, as it has no checkpoint'}"
                 ) from end.error
-            resumed, stopping = self.resume.after(end), self.signals.stop.is_set()
+            is_over = end.kind in ("finished", "stopped")  # nothing is loaded any more
+            resumed = self._newest() if is_over else self.catalog.pick("newest", self.log)
+            stopping = self.signals.stop.is_set()
             step = resume_step(resumed)
             match policy.next_action(end, started_at, step, counters, config, stopping):
                 case policy.Finish():
@@ -172,6 +243,10 @@ class Run:
         """Wait; a signal interrupts the run."""
         if self.signals.stop.wait(seconds):
             raise Interrupted(self._interrupted_message(started_at=0))
+
+    def _newest(self) -> Checkpoint | None:
+        """Return the newest checkpoint that looks complete, to name it."""
+        return next(reversed(self.catalog.complete()), None)
 
     def _summary(self, newest: Checkpoint, was_finished: bool = False) -> RunSummary:
         return RunSummary(self.run_dir, self.output.sync, newest.state.step, newest, was_finished)
@@ -237,8 +312,8 @@ class Run:
                 raise end.user_error
             attempt.lease.verify()
             if end.bad_streak is not None:
-                self.resume.go_back(end.bad_streak, resume_step(resumed), attempt.recorder)
-            newest = self.resume.newest() or resumed
+                self.rollbacks.go_back(end.bad_streak, resume_step(resumed), attempt.recorder)
+            newest = self._newest() or resumed
         except BaseException as error:
             attempt.record_end(end, resumed)
             attempt.close(end, resumed)
@@ -265,9 +340,15 @@ class Run:
             "train_tokens": self.data.split_tokens("train"),
             "tokenizer": self.data.tokenizer,
         }
-        recorder = self.output.recorder_spec(self.config, step, self.catalog.complete(), details)
+        sync, tags = self.output.sync, self.trial.tracker_tags if self.trial else {}
+        # Rows of the checkpoints replace those that a dead recorder did not write.
+        saved = [row for checkpoint in self.catalog.complete() for row in checkpoint.rows()]
+        steps = [r for r in merge_rows(read_rows(sync.work_dir), saved, step) if "train/loss" in r]
         # Two windows, so that spikes in the second are judged against good steps of the first.
-        num_rows = 2 * self.config.spikes.spike_window_steps
+        rows_before = steps[-2 * self.config.spikes.spike_window_steps :]
+        recorder = RecorderSpec(
+            sync, TrackedRun(sync.work_dir, self.config, step, tags), details, saved
+        )
         return Attempt(
             spec=WorkerSpec(
                 plan=plan,
@@ -275,10 +356,10 @@ class Run:
                 ingest=replace(
                     IngestSpec.of(plan, self.data),
                     first_batch=resumed.state.next_batch if resumed else 0,
-                    skipped=self.resume.skipped,
+                    skipped=self.rollbacks.skipped,
                 ),
                 resumed=resumed,
-                rows_before=self.output.last_steps(step, recorder.saved_rows, num_rows),
+                rows_before=rows_before,
                 attempt=self._attempts,
                 lease_token=lease.token,
                 is_trial=self.trial is not None,
@@ -294,7 +375,7 @@ class Run:
         )
 
     def _interrupted_message(self, started_at: int) -> str:
-        newest = self.resume.newest()
+        newest = self._newest()
         if newest is None:
             return BEFORE_FIRST_STEP
         at = newest.state.step

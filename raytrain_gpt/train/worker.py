@@ -138,7 +138,6 @@ class Worker:
         self.agreement = DelayedFlags(self.collectives)
         rank = self.collectives.rank
         check_same_code(self.config, self.collectives)
-        assert spec.recorder is not None, "the attempt starts the recorder"
         self.recorder = RecorderClient(spec.recorder, rank, spec.control)
         self.step = resume_step(spec.resumed)
         self._first_step = self.step + 1

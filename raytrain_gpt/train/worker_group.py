@@ -6,17 +6,18 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any
 
 import ray
 import ray.train
 import ray.train.torch
+from pydantic import ConfigDict, Field, InstanceOf
 from ray.data import Dataset, ExecutionOptions
 from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBackend
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.cluster.process_groups import host, join, open_meeting
-from raytrain_gpt.config.resolved import FittedCluster, RunPlan
+from raytrain_gpt.config.resolved import RunPlan, Workers
 from raytrain_gpt.core.device import set_cuda_defaults
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location
@@ -24,10 +25,13 @@ from raytrain_gpt.tracking.recorder_handle import RecorderHandle
 from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.train.heartbeat import RankControl
 
+_NOT_SENT = Field(exclude=True)
+"""Left out of the JSON for other processes of a launch."""
+
 
 @dataclass(frozen=True)
-class AttemptSpec:
-    """Values that are the same for all workers of an attempt.
+class WorkerSpec:
+    """Spec from the driver, the same for every worker of an attempt.
 
     Attributes:
         resumed: Checkpoint to resume from, or None for a new run.
@@ -35,7 +39,11 @@ class AttemptSpec:
         attempt: Attempt number, which names the `fit()` in Ray.
         lease_token: The driver's; workers finalize no file once another process holds the lease.
         is_trial: A sweep decides after every evaluation whether to continue.
+        recorder: Set before the workers start; None for ranks above 0 of a launch.
+        control: Shared with the driver in local mode, or None on Ray, which has heartbeats.
     """
+
+    __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)
 
     plan: RunPlan
     run_dir: Location
@@ -45,19 +53,8 @@ class AttemptSpec:
     attempt: int
     lease_token: str
     is_trial: bool
-
-
-@dataclass(frozen=True)
-class WorkerSpec(AttemptSpec):
-    """Spec from the driver for every worker of an attempt.
-
-    Attributes:
-        recorder: Set before the workers start.
-        control: Shared with the driver in local mode, or None on Ray, which has heartbeats.
-    """
-
-    recorder: RecorderHandle | None = None
-    control: RankControl | None = None
+    recorder: Annotated[InstanceOf[RecorderHandle] | None, _NOT_SENT] = None
+    control: Annotated[InstanceOf[RankControl] | None, _NOT_SENT] = None
 
 
 class TorchConfig(ray.train.torch.TorchConfig):  # type: ignore[misc]
@@ -112,7 +109,7 @@ def start_fit(trainer: ray.train.torch.TorchTrainer) -> tuple[threading.Thread, 
 def worker_group(
     train_loop: Callable[[Any], None],
     spec: Any,
-    cluster: FittedCluster,
+    cluster: Workers,
     world_size: int,
     *,
     name: str,

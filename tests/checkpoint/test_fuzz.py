@@ -72,7 +72,7 @@ def test_a_damaged_checkpoint_is_used_or_refused(
         lambda: sample_checkpoint(directory, "Hello, é", print, num_samples=1, max_new_tokens=1)
     )
     works_or_says_why(lambda: card(directory))
-    works_or_says_why(lambda: Catalog(Location.of(run)).newest_good(print))
+    works_or_says_why(lambda: Catalog(Location.of(run)).pick("newest", print))
     for checkpoint in Catalog(Location.of(run)).complete():
         assert all("step" in row for row in checkpoint.rows())
     for action in ("list", "checkpoints"):

@@ -169,15 +169,6 @@ def test_a_commit_that_fails_fails_on_all_ranks(
     assert names(Location.of(tmp_path)) == []
 
 
-def test_what_is_no_longer_kept_is_removed(run_dir: Location) -> None:
-    ranks = savers(run_dir, 2, keep=2)
-    for step in (10, 20, 30):
-        begin(ranks, step)
-        for saver in ranks:
-            saver.collect()
-    assert names(run_dir) == ["step=00000020", "step=00000030"]
-
-
 def test_a_process_that_lost_the_name_leaves_the_new_owners_checkpoint_alone(
     run_dir: Location,
 ) -> None:

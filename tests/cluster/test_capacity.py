@@ -15,9 +15,8 @@ from raytrain_gpt.cluster.capacity import (
     idle_gpus,
     largest_world_size,
 )
-from raytrain_gpt.config.batch import micro_batch_for
 from raytrain_gpt.config.load import load_preset, preset_names
-from raytrain_gpt.config.resolved import FittedConfig, decided
+from raytrain_gpt.config.resolved import micro_batch_for
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ClusterError, ConfigError, UserError
 from tests.conftest import raises_line
@@ -33,7 +32,7 @@ def given(*nodes: Node) -> Resources:
 
 
 def largest(wanted: Config, *nodes: Node) -> int | None:
-    return largest_world_size(decided(FittedConfig, wanted), given(*nodes))
+    return largest_world_size(wanted, given(*nodes))
 
 
 def test_auto_takes_all_gpus_else_one_cpu_worker() -> None:
@@ -43,7 +42,7 @@ def test_auto_takes_all_gpus_else_one_cpu_worker() -> None:
     assert (workers, fitted.cluster.use_gpu, fitted.cluster.cpus_per_worker) == (1, False, 1)
 
 
-@pytest.mark.fault("too few CPUs or GPUs")
+@pytest.mark.fault("too few CPUs or GPUs", "refused at once, requested against present")
 @pytest.mark.parametrize(
     ("values", "nodes", "line"),
     [
@@ -108,7 +107,7 @@ def test_the_largest_world_size_is_the_most_workers_that_fit_and_divide_the_batc
     found = set()
     for num, least in [(1, None), (2, 1), (4, None), (6, 3), (12, 5)]:
         wanted = config(num_workers=num, min_workers=least, cpus_per_worker=cpus, use_gpu=use_gpu)
-        fitted = decided(FittedConfig, wanted)
+        fitted = wanted
         for resources in CLUSTERS:
             possible = [
                 workers
@@ -124,7 +123,7 @@ def test_the_largest_world_size_is_the_most_workers_that_fit_and_divide_the_batc
 def test_what_starts_a_run_is_what_restarts_it() -> None:
     """`fit_to_cluster` fails where a running job would wait; otherwise both give the same size."""
     sizes = {"num_workers": 6, "min_workers": 2, "cpus_per_worker": 1, "use_gpu": False}
-    wanted = decided(FittedConfig, config(**sizes, micro_batch_sequences=1))
+    wanted = config(**sizes, micro_batch_sequences=1)
     for resources in CLUSTERS:
         world_size = largest_world_size(wanted, resources)
         if world_size is None:

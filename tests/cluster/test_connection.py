@@ -7,7 +7,6 @@ import ray
 
 from raytrain_gpt.cluster.capacity import Node, largest_world_size
 from raytrain_gpt.cluster.connection import cluster_resources
-from raytrain_gpt.config.resolved import FittedConfig, decided
 from tests.cluster.test_capacity import config
 
 
@@ -29,6 +28,6 @@ def test_dead_and_draining_nodes_are_not_counted(monkeypatch: pytest.MonkeyPatch
     draining["c"] = 0  # drains do not always have a deadline
     assert cluster_resources().nodes == (Node(4, 0), Node(8, 2), Node(0, 0, 1.0))
     wanted = config(num_workers=6, min_workers=1, cpus_per_worker=1, use_gpu=True)
-    assert largest_world_size(decided(FittedConfig, wanted), cluster_resources()) == 2
+    assert largest_world_size(wanted, cluster_resources()) == 2
     draining.clear()
-    assert largest_world_size(decided(FittedConfig, wanted), cluster_resources()) == 6
+    assert largest_world_size(wanted, cluster_resources()) == 6

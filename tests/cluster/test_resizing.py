@@ -14,15 +14,14 @@ from raytrain_gpt.cluster.capacity import (
     ScaleUp,
     wait_for_workers,
 )
-from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import Interrupted
 
 
-def fitted(**values: object) -> FittedConfig:
+def fitted(**values: object) -> Config:
     sizes = {"seq_len": 32, "global_batch_tokens": 12 * 32, "micro_batch_sequences": 1}
     workers = {"num_workers": 6, "min_workers": 2, "cpus_per_worker": 1, "use_gpu": False}
-    return decided(FittedConfig, Config().updated({**sizes, **workers, **values}))
+    return Config().updated({**sizes, **workers, **values})
 
 
 def cluster(cpus: float) -> Callable[[], Resources]:

@@ -40,7 +40,7 @@ def test_a_signal_saves_and_the_same_command_goes_on_bitwise(
     assert "interrupted at step 7, saved" in run.output
     catalog = Catalog(Location.of(storage / changes["run_name"]))
     assert [checkpoint.state.step for checkpoint in catalog.complete()] == [3, 6, 7]
-    saved = catalog.newest_good(pytest.fail)
+    saved = catalog.pick("newest", pytest.fail)
     assert saved is not None
     assert saved.state.step == 7
 

@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from raytrain_gpt.config import kinds
-from raytrain_gpt.config.arithmetic import divisors
-from raytrain_gpt.config.batch import check_shares, micro_batch_for
 from raytrain_gpt.config.load import (
     describe_config,
     given_fields,
@@ -22,13 +19,14 @@ from raytrain_gpt.config.load import (
     preset_names,
     resolve,
 )
-from raytrain_gpt.config.resolved import FittedConfig, RunPlan, decided
+from raytrain_gpt.config.resolved import RunPlan, check_shares, micro_batch_for
 from raytrain_gpt.config.schema import (
     FIELDS,
     Config,
-    changed_fields,
     changes_math,
+    parse_config,
 )
+from raytrain_gpt.config.wording import suggestion
 from raytrain_gpt.errors import ConfigError
 from tests.conftest import raises_line
 
@@ -64,33 +62,11 @@ def test_every_field_says_why_it_exists() -> None:
     assert all(field.description for _, field in FIELDS.values())
 
 
-def test_a_configuration_comes_back_from_its_file(tmp_path: Path) -> None:
-    config = Config().updated({"peak_lr": 3e-4, "mlflow_uri": None, "sample_prompt": "é: [\n#"})
-    (tmp_path / "config.yaml").write_text(config.to_yaml(), "utf-8")
-    assert load_config_file(tmp_path / "config.yaml") == config
-
-
 @pytest.mark.parametrize("name", preset_names())
 def test_every_preset_loads(name: str, tmp_path: Path) -> None:
     config = load_preset(name)
     (tmp_path / "config.yaml").write_text(config.to_yaml(), "utf-8")
     assert load_config_file(tmp_path / "config.yaml") == config
-
-
-def test_a_configuration_is_frozen() -> None:
-    with pytest.raises(ValidationError):
-        Config().train.seed = 5  # type: ignore[misc]
-
-
-def test_an_update_replaces_fields_and_keeps_the_rest() -> None:
-    config = Config().updated({"seq_len": 64})
-    changed = config.updated({"peak_lr": 5e-4, "num_workers": 3})
-    assert (changed.optim.peak_lr, changed.cluster.num_workers) == (5e-4, 3)
-    assert changed.data.seq_len == 64
-    assert changed_fields(config.field_values(), changed.field_values()) == {
-        "peak_lr": "0.001 -> 0.0005",
-        "num_workers": "auto -> 3",
-    }
 
 
 @pytest.mark.parametrize(
@@ -122,47 +98,25 @@ def test_values_may_be_written_as_text(name: str, text: str, value: object, tmp_
     ("values", "words"),
     [
         ({"peek_lr": 1e-3}, ["unknown", "peek_lr", "did you mean peak_lr?"]),
-        ({"batch-tokens": 1}, ["unknown", "batch-tokens"]),
-        ({"num-layers": 1}, ["did you mean num_layers?"]),
         ({"min_lr": 1.0}, ["min_lr=1 is above peak_lr=0.001", "usual: 0.0001"]),
         ({"num_heads": 7}, ["num_heads=7", "embd_size=128", "nearest: num_heads 4, 8"]),
         ({"global_batch_tokens": 4100}, ["4100", "seq_len=128", "nearest: 4096, 4224"]),
-        ({"global_batch_tokens": 100}, ["100", "nearest: 128"]),
         ({"max_steps": 0}, ["max_steps=0", "greater than or equal to 1"]),
         ({"max_steps": 1.5}, ["max_steps=1.5", "integer"]),
         ({"peak_lr": float("nan")}, ["peak_lr=nan", "finite"]),
-        ({"peak_lr": -1}, ["peak_lr=-1", "greater than 0"]),
-        ({"beta2": 1.0}, ["beta2=1.0", "less than 1"]),
         ({"compile": "perhaps"}, ["compile='perhaps'", "true or false"]),
-        ({"seed": 2**32}, ["seed=4294967296"]),
         ({"run_name": "../up"}, ["run_name='../up'"]),
         ({"num_workers": 0, "min_workers": 1}, ["min_workers=1", "to null, or num_workers to 1"]),
         ({"num_workers": 2, "gpus_per_worker": 0.5}, ["gpus_per_worker=0.5", "num_workers to 1"]),
         ({"num_workers": 2, "min_workers": 3}, ["min_workers=3", "num_workers=2"]),
         ({"cpus_per_worker": 0}, ["cpus_per_worker=0", "1 or more"]),
-        (
-            {"micro_batch_sequences": -1},
-            ["micro_batch_sequences=-1", "1 or more", "as many as fit"],
-        ),
-        ({"min_workers": 0}, ["min_workers=0", "equal to 1"]),
-        ({"embd_size": 1_000_000_007}, ["embd_size=1000000007", "1048576", "Width"]),
-        ({"embd_size": 2**20 - 1, "num_heads": 7}, ["num_heads=7", "nearest: num_heads 3, 5"]),
         ({"global_batch_tokens": 2**50}, ["global_batch_tokens=1125899906842624", "1099511627776"]),
         ({"max_steps": 2**63}, ["max_steps=9223372036854775808", "less than 2**63"]),
         (
             {"exact": True, "parallel": "fsdp"},
             ["exact=true", "parallel=fsdp", "; set parallel to ddp"],
         ),
-        (
-            {"exact": True, "precision": "fp16"},
-            ["exact=true", "precision=fp16", "; set precision to"],
-        ),
-        ({"exact": True, "gradient_dtype": "bf16"}, ["exact=true", "set gradient_dtype to fp32"]),
         ({"parallel": "fsdp", "gradient_dtype": "bf16"}, ["gradient_dtype=bf16", "parallel=fsdp"]),
-        (
-            {"exact": True, "micro_batch_sequences": "auto"},
-            ["exact=true", "set micro_batch_sequences to a number"],
-        ),
     ],
 )
 def test_a_wrong_value_is_one_line_with_the_way_out(
@@ -178,16 +132,11 @@ def test_a_wrong_value_is_one_line_with_the_way_out(
         ("optim: {peek_lr: 1.0}", ["optim.peek_lr", "did you mean peak_lr?", "config.yaml"]),
         ("train: {peak_lr: 1.0}", ["train.peak_lr", "it belongs to section optim"]),
         ("peak_lr: 1.0", ["unknown configuration key peak_lr", "section optim"]),
-        ("optimizer: {}", ["unknown configuration key optimizer"]),
         ("modell: {}", ["did you mean model?"]),
         ("train: 5", ["train=5", "must be a mapping"]),
-        ("1: {}", ["unknown configuration key 1"]),
         ("train: {1: 2}", ["unknown configuration key train.1"]),
         ("", ["no keys", "model, data, optim"]),
-        ("[model]", ["no keys"]),
         ("train: {max_steps: 5", ["config.yaml is not valid YAML"]),
-        ("train:\n\tmax_steps: 5\n", ["config.yaml is not valid YAML"]),
-        (f"train: {{max_steps: {'9' * 5000}}}", ["config.yaml is not valid YAML", "digits"]),
     ],
 )
 def test_a_wrong_file_is_one_line_with_the_way_out(
@@ -198,28 +147,37 @@ def test_a_wrong_file_is_one_line_with_the_way_out(
         load_config_file(tmp_path / "config.yaml")
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with raises_line(ConfigError, "nothing.yaml"):
-        load_config_file(tmp_path / "nothing.yaml")
-    with raises_line(ConfigError, str(tmp_path)):
-        load_config_file(tmp_path)
-    (tmp_path / "a.yaml").write_bytes(b"\xff\xfe\xff")
-    with raises_line(ConfigError, "not valid YAML"):
-        load_config_file(tmp_path / "a.yaml")
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"run": {"run_name": "a b"}}, "run_name='a b': must start with a letter or digit, and"),
+        ({"cluster": {"num_workers": "x"}}, "num_workers='x': must be an integer, or 'auto' ("),
+        ({"cluster": {"num_workers": -1}}, "num_workers=-1: must be 0 or more, or auto ("),
+        ({"cluster": {"use_gpu": 3}}, "use_gpu=3: must be true or false, or 'auto' ("),
+        ({"model": 3}, "model=3: must be a mapping of names to values"),
+        ({"optim": {"peak_lr": "a"}}, "peak_lr='a': must be a number ("),
+    ],
+)
+def test_a_refused_value_is_said_with_what_it_must_be(values: dict[str, Any], said: str) -> None:
+    with raises_line(ConfigError, said):
+        parse_config(values, "a.yaml")
 
 
-def test_an_unknown_preset_is_named_with_those_there_are() -> None:
-    with raises_line(ConfigError, "quikstart", "did you mean quickstart?", "available:"):
-        load_preset("quikstart")
+def test_the_start_of_names_suggests_all_of_them() -> None:
+    with raises_line(ConfigError, "did you mean gpt2-1.5b or gpt2-124m or gpt2-350m or gpt2-774m?"):
+        load_preset("gpt2")
+    assert suggestion("num_worker", FIELDS) == "; did you mean num_workers?"
+    assert suggestion("s", FIELDS) == "", "too many names to suggest"
+    assert suggestion("peak-rl", FIELDS) == "; did you mean peak_lr?"
+    assert suggestion("", FIELDS) == ""
 
 
 # --- batch arithmetic
 
 
 def test_a_step_of_the_reference_run_is_4_micro_batches() -> None:
-    config = decided(
-        FittedConfig, Config().updated(REFERENCE), use_gpu=True, num_workers=4, cpus_per_worker=1
-    )
+    workers = {"use_gpu": True, "num_workers": 4, "cpus_per_worker": 1}
+    config = Config().updated({**REFERENCE, **workers})
     assert config.batch_sequences == 512
     assert RunPlan.of(config, 4, 32, "none").micro_batches_per_step == 4
     assert RunPlan.of(config, 16, 32, "none").micro_batches_per_step == 1
@@ -287,11 +245,6 @@ def test_a_huge_batch_is_divided_without_trying_every_number() -> None:
         check_shares(config, 7)
 
 
-@given(st.integers(1, 3000))
-def test_divisors_are_all_of_them_in_order(number: int) -> None:
-    assert divisors(number) == [d for d in range(1, number + 1) if number % d == 0]
-
-
 # --- resume
 
 
@@ -318,9 +271,6 @@ def test_a_profile_that_does_not_fit_the_run_is_refused() -> None:
     words = ("profile_steps=4", "max_steps=8", "at most 3", "9 or more")
     with raises_line(ConfigError, *words):
         Config().updated({"profile_steps": 4, "max_steps": 8})
-    for nonsense in (-1, 101, 1.5, "all"):
-        with raises_line(ConfigError, f"profile_steps={nonsense!r}"):
-            Config().updated({"profile_steps": nonsense})
 
 
 def test_local_mode_as_a_field_drops_the_presets_min_workers() -> None:

@@ -95,7 +95,7 @@ def go_on(
     """Load the newest good checkpoint, the same on all ranks; return its step, or 0 without one."""
     newest = None
     if ranks.rank == 0:
-        newest = catalog.newest_good(say)
+        newest = catalog.pick("newest", say)
         catalog.clean(good_until=newest.state.step if newest else 0)
     newest = ranks.all_gather_json(newest, Checkpoint | None)[0]
     if newest is None:

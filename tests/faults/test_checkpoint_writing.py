@@ -121,7 +121,7 @@ def newest_of_whole_ones(run_dir: Path) -> int:
             assert int(name.removeprefix("step=")) == checkpoint.state.step
             files = {"model.safetensors", "rows.jsonl", "state.json", HASHES_FILE}
             assert files <= set(checkpoint.path.names())
-    newest = Catalog(Location.of(run_dir)).newest_good(pytest.fail)
+    newest = Catalog(Location.of(run_dir)).pick("newest", pytest.fail)
     assert newest is not None
     return newest.state.step
 

@@ -131,7 +131,7 @@ def test_a_stopped_job_has_saved_and_the_same_command_goes_on_bitwise(
     printed = head.job("logs", "stopped")
     # Two ranks agree on the stop while they train one more step.
     assert "interrupted at step 24, saved" in printed, printed
-    saved = Catalog(Location.of(config.run.storage_path) / "job").newest_good(pytest.fail)
+    saved = Catalog(Location.of(config.run.storage_path) / "job").pick("newest", pytest.fail)
     assert saved is not None
     assert saved.state.step == 24
 

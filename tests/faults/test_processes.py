@@ -351,6 +351,6 @@ def test_a_third_interrupt_ends_a_run_at_once_with_its_checkpoint_intact(
 
     wait_until(interrupted, "the exit of the command")
     assert command.ends() == 130, command.output
-    newest = Catalog(Location.of(config.run.storage_path) / "forced").newest_good(pytest.fail)
+    newest = Catalog(Location.of(config.run.storage_path) / "forced").pick("newest", pytest.fail)
     assert newest is not None
     assert newest.state.step == 10

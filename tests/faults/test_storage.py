@@ -116,7 +116,7 @@ def test_an_object_store_that_is_gone_for_good_stops_the_run_with_its_newest_che
         thread.join()
         s3.start()
     assert not raised
-    newest = Catalog(bucket / "runs" / "gone").newest_good(pytest.fail)
+    newest = Catalog(bucket / "runs" / "gone").pick("newest", pytest.fail)
     assert newest is not None
     # The checkpoint of step 20 may have been in flight.
     assert newest.state.step in (10, 20)
@@ -178,7 +178,7 @@ def test_a_disk_that_fills_up_costs_no_checkpoint_and_the_run_goes_on_after_room
     config = make_config(num_workers=2, run_name="full", storage_path=str(disk), keep_checkpoints=3)
     with raises_line(UserError, "no space left", "older checkpoints are intact", "make room"):
         train_while(config, Faults((place,)), fill_up)
-    newest = Catalog(Location.of(disk / "full")).newest_good(pytest.fail)
+    newest = Catalog(Location.of(disk / "full")).pick("newest", pytest.fail)
     assert newest is not None
     assert newest.state.step in (10, 20)
     (disk / "filler").unlink()

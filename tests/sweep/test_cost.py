@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_gpt.config.resolved import SizedConfig
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.format import duration
@@ -114,7 +114,7 @@ def test_the_step_with_the_most_flops_is_measured(
 ) -> None:
     taken: list[dict[str, Any]] = []
 
-    def configured(config: SizedConfig, *_: Any, **__: Any) -> Any:
+    def configured(config: Config, *_: Any, **__: Any) -> Any:
         taken.append(config.field_values())
         raise KeyboardInterrupt
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from raytrain_gpt.cluster.capacity import Node, Resources, fit_to_cluster
+from raytrain_gpt.config.resolved import workers_of
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.sweep import cost
 from raytrain_gpt.sweep.cost import (
@@ -67,11 +68,11 @@ def test_trials_share_gpus(number: int) -> None:
         one_worker_for_auto(base_config(shared)), Resources((Node(8, 1),), ours=False)
     )
     # Ray counts GPUs in steps of 0.0001, and more than one GPU of trials would wait.
-    share = config.cluster.num_gpus
+    share = workers_of(config).num_gpus
     assert round(share * 10_000) * number <= 10_000
-    assert config.cluster.memory_fraction * number <= 1
+    assert workers_of(config).memory_fraction * number <= 1
     in_process = config.updated({"num_workers": 0, "min_workers": None})
-    assert in_process.cluster.num_gpus == share
+    assert workers_of(in_process).num_gpus == share
 
 
 def test_memory_of_shared_gpus_is_measured_for_the_largest_trial() -> None:

@@ -17,7 +17,7 @@ from raytrain_gpt.tracking.runs import find_run, runs_command
 from raytrain_gpt.tracking.summary import run_facts
 from raytrain_gpt.tracking.sync import RunSync
 from tests.checkpoints import write_checkpoint
-from tests.conftest import RunCli, raises_line
+from tests.conftest import raises_line
 
 
 def test_a_run_is_found_by_its_name_and_by_its_place(run_dir: Location, tmp_path: Path) -> None:
@@ -32,26 +32,6 @@ def test_a_run_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> 
     (Location.of(tmp_path) / "known" / CONFIG_FILE).write_text(Config().to_yaml())
     with pytest.raises(CheckpointError, match=r"no run other in .*; runs there: known"):
         find_run("other", Location.of(tmp_path))
-
-
-def test_a_misspelt_run_is_answered_with_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: RunCli
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    runs = Location.of(tmp_path) / "runs"
-    write_checkpoint(runs / "book-2", 10, 2.0)
-    (runs / "book-2" / CONFIG_FILE).write_text(Config().to_yaml())
-    (runs / "book-3.txt").write_text("no run")
-    for command in (
-        ["runs", "show", "bok-2"],
-        ["sample", "bok-2", "--prompt", "x"],
-        ["eval", "runs/bok-2"],
-        ["train", "--init_from", "bok-2"],
-    ):
-        code, _, errors = run_cli(*command)
-        assert (code, "did you mean book-2?" in errors) == (2, True), errors
-    code, _, errors = run_cli("sample", "alice", "--prompt", "x")
-    assert (code, "did you mean" in errors) == (2, False), errors
 
 
 @pytest.mark.fault("metrics.jsonl, config.yaml or samples.txt damaged")

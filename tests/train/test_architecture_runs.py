@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from raytrain_gpt.data.shards import read_manifest
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.evaluate.inference import evaluate_checkpoint, open_checkpoint, sample_checkpoint
+from raytrain_gpt.evaluate.inference import evaluate_checkpoint, sample_checkpoint
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.preflight import check_init_from
@@ -51,9 +50,7 @@ def test_it_learns_and_is_evaluated_as_trained(whole: RunSummary) -> None:
     "changes",
     [
         {"compile": True},
-        {"activation_checkpointing": "selective"},
         {"dropout": 0.1, "activation_checkpointing": "full", "precision": "bf16"},
-        {"tied_embeddings": True, "num_kv_heads": None, "mlp_size": None, "precision": "fp16"},
     ],
     ids=str,
 )
@@ -69,29 +66,12 @@ def test_every_way_of_training_learns(
         assert ours["train/loss"] == pytest.approx(theirs["train/loss"], abs=near)
 
 
-def test_another_run_starts_from_it(
-    whole: RunSummary, make_config: MakeConfig, dataset: Path
-) -> None:
-    start = {**QWEN3, "init_from": str(whole.run_dir), "seq_len": 16}
-    still = {"peak_lr": 1e-9, "min_lr": 1e-9, "max_steps": 1, "weight_decay": 0.0}
-    summary = train(make_config(run_name="from-qwen3", **start, **still), print)
-    assert whole.checkpoint is not None
-    _, _, theirs, _, _ = open_checkpoint(whole.checkpoint.path)
-    _, _, ours, _, _ = open_checkpoint(summary.run_dir)
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.allclose(one, other, rtol=0, atol=1e-7)
-
-
 @pytest.mark.parametrize(
     ("name", "ours", "wanted"),
     [
-        ("num_heads", 2, 4),
         ("num_layers", 3, 2),
-        ("embd_size", 64, 32),
         ("num_kv_heads", None, 2),
-        ("mlp_size", None, 96),
         ("tied_embeddings", True, "false"),
-        ("rope_theta", 10_000.0, 5000.0),
     ],
 )
 def test_a_start_from_another_shape_is_refused_by_the_field_that_differs(
@@ -104,12 +84,4 @@ def test_a_start_from_another_shape_is_refused_by_the_field_that_differs(
 ) -> None:
     config = make_config(**{**QWEN3, "init_from": str(whole.run_dir), name: ours})
     with raises_line(ConfigError, f"{name}=", str(whole.run_dir), f"set {name} to {wanted}"):
-        check_init_from(config, read_manifest(dataset))
-
-
-def test_gpt2_does_not_start_from_it(
-    whole: RunSummary, make_config: MakeConfig, dataset: Path
-) -> None:
-    config = make_config(num_heads=4, init_from=str(whole.run_dir))
-    with raises_line(ConfigError, "architecture=gpt2", "set architecture to qwen3"):
         check_init_from(config, read_manifest(dataset))

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.errors import CheckpointError, ConfigError
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.summary import RunSummary
@@ -57,20 +56,6 @@ def test_with_unchanged_settings_it_has_its_parents_later_weights_without_it(
     assert not any(line.startswith("changed since that checkpoint: branch_from") for line in lines)
 
 
-def test_a_run_that_is_there_branches_from_nothing_new(
-    make_config: MakeConfig, straight: Straight
-) -> None:
-    newest = straight(0).checkpoint
-    for max_steps in (50, 60):  # already finished, then extended
-        config = make_config(run_name="straight-0", max_steps=max_steps)
-        with raises_line(
-            CheckpointError,
-            "branch_from=quickstart@999, but run straight-0 started with branch_from=null",
-        ):
-            train(config.updated({"branch_from": "quickstart@999"}), print)
-    assert Catalog(straight(0).run_dir).complete()[-1] == newest
-
-
 def test_a_cooldown_is_the_run_that_decayed(make_config: MakeConfig) -> None:
     constant = {**WSD, "decay_fraction": 1e-6, "max_steps": 60}
     train(make_config(run_name="stable", **constant), print)
@@ -113,7 +98,6 @@ def test_it_goes_on_with_other_data_at_its_place(
             ["give RUN@STEP, or a checkpoint's directory"],
         ),
         (CheckpointError, {"branch_from": "nobody@20"}, ["has checkpoints of steps none"]),
-        (CheckpointError, {"branch_from": "strait-0@20"}, ["did you mean straight-0?"]),
         (ConfigError, {"embd_size": 64}, ["embd_size=64", "has 32 and a branch cannot change it"]),
         (ConfigError, {"optimizer": "muon"}, ["optimizer=muon", "has adamw"]),
         (ConfigError, {"global_batch_tokens": 24 * 32}, ["global_batch_tokens=768", "has 384"]),

@@ -13,7 +13,7 @@ import torch
 
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
 from raytrain_gpt.checkpoint.collectives import Collectives
-from raytrain_gpt.config.resolved import ResolvedConfig, decided
+from raytrain_gpt.config.resolved import ResolvedConfig, RunPlan
 from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.data.locations import read_data
 from raytrain_gpt.data.tokenizer import read_tokenizer
@@ -57,7 +57,8 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def config(make_config: MakeConfig) -> ResolvedConfig:
-    return decided(ResolvedConfig, make_config(num_workers=1, keep_checkpoints=1), use_gpu=False)
+    config = make_config(num_workers=1, keep_checkpoints=1, use_gpu=False)
+    return RunPlan.of(config, 1, config.batch_sequences, "none").config
 
 
 def set_up(config: ResolvedConfig, resumed: Checkpoint | None = None) -> TrainingSetup:

@@ -157,16 +157,6 @@ def test_orders_reach_the_rank_once(connect: Connect) -> None:
     assert "test_heartbeat.py" in stacks
 
 
-def test_a_rank_that_waits_for_the_scheduler_does_not_hang(connect: Connect) -> None:
-    client, recorder = connect(0)
-    waiting = threading.Thread(target=client.await_scheduler, args=(ROW,))
-    waiting.start()
-    wait_until(lambda: bool(recorder.beats) and recorder.beats[-1][1] >= 2)
-    recorder.orders.put(["continue_run"])
-    waiting.join(WAIT_S)
-    assert not waiting.is_alive()
-
-
 def test_rows_of_rank_0_go_out_in_order_and_not_too_often(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,14 +171,6 @@ def test_rows_of_rank_0_go_out_in_order_and_not_too_often(
     client.rows([{"step": 4}])
     client.close()
     assert recorder.called() == [("add_rows", ([{"step": 4}],))]
-
-
-def test_other_ranks_send_lines_but_no_rows(connect: Connect) -> None:
-    client, recorder = connect(1)
-    client.rows([{"step": 1}], force=True)
-    client.event(1, "checkpoint")
-    client.log("hello")
-    assert recorder.called() == [("log", (1, "hello"))]
 
 
 def test_a_rank_whose_recorder_died_ends_itself(connect: Connect, exits: threading.Event) -> None:
@@ -209,13 +191,3 @@ def test_a_recorder_out_of_reach_is_waited_for_before_a_rank_ends_itself(
     monkeypatch.setattr(heartbeat, "RECORDER_TIMEOUT_S", 0.05)
     recorder.error = ConnectionError("the network")
     assert exits.wait(WAIT_S)
-
-
-def test_a_rank_that_is_done_does_not_mind_that_the_recorder_ends(
-    connect: Connect, exits: threading.Event
-) -> None:
-    client, recorder = connect(0)
-    client.close()
-    recorder.error = ray.exceptions.ActorDiedError()
-    wait_until(no_heartbeats)
-    assert not exits.is_set()

@@ -18,10 +18,8 @@ from raytrain_gpt.train.memory_fit import (
     MAX_GPU_TOKENS,
     MIN_EFFICIENT_TOKENS,
     MODES,
-    NCCL_BYTES,
     MemoryFit,
     MemorySearch,
-    gpu_limit_bytes,
 )
 
 VOCAB_SIZE = 257
@@ -78,17 +76,6 @@ def test_a_device_gets_no_more_tokens_than_it_is_fast_with_but_a_whole_sequence(
         assert sizes(given, 1)[-1] == largest
 
 
-def test_a_gpu_counts_the_logits_of_a_micro_batch_in_32_bits() -> None:
-    reference = config(seq_len=1024, global_batch_tokens=512 * 1024)
-    memory = MemoryModel.of(reference, 1, GPTShape.of(reference, 50_257), bf16=True)
-    assert Table(reference, 1, memory).sizes[-1] == 32
-
-
-def test_gpus_together_need_memory_for_their_collectives() -> None:
-    assert gpu_limit_bytes(80e9, 1) - gpu_limit_bytes(80e9, 2) == NCCL_BYTES
-    assert gpu_limit_bytes(80e9, 1, 0.5) == gpu_limit_bytes(80e9, 1) / 2
-
-
 def auto(share: int, enough: int) -> Config:
     """Return a configuration with `share` sequences; `enough` of them suffice without recomputing."""
     seq_len = MIN_EFFICIENT_TOKENS // enough
@@ -136,7 +123,6 @@ def test_what_is_predicted_grows_and_the_least_is_what_fits_last() -> None:
     ("values", "num_workers", "ways"),
     [
         ({}, 1, "set activation_checkpointing to auto, lower num_layers"),
-        ({"activation_checkpointing": "auto"}, 1, "lower num_layers"),
         ({"activation_checkpointing": "full"}, 2, "set parallel to fsdp, lower num_layers"),
         ({"micro_batch_sequences": 3, "exact": True}, 2, "set micro_batch_sequences to 1, "),
         ({"micro_batch_sequences": 3}, 1, "set micro_batch_sequences to auto, "),

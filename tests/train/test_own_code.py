@@ -160,6 +160,8 @@ def test_an_own_model_is_built_only_from_the_code_with_its_hash(
     out = run_cli.succeeds("sample", path.path, *prompt, "--code", path.path / CODE_FILE)
     assert "--code" in out.splitlines()[-1]
     run_cli.succeeds("eval", path.path, "--code", run.run_dir.path / CODE_FILE)
+    kinds.set_user_code(None)  # listing executes nothing
+    assert "--code" in run_cli.succeeds("runs", "checkpoints", "mine", "--storage_path", tmp_path)
 
 
 def test_ranks_with_different_code_are_refused(make_config: MakeConfig) -> None:

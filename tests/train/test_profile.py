@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -73,12 +72,6 @@ def test_a_profile_changes_no_bit(profile_steps: int) -> None:
         assert operator in table
 
 
-def test_it_is_there_with_the_result_of_its_last_step() -> None:
-    taken = Taken()
-    for result, _ in trained(2, taken.take):
-        assert bool(taken) == (result.step >= STEPS_BEFORE_PROFILE + 2)
-
-
 def test_a_run_that_leaves_in_the_middle_stops_the_profiler() -> None:
     taken = Taken()
     results = trained(3, taken.take)
@@ -112,15 +105,9 @@ def test_it_comes_some_steps_after_each_start(
 
 
 @pytest.mark.models
-def test_a_profiled_run(straight: Straight, make_config: MakeConfig, storage: Path) -> None:
-    from mlflow import MlflowClient  # imported here, as it takes seconds
-
+def test_a_profiled_run(straight: Straight, make_config: MakeConfig) -> None:
     lines: list[str] = []
-    uri = f"sqlite:///{storage / 'profiled.db'}"
-    summary = train(
-        make_config(run_name="profiled", profile_steps=2, mlflow_uri=uri),
-        lines.append,
-    )
+    summary = train(make_config(run_name="profiled", profile_steps=2), lines.append)
     run_dir = summary.run_dir.path
     rows = read_rows(run_dir)
 
@@ -131,11 +118,6 @@ def test_a_profiled_run(straight: Straight, make_config: MakeConfig, storage: Pa
     assert num_spans(trace.read_bytes()) == 2
     assert "aten::addmm" in table.read_text()
     assert f"profile of 2 steps: {table}" in lines
-
-    client = MlflowClient(uri)
-    (run,) = client.search_runs([client.get_experiment_by_name("raytrain-gpt").experiment_id])
-    kept = {file.path for file in client.list_artifacts(run.info.run_id, "profile")}
-    assert kept == {event["trace"], event["trace"].replace(".json.gz", ".txt")}
 
     # The profiler's warm-up step is as slow; neither it nor profiled steps are averaged with others.
     steps = {row["step"]: row for row in rows if "train/loss" in row}

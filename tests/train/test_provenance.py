@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import json
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 from raytrain_gpt import batch_at
 from raytrain_gpt.data.order import Ids
-from raytrain_gpt.data.shards import read_manifest
 from raytrain_gpt.data.tokenizer import read_tokenizer
+from raytrain_gpt.errors import DataError
 from raytrain_gpt.ingest.ray_dataset import RankChunk
-from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import worker as worker_module
 from raytrain_gpt.train.launch import train
@@ -38,8 +36,8 @@ PLANTED = "the planted sentence"
 SMALL_DATA = {"max_steps": 60, "seq_len": 32, "global_batch_tokens": 12 * 32, "embd_size": 16}
 
 
-@pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> Given:
+@contextlib.contextmanager
+def recording() -> Iterator[Given]:
     """Record the sequence ids that a run's only rank receives; a repeated step replaces the first."""
     found: Given = {}
     read: deque[Ids] = deque()
@@ -57,9 +55,10 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Given:
             found[result.step] = read.popleft().tolist()
         return flush(log, late)
 
-    monkeypatch.setattr(worker_module, "rank_chunks", recorded_chunks)
-    monkeypatch.setattr(StepLog, "flush", recorded_flush)
-    return found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_module, "rank_chunks", recorded_chunks)
+        patch.setattr(StepLog, "flush", recorded_flush)
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -75,43 +74,50 @@ def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "data"
 
 
+@pytest.fixture(scope="module")
+def plain(make_config: MakeConfig, stories: Path) -> tuple[RunSummary, Given]:
+    """Train a run on the stories; return it and what its rank received."""
+    with recording() as given:
+        config = make_config(run_name="told", data_path=str(stories), **SMALL_DATA)
+        return train(config, print), given
+
+
 def told(run: RunSummary) -> Given:
     """Return the same mapping, computed from the run's files."""
     data = RunProvenance(str(run.run_dir), run.run_dir)
     return {step: [one.id for one in data.step(step)] for step in range(1, data.last_step + 1)}
 
 
-def test_of_a_plain_run_with_text_shard_row_and_document(
-    make_config: MakeConfig, stories: Path, given: Given
+def test_of_a_plain_run_with_text_shard_and_row(
+    plain: tuple[RunSummary, Given], stories: Path
 ) -> None:
-    run = train(make_config(run_name="told", data_path=str(stories), **SMALL_DATA), print)
+    run, given = plain
     assert told(run) == given
     assert len(given) == 60
     assert len({i for ids in given.values() for i in ids}) < 60 * 12, "several epochs"
-
-    manifest, tokenizer = read_manifest(Location.of(stories)), read_tokenizer(stories)
-    for one in RunProvenance("told", run.run_dir.parent).step(7, documents=True):
+    tokenizer = read_tokenizer(stories)
+    for one in RunProvenance("told", run.run_dir.parent).step(7):
         tokens = pq.read_table(stories / one.shard)["tokens"].to_numpy()
-        own = tokens[one.row : one.row + 33]
-        assert one.text == tokenizer.decode(own.tolist())
-        assert one.document == np.count_nonzero(tokens[: one.row] == manifest.eot_token)
+        assert one.text == tokenizer.decode(tokens[one.row : one.row + 33].tolist())
     assert batch_at("told", 7, str(run.run_dir.parent)) == batch_at(str(run.run_dir), 7)
 
 
-def test_of_a_mixture(make_config: MakeConfig, stories: Path, dataset: Path, given: Given) -> None:
+def test_of_a_mixture(make_config: MakeConfig, stories: Path, dataset: Path) -> None:
     mixed = f"{stories}=0.3,{dataset}=0.7"
-    run = train(make_config(run_name="told-mixed", data_path=mixed, **SMALL_DATA), print)
+    with recording() as given:
+        run = train(make_config(run_name="told-mixed", data_path=mixed, **SMALL_DATA), print)
     assert told(run) == given
     named = [one.dataset for one in RunProvenance(str(run.run_dir), run.run_dir).step(5)]
     assert set(named) == {stories.name, dataset.name}
 
 
-def test_after_a_rollback(make_config: MakeConfig, given: Given) -> None:
+def test_after_a_rollback(make_config: MakeConfig) -> None:
     spiked = tuple(range(24, 34))
     config = make_config(
         run_name="told-rollback", spike_window_steps=16, spike_patience=len(spiked), skip_before=2
     )
-    run = train(config, print, gated(Faults(spiked_batches=spiked)))
+    with recording() as given:
+        run = train(config, print, gated(Faults(spiked_batches=spiked)))
     assert told(run) == given
     data = RunProvenance(str(run.run_dir), run.run_dir)
     assert [data.batch_of(step) for step in (22, 23, 50)] == [21, 34, 61]
@@ -120,9 +126,9 @@ def test_after_a_rollback(make_config: MakeConfig, given: Given) -> None:
 
 
 def test_a_text_is_found_at_every_step_that_had_it_and_in_no_other(
-    make_config: MakeConfig, stories: Path, run_cli: RunCli
+    plain: tuple[RunSummary, Given], run_cli: RunCli
 ) -> None:
-    run = train(make_config(run_name="planted", data_path=str(stories), **SMALL_DATA), print)
+    run, _ = plain
     data = RunProvenance(str(run.run_dir), run.run_dir)
     had = {
         step: {one.id for one in data.step(step) if PLANTED in one.text} for step in range(1, 61)
@@ -137,47 +143,30 @@ def test_a_text_is_found_at_every_step_that_had_it_and_in_no_other(
 
 
 def test_the_command_shows_and_tells(
-    make_config: MakeConfig, stories: Path, run_cli: RunCli, storage: Path
+    plain: tuple[RunSummary, Given], run_cli: RunCli, storage: Path
 ) -> None:
-    train(make_config(run_name="shown", data_path=str(stories), **SMALL_DATA), print)
-    argv = ("data", "at", "shown", "--storage_path", storage)
-    out = run_cli.succeeds(*argv, "--step", 3, "--worker", 0, "--documents", "--json")
+    argv = ("data", "at", plain[0].run_dir.name, "--storage_path", storage)
+    out = run_cli.succeeds(*argv, "--step", 3, "--worker", 0, "--json")
     lines = [line for line in out.splitlines() if line.startswith("sequence ")]
     answer = json.loads(out.splitlines()[-1])
     assert (answer["step"], len(answer["sequences"]), len(lines)) == (3, 12, 12)
     for line, one in zip(lines, answer["sequences"], strict=True):
-        assert f"sequence {one['id']} | data {one['shard']} row {one['row']}, document" in line
+        assert f"sequence {one['id']} | data {one['shard']} row {one['row']} |" in line
         assert repr(one["text"])[:20] in line
-
     cases = {
         ("--step", 61): "has trained steps 1 to 60; set --step to one of them",
         ("--step", 3, "--worker", 1): "--worker 1: step 3 had 1 worker; set it to 0 to 0",
         ("--batch", 3, "--worker", 0): "takes --worker N with --step N",
         (): "data at takes --step N or --batch N",
-        ("--step", 3, "--batch", 2): "data at takes --step N or --batch N",
     }
     for more, words in cases.items():
         assert words in run_cli.refuses(*argv, *more)
-    empty = ("data", "find", "", "shown", "--storage_path", storage)
-    assert "the text to find is empty" in run_cli.refuses(*empty)
 
 
-def test_other_data_in_the_place_of_the_runs_is_refused(
-    make_config: MakeConfig, tmp_path: Path
+def test_other_data_than_the_runs_is_refused(
+    plain: tuple[RunSummary, Given], dataset: Path
 ) -> None:
     """Otherwise the wrong sequences would be reported for the steps."""
-    from raytrain_gpt.errors import DataError
-
-    for text in ("first ", "other "):
-        Path(tmp_path, "text.txt").write_text("".join(itertools.repeat(text, 3000)))
-        place = tmp_path / text.strip()
-        prepare_here([str(tmp_path / "text.txt")], place, "bytes", val_fraction=0.1)
-    data = tmp_path / "data"
-    (tmp_path / "first").rename(data)
-    run = train(
-        make_config(run_name="moved", data_path=str(data), **{**SMALL_DATA, "max_steps": 2}), print
-    )
-    data.rename(tmp_path / "away")
-    (tmp_path / "other").rename(data)
+    run_dir = plain[0].run_dir
     with raises_line(DataError, "was trained on different data", "restore the old dataset"):
-        RunProvenance(str(run.run_dir), run.run_dir)
+        RunProvenance(str(run_dir), run_dir, str(dataset))

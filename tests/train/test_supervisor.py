@@ -1,4 +1,4 @@
-"""The supervisor of a run, without Ray: scripted attempts, real checkpoints and messages."""
+"""The supervisor of a run, without Ray: scripted attempts, real checkpoints, files and messages."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import pytest
 
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
 from raytrain_gpt.cluster.signals import StopSignals
-from raytrain_gpt.config.resolved import FittedConfig, decided
+from raytrain_gpt.config.load import load_config_file
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.data.locations import read_data
 from raytrain_gpt.errors import (
+    CheckpointError,
     ClusterError,
     DataError,
     Interrupted,
@@ -23,11 +25,13 @@ from raytrain_gpt.errors import (
 )
 from raytrain_gpt.storage import lease as lease_module
 from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
+from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train import supervisor
 from raytrain_gpt.train.attempt import Attempt
-from raytrain_gpt.train.policy import AttemptEnd, Kind
-from raytrain_gpt.train.supervisor import BEFORE_FIRST_STEP, Run
+from raytrain_gpt.train.policy import AttemptEnd
+from raytrain_gpt.train.supervisor import BEFORE_FIRST_STEP, Run, RunOutput
 from tests.checkpoint.test_catalog import write
+from tests.conftest import raises_line
 from tests.runs import MakeConfig
 
 ERROR = RuntimeError("a worker died")
@@ -47,7 +51,7 @@ def attempts(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.Monkey
         *ends: tuple[AttemptEnd, list[int]], **values: object
     ) -> tuple[Run, list[int], list[str]]:
         config = make_config(storage_path=str(tmp_path), max_failures=1, **values)
-        fitted = decided(FittedConfig, config, use_gpu=False, num_workers=1)
+        fitted = config.updated({"use_gpu": False, "num_workers": 1})
         begun: list[int] = []
         lines: list[str] = []
         place: Any = SimpleNamespace(retries=True, await_workers=lambda *_: 1)
@@ -91,17 +95,6 @@ def test_a_run_goes_on_from_its_newest_good_checkpoint_until_it_is_finished(
     ]
 
 
-@pytest.mark.parametrize(("warmup_steps", "told"), [(50, False), (51, True)])
-def test_a_warm_up_that_does_not_end_is_told(
-    attempts: Attempts, warmup_steps: int, told: bool
-) -> None:
-    run, _, lines = attempts(warmup_steps=warmup_steps)
-    run._announce()
-    assert lines[0] == f"configuration {run.run_dir / 'config.yaml'}"
-    assert lines[1].endswith("50 steps of 384 tokens | 1 worker with 1 CPU")
-    assert any("warmup_steps=51 is above max_steps=50" in line for line in lines) == told
-
-
 def test_a_damaged_checkpoint_is_passed_over(attempts: Attempts) -> None:
     run, begun, lines = attempts(
         (AttemptEnd("failed", ERROR), [10, 20]), (AttemptEnd("finished"), [50])
@@ -127,12 +120,6 @@ def test_a_rollback_goes_on_from_where_it_led(attempts: Attempts) -> None:
     run._supervise(back, LEASE)
     assert begun == [10, 10, 0]
     assert lines == [], "the rollback has already logged its step"
-
-
-def test_a_run_that_died_after_its_last_checkpoint_is_finished(attempts: Attempts) -> None:
-    run, begun, _ = attempts((AttemptEnd("failed", ERROR), [50]))
-    assert run._supervise(None, LEASE).step == 50
-    assert begun == [0]
 
 
 def test_failures_without_progress_end_the_run_with_their_reason(attempts: Attempts) -> None:
@@ -186,15 +173,6 @@ def test_a_signal_ends_the_run_with_what_is_saved(
     resumed = next(iter(Catalog(run.run_dir).complete()), None)
     with pytest.raises(Interrupted, match=words):
         run._supervise(resumed, LEASE)
-
-
-@pytest.mark.parametrize("kind", ["failed", "preempted", "resized"])
-def test_a_signal_between_two_attempts_starts_no_other(attempts: Attempts, kind: Kind) -> None:
-    run, begun, _ = attempts((AttemptEnd(kind, ERROR if kind == "failed" else None), [10]))
-    run.signals.stop.set()
-    with pytest.raises(TrainingFailed if kind == "failed" else Interrupted):
-        run._supervise(None, LEASE)
-    assert begun == [0]
 
 
 @pytest.mark.fault("run directory renamed or unmounted", "waits up to 60 s")
@@ -257,3 +235,50 @@ def test_without_storage_or_lease_the_files_stay_as_they_are(
         assert run._settled(attempt, end).user_error is gone
     assert asked == ["add_event", "close", "drain_messages"]
     assert not run.run_dir.path.exists()
+
+
+# Files besides checkpoints
+
+
+@pytest.fixture
+def config(make_config: MakeConfig) -> Config:
+    return make_config(use_gpu=False)
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> RunOutput:
+    made = RunOutput(Location.of(tmp_path / "run"), pytest.fail)
+    made.sync.work_dir.mkdir(parents=True, exist_ok=True)
+    return made
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "log.txt"])
+def test_files_that_no_run_wrote_are_never_replaced(
+    output: RunOutput, config: Config, name: str
+) -> None:
+    output.check_is_ours()
+    (output.sync.work_dir / name).write_text("chapter: one")
+    with raises_line(CheckpointError, f"/run has {name}, but was not written by a run", "run_name"):
+        output.check_is_ours()
+    output.write_config(config)
+    output.check_is_ours()  # a run that ended before its first checkpoint
+    written = load_config_file(output.sync.work_dir / "config.yaml")
+    assert written.model_dump() == config.model_dump()
+
+
+def test_every_attempt_has_a_number_that_ray_has_not_seen(output: RunOutput) -> None:
+    assert output.next_attempt(0) == 1
+    assert output.next_attempt(4) == 5
+    for name in ("001", "007", "other"):
+        (output.run_dir / "ray" / name / "file").write_text("")
+    assert output.next_attempt(2) == 8
+    assert output.next_attempt(9) == 10
+
+
+def test_a_report_that_cannot_be_drawn_costs_a_line_and_not_the_run(tmp_path: Path) -> None:
+    lines: list[str] = []
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "report.html").mkdir()  # a directory blocks the file
+    RunOutput(Location.of(tmp_path / "run"), lines.append).write_report()
+    assert len(lines) == 1
+    assert lines[0].startswith("no report: ")

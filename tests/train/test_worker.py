@@ -119,16 +119,6 @@ def rank_0(monkeypatch: pytest.MonkeyPatch) -> Any:
     return worker
 
 
-def test_a_checkpoint_is_collected_once_all_ranks_have_written_it(rank_0: Any) -> None:
-    rank_0.checkpoints.writing = True
-    rank_0.exchange_requests()
-    assert rank_0.done == []
-    rank_0.checkpoints.writing = False
-    rank_0.exchange_requests()
-    assert not rank_0.stop_requested
-    assert rank_0.done == ["collect"]
-
-
 def test_ray_is_asked_for_a_preemption_every_few_seconds(rank_0: Any) -> None:
     asked = []
     for now in (1.0, PREEMPTION_CHECK_S, PREEMPTION_CHECK_S + 1, 2 * PREEMPTION_CHECK_S):
@@ -189,13 +179,6 @@ def test_the_first_reason_to_leave_stays(rank_0: Any) -> None:
     rank_0.exchange_requests()
     assert rank_0.stop_requested
     assert rank_0._leaves_for == "preempted"
-
-
-def test_a_signal_is_a_reason_to_leave(rank_0: Any) -> None:
-    rank_0.recorder.stop.set()
-    rank_0.exchange_requests()
-    assert rank_0.stop_requested
-    assert rank_0._leaves_for == "stopped"
 
 
 @pytest.mark.parametrize(
