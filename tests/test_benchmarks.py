@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.models
+pytestmark = pytest.mark.slow
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 PROGRAMS = sorted(
@@ -49,6 +49,7 @@ def gpu_benchmark(absent: Path, *flags: object) -> subprocess.CompletedProcess[b
     )
 
 
+@pytest.mark.long
 def test_the_gpus_benchmark_agrees_with_a_plain_loop_on_a_tiny_model(tmp_path: Path) -> None:
     done = gpu_benchmark(tmp_path / "absent", "124m", "--modes=eager")
     assert done.returncode == 0, done.stderr
@@ -101,6 +102,7 @@ def test_what_nvidia_smi_and_a_gpus_trace_tell(monkeypatch: pytest.MonkeyPatch) 
         assert sdpa(gzip.compress(json.dumps(trace).encode())) == expected
 
 
+@pytest.mark.long
 def test_the_overheads_benchmark_compares_loops_on_a_tiny_model() -> None:
     sizes = {"num_layers": 1, "num_heads": 1, "embd_size": 16, "seq_len": 16, "sequences": 2}
     sizes |= {"rounds": 2, "steps": 15, "skipped": 5, "threads": 1}
@@ -173,6 +175,7 @@ for step in range(max_iters + 1):
 """Files with the names, flags and classes that the benchmark uses in nanoGPT's checkout."""
 
 
+@pytest.mark.long
 def test_the_headline_has_every_cases_curve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

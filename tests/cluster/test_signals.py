@@ -24,7 +24,11 @@ from tests.runs import MakeConfig, Straight, assert_same, command, environment, 
 @pytest.mark.fault("SIGTERM or Ctrl+C", "saves; exit code 130; MLflow KILLED")
 @pytest.mark.ray
 @pytest.mark.parametrize(
-    ("number", "to_group"), [(signal.SIGTERM, False), (signal.SIGINT, True)], ids=["TERM", "INT"]
+    ("number", "to_group"),
+    [
+        pytest.param(signal.SIGTERM, False, id="TERM", marks=pytest.mark.long),
+        pytest.param(signal.SIGINT, True, id="INT", marks=pytest.mark.smoke),
+    ],
 )
 def test_a_signal_saves_and_the_same_command_goes_on_bitwise(
     cluster: str,

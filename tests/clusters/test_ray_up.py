@@ -32,7 +32,7 @@ from .hosts import HOME, ROOT, SHARED, Network, missing, network
 
 MISSING = missing()
 pytestmark = [
-    pytest.mark.cluster,
+    pytest.mark.long,
     pytest.mark.timeout(900),
     pytest.mark.skipif(MISSING is not None, reason=MISSING or ""),
 ]

@@ -282,7 +282,7 @@ def test_a_shipped_example_passes(file: Path, tmp_path: Path, run_cli: RunCli) -
     assert next_line.startswith(f"next: raytrain-gpt train --code {file} --{kind[0]} {kind[1]}")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_shipped_examples_run_together_and_resume_with_the_same_bits() -> None:
     chosen = ("inverse_sqrt", "lion", "llama3")
     checks = checks_of("".join(file.read_text() for file in EXAMPLES if file.stem in chosen))
@@ -295,7 +295,7 @@ def test_the_shipped_examples_run_together_and_resume_with_the_same_bits() -> No
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("alpha=-lr", "alpha=-lr * (hash('a') % 1000)"),
+        pytest.param("alpha=-lr", "alpha=-lr * (hash('a') % 1000)", marks=pytest.mark.long),
         ('state.setdefault("m"', "self.last.setdefault(p"),
     ],
     ids=["differs between processes", "state outside of state"],
@@ -307,7 +307,7 @@ def test_a_run_that_does_not_resume_with_the_same_bits_is_found(right: str, wron
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_error_of_a_run_is_found_with_its_line() -> None:
     broken = SGD.replace("m.lerp_", "1 / (os.environ.get('RANK') is None); m.lerp_")
     assert failures(checks_of("import os\n" + broken)) == [

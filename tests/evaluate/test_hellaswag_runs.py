@@ -24,7 +24,7 @@ from raytrain_gpt.train.launch import train
 from tests.conftest import RunCli
 from tests.export.test_huggingface import UNTIED, write_checkpoint
 
-pytestmark = [pytest.mark.ray, pytest.mark.models]
+pytestmark = pytest.mark.ray
 
 SEQ_LEN = 256
 NUM_EXAMPLES = 250
@@ -121,6 +121,7 @@ def test_two_workers_score_as_transformers_does(
     assert row["hellaswag/cut"] > 0
 
 
+@pytest.mark.long
 def test_a_qwen3_answers_as_transformers_does(
     examples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

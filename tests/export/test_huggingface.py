@@ -515,7 +515,7 @@ def test_training_starts_from_imported_weights_with_a_shorter_context(
         assert torch.allclose(weights[name][:rows], parameter[:rows], rtol=0, atol=1e-7), name
 
 
-@pytest.mark.models
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [{}, UNTIED], ids=["gpt2", "qwen3"])
 def test_lm_eval_runs_on_an_export(sizes: dict[str, Any], tmp_path: Path) -> None:
     write_checkpoint(Location.of(tmp_path / "run"), **sizes)

@@ -23,7 +23,7 @@ from tests.ports import free_port
 WITHIN_S = 300
 
 
-@pytest.mark.models
+@pytest.mark.long
 def test_a_served_export_answers_with_the_text_that_the_checkpoint_samples(tmp_path: Path) -> None:
     run, port = tmp_path / "run", free_port()
     write_checkpoint(run, 10, 3.0)

@@ -28,7 +28,7 @@ from tests.data.shard_tools import files, prepare_here
 from tests.s3 import S3Server
 
 
-@pytest.fixture(params=["process", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.fixture(params=["process", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.long])])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Set RAY_ADDRESS, which decides where small text is prepared: in this process or on Ray."""
     where = request.getfixturevalue("cluster") if request.param == "ray" else "local"

@@ -170,6 +170,7 @@ def test_the_page_of_a_run_is_told_and_a_run_that_was_left_is_killed(
     assert tracking_lines(place) == [f"mlflow      http://host:5000/#/{ids}"]
 
 
+@pytest.mark.fault("MLflow down or slow", "training unaffected; rows sent later to one run")
 def test_a_slow_and_failing_tracker_neither_slows_nor_ends_the_recorder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

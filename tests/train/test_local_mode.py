@@ -89,7 +89,7 @@ def test_an_error_of_the_users_code_ends_the_run_as_failed_with_its_cause(
     assert any(line.startswith("resuming from step 10") for line in lines)
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_a_killed_run_goes_on_by_the_same_command_with_the_same_bits(
     straight: Straight, make_config: MakeConfig, tmp_path: Path, start: Start
 ) -> None:
@@ -111,7 +111,7 @@ def test_a_killed_run_goes_on_by_the_same_command_with_the_same_bits(
     assert_same(summary.run_dir.path, straight(0))
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_first(
     straight: Straight, make_config: MakeConfig, tmp_path: Path, start: Start, number: int
@@ -129,7 +129,7 @@ def test_a_signal_saves_first(
     assert_same(train(config, print).run_dir.path, straight(0))
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_a_run_whose_console_is_gone_saves_and_ends(make_config: MakeConfig) -> None:
     """As in `train … | head`; no run continues without a console."""
     config = make_config(num_workers=0, run_name="local-console")
@@ -165,7 +165,7 @@ def test_a_run_whose_name_another_process_took_ends(make_config: MakeConfig) -> 
         train(config, print, takes)
 
 
-@pytest.mark.models
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_processes_of_torchrun_are_ranks(
     straight: Straight, make_config: MakeConfig, tmp_path: Path, start: Start, optimizer: str
@@ -187,7 +187,7 @@ def test_processes_of_torchrun_are_ranks(
         assert abs(row["train/loss"] - expected["train/loss"]) < 1e-4
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_a_signal_to_one_process_of_torchrun_ends_all_after_saving(
     straight: Straight, make_config: MakeConfig, tmp_path: Path, start: Start
 ) -> None:
@@ -221,7 +221,7 @@ def test_some_variables_of_torchrun_are_one_line(
         train(make_config(num_workers=0, run_name="some-variables"), print)
 
 
-@pytest.mark.models
+@pytest.mark.slow
 def test_what_torchrun_cannot_do_is_one_line_of_one_rank(
     make_config: MakeConfig, start: Start
 ) -> None:

@@ -111,7 +111,8 @@ def test_it_comes_some_steps_after_each_start(
     assert edges == ([steps[0] - 2, steps[-1]] if steps else [])
 
 
-@pytest.mark.models
+@pytest.mark.ray
+@pytest.mark.long
 def test_a_profiled_run(straight: Straight, make_config: MakeConfig, storage: Path) -> None:
     from mlflow import MlflowClient  # imported here, as it takes seconds
 

@@ -11,7 +11,7 @@ from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
 from tests.runs import MakeConfig, evaluations, restarted_from, steps, weights
 
-pytestmark = [pytest.mark.ray, pytest.mark.models]
+pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,7 @@ def test_a_resumed_run_ends_with_the_same_bits(
     assert read_samples(copy.path) == read_samples(unbroken.run_dir.path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("parallel", "num_workers"), [("fsdp", 1), ("ddp", 3)])
 def test_others_go_on_from_its_checkpoint(
     unbroken: RunSummary, make_config: MakeConfig, storage: Path, parallel: str, num_workers: int
