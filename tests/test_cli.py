@@ -16,6 +16,7 @@ from tests.conftest import RunCli
 from tests.runs import command
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_enough_is_not_told_of_a_broken_pipe() -> None:
     reading, writing = os.pipe()
     os.close(reading)
@@ -202,6 +203,7 @@ threading.Thread(target=stay, name="mine").start()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("after_s", "signal", "flags", "code", "words"),
     [

@@ -404,6 +404,7 @@ def test_a_local_checkpoint_is_used_where_it_is(tmp_path: Path) -> None:
         assert directory == checkpoint.path.path
 
 
+@pytest.mark.slow
 def test_a_store_out_of_reach_is_told_and_the_older_checkpoint_stays(
     bucket: Location, s3: S3Server
 ) -> None:

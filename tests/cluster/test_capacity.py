@@ -113,6 +113,7 @@ def fits(resources: Resources, workers: int, cpus: int, use_gpu: bool) -> bool:
     return not workers or sum(n[0] for n in left) >= DATA_CPUS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_gpu", [False, True])
 @pytest.mark.parametrize("cpus", [1, 2, 3])
 def test_the_largest_world_size_is_the_most_workers_that_fit_and_divide_the_batch(

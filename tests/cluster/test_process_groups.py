@@ -48,6 +48,7 @@ def rank_main(rank: int, address: str | None, pipe: Connection) -> None:
     pipe.recv()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("address", "num_stores"), [(None, 0), ("127.0.0.1", 1)], ids=["one host", "several hosts"]
 )

@@ -66,6 +66,7 @@ def test_secrets_in_urls_are_found(url: str, is_secret: bool) -> None:
     assert has_secret(url) == is_secret
 
 
+@pytest.mark.slow
 @given(st.text(min_size=1), st.sampled_from(["", "?a=1", "?x=@", "@x"]))
 @example(", ", "")
 def test_whatever_sqlalchemy_takes_for_a_password_is_refused(password: str, end: str) -> None:

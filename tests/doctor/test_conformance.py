@@ -291,11 +291,11 @@ def test_the_shipped_examples_run_together_and_resume_with_the_same_bits() -> No
     assert [c.name for c in checks if c.name.startswith("runs")] == [f"runs of {names}"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        pytest.param("alpha=-lr", "alpha=-lr * (hash('a') % 1000)", marks=pytest.mark.long),
+        ("alpha=-lr", "alpha=-lr * (hash('a') % 1000)"),
         ('state.setdefault("m"', "self.last.setdefault(p"),
     ],
     ids=["differs between processes", "state outside of state"],

@@ -23,6 +23,7 @@ FACTS = Facts(vocab_size=50_257, num_workers=1, bf16=True, train_tokens=10**10)
 CONFIG = load_preset("gpt2-124m")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_workers", "step_time_s", "days"), [(1, 37.5, 41.4), (4, 9.5, 10.5)])
 def test_figures_of_a_run_that_was_done(num_workers: int, step_time_s: float, days: float) -> None:
     found = estimate(CONFIG, replace(FACTS, num_workers=num_workers, step_time_s=step_time_s))
@@ -34,6 +35,7 @@ def test_figures_of_a_run_that_was_done(num_workers: int, step_time_s: float, da
     assert found.speed.tokens_per_s == pytest.approx(524_288 / step_time_s)
 
 
+@pytest.mark.slow
 def test_the_table_gives_a_speed_only_where_the_peak_is_known() -> None:
     assert estimate(CONFIG, FACTS).train_s is None
     found = estimate(CONFIG, replace(FACTS, device=H200, num_workers=8))
@@ -80,6 +82,7 @@ def test_prices_are_device_hours_times_rates() -> None:
     assert found.spot_price is None
 
 
+@pytest.mark.slow
 def test_auto_is_counted_for_the_device() -> None:
     open_fields = {"micro_batch_sequences": "auto", "activation_checkpointing": "auto"}
     auto = load_preset("gpt2-350m").updated(open_fields)
@@ -184,6 +187,7 @@ def test_a_plain_name_means_the_sxm_variant_and_says_so(
 XL = {"num_layers": 48, "num_heads": 25, "embd_size": 1600}
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_not_to_be_trained_next(run_cli: RunCli) -> None:
     flags = [f"--{name}={value}" for name, value in XL.items()]
     flags += ["--num_workers=8", "--device=A10G", "--mfu=0.3", "--vocab_size=50257"]

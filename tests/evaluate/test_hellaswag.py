@@ -169,6 +169,7 @@ def test_an_example_that_is_larger_than_a_batch_is_one_alone() -> None:
     assert [batch.tokens.shape for batch in choices.batches(0, 1, "cpu")] == [(4, 4097)] * 2
 
 
+@pytest.mark.slow
 def test_as_on_a_gpu_few_shapes_occur_and_the_scores_stay_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -93,6 +93,7 @@ def measured(text: str, world_size: int, **fields: Any) -> list[Any]:
         return list(threads.map(metrics, thread_ranks(world_size)))
 
 
+@pytest.mark.slow
 def test_the_example_measures_accuracy_in_a_run_its_report_and_its_checkpoints(
     make_config: MakeConfig, tmp_path: Path, run_cli: RunCli
 ) -> None:
@@ -132,6 +133,7 @@ def test_the_example_measures_accuracy_in_a_run_its_report_and_its_checkpoints(
     assert rows[-1]["accuracy/top1"] == pytest.approx(right / (len(ids) - 1))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_run_without_evaluations_is_evaluated_by_name(
     start: Start, tmp_path: Path, run_cli: RunCli
 ) -> None:
@@ -162,6 +164,7 @@ def test_a_new_evaluation_of_an_old_checkpoint_has_its_settings_as_flags(
     assert "--accuracy_file" in usage
 
 
+@pytest.mark.slow
 def test_random_draws_and_modes_of_an_evaluation_change_nothing(start: Start) -> None:
     run = start(DRAWS, dropout=0.1)
     assert weights(run.run_dir) == weights(start(None, "other", dropout=0.1).run_dir)
@@ -171,6 +174,7 @@ def test_random_draws_and_modes_of_an_evaluation_change_nothing(start: Start) ->
     assert second["mine/loss"] > 0
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_fails_ends_the_run_with_one_line_and_loses_no_step(
     start: Start, tmp_path: Path
 ) -> None:
@@ -192,6 +196,7 @@ def test_the_line_of_an_error_is_found_if_the_text_ran_under_another_name() -> N
     assert "my.py, line 9: KeyError: 'x'" in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "expected"),
     [

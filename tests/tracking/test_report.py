@@ -207,6 +207,7 @@ def test_text_from_the_run_is_escaped(full_report: Path) -> None:
     assert "<b>def" not in html
 
 
+@pytest.mark.slow
 def test_names_are_escaped_and_never_read_as_formulas(tmp_path: Path) -> None:
     names = ("<i>$x_$", "_b&")
     evaluated = {**eval_row(40, 3.0), "val/loss/\x1b[1m": 3.0}  # which a terminal obeys
@@ -241,6 +242,7 @@ def test_a_start_whose_steps_were_all_done_again_is_no_mark(tmp_path: Path) -> N
     assert "<td>none</td>" in page(write_report(run))
 
 
+@pytest.mark.slow
 def test_goodput_and_every_kind_of_end(tmp_path: Path) -> None:
     rows = [
         attempt(0, 100.0),
@@ -290,6 +292,7 @@ def test_goodput_and_every_kind_of_end(tmp_path: Path) -> None:
     assert story.charts()[0].marks == [20, 40, 50]
 
 
+@pytest.mark.slow
 def test_an_attempt_that_goes_on_has_no_end(tmp_path: Path) -> None:
     rows = [attempt(0, 1.0), start("start", 0, 2.0), *steps(7)]
     assert "killed</td>" not in page(write_report(make_run(tmp_path / "run", rows)))
@@ -385,6 +388,7 @@ def test_profiles_are_listed(tmp_path: Path) -> None:
     assert "profile of 2 steps from 6 on: profile/&lt;1&gt;.json.gz" in text
 
 
+@pytest.mark.slow
 def test_a_long_run_stays_small(tmp_path: Path) -> None:
     # Three times as many points as a curve may have; longer runs are drawn with the same number.
     noise = np.random.default_rng(0).normal(size=(3, 3 * MAX_POINTS))
@@ -448,6 +452,7 @@ def test_comparison(full_run: RunSync, tmp_path: Path) -> None:
         assert f"</svg>{run.run_dir.name}</span>" in figure
 
 
+@pytest.mark.slow
 def test_runs_of_other_batches_are_compared_by_tokens_too(tmp_path: Path) -> None:
     runs = [
         make_run(tmp_path / f"{n}", [*steps(20), eval_row(20, 3.0)], global_batch_tokens=n * 1024)

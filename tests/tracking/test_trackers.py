@@ -134,6 +134,7 @@ def test_an_export_is_logged_with_its_run(
     assert lines == ["mlflow      artifacts/exported of run run"]
 
 
+@pytest.mark.slow
 def test_what_mlflow_refuses_is_no_outage(tmp_path: Path) -> None:
     said: list[str] = []
     for uri, why in (

@@ -123,6 +123,7 @@ def test_too_few_resources(cluster: str, refused: Refused) -> None:
     assert "the cluster has 0 GPUs" in refused("--num_workers=1", "--use_gpu=true")
 
 
+@pytest.mark.slow
 @pytest.mark.fault("data or tokenizer changed")
 def test_another_tokenizer_than_the_models(
     refused: Refused, straight: Straight, run_cli: RunCli, tmp_path: Path, gpt2: object

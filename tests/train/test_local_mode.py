@@ -63,6 +63,7 @@ def test_a_run_has_the_files_of_one_with_workers(straight: Straight) -> None:
     assert not list((run_dir / "checkpoints").glob("unfinished*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error", [SystemExit(0), KeyboardInterrupt(), RuntimeError("of mine")], ids=repr
 )
@@ -145,6 +146,7 @@ def test_a_run_whose_console_is_gone_saves_and_ends(make_config: MakeConfig) -> 
     assert not [name for name in names if name.startswith(("console", "recorder"))]
 
 
+@pytest.mark.slow
 def test_a_run_inside_an_event_loop_ends_well(make_config: MakeConfig) -> None:
     """Notebook cells run inside an event loop."""
 
@@ -154,6 +156,7 @@ def test_a_run_inside_an_event_loop_ends_well(make_config: MakeConfig) -> None:
     assert asyncio.run(cell()).step == 3
 
 
+@pytest.mark.slow
 def test_a_run_whose_name_another_process_took_ends(make_config: MakeConfig) -> None:
     config = make_config(run_name="local-taken")
 

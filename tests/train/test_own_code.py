@@ -70,6 +70,7 @@ def newest(run_dir: Location) -> Checkpoint:
     return Catalog(run_dir).complete()[-1]
 
 
+@pytest.mark.slow
 def test_an_own_schedule_sets_the_rate_and_resumes_with_the_same_bits(
     start: Start, tmp_path: Path
 ) -> None:
@@ -83,6 +84,7 @@ def test_an_own_schedule_sets_the_rate_and_resumes_with_the_same_bits(
     assert_same(copy, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lion", "varied"])
 def test_an_own_optimizer_resumes_with_the_same_bits(
     start: Start, tmp_path: Path, name: str
@@ -94,6 +96,7 @@ def test_an_own_optimizer_resumes_with_the_same_bits(
     assert_same(copy, whole)
 
 
+@pytest.mark.slow
 def test_the_code_is_kept_and_hashed_with_the_run_and_its_checkpoints(
     start: Start, tmp_path: Path
 ) -> None:
