@@ -111,6 +111,7 @@ def test_the_code_is_kept_and_hashed_with_the_run_and_its_checkpoints(
         checkpoint.verify()
 
 
+@pytest.mark.slow
 def test_one_changed_byte_is_refused_with_ways_out_that_work(start: Start, tmp_path: Path) -> None:
     fields = {"run_name": "changed", "storage_path": tmp_path, **SCHEDULE}
     run = start(OWN, **fields)
@@ -132,6 +133,7 @@ def test_one_changed_byte_is_refused_with_ways_out_that_work(start: Start, tmp_p
     assert newest(run.run_dir).state.replaced_code == (before,)
 
 
+@pytest.mark.slow
 def test_code_that_no_kind_of_the_weights_comes_from_may_change(
     start: Start, tmp_path: Path
 ) -> None:
@@ -143,6 +145,7 @@ def test_code_that_no_kind_of_the_weights_comes_from_may_change(
     assert start(None, max_steps=30, **fields).step == 30
 
 
+@pytest.mark.slow
 def test_a_rate_that_is_not_finite_ends_the_run_with_one_line(start: Start, tmp_path: Path) -> None:
     words = ["schedule broken returned nan at step 12 of 20", "finite factor"]
     with raises_line(ConfigError, *words):
@@ -150,6 +153,7 @@ def test_a_rate_that_is_not_finite_ends_the_run_with_one_line(start: Start, tmp_
     assert newest(Location.of(tmp_path / "nan")).state.step == 10
 
 
+@pytest.mark.slow
 def test_an_own_model_is_built_only_from_the_code_with_its_hash(
     start: Start, tmp_path: Path, run_cli: RunCli
 ) -> None:
@@ -176,6 +180,7 @@ def test_an_own_model_is_built_only_from_the_code_with_its_hash(
     run_cli.succeeds("eval", path.path, "--code", run.run_dir.path / CODE_FILE)
 
 
+@pytest.mark.slow
 def test_runs_are_listed_and_verified_without_executing_their_code(
     start: Start, tmp_path: Path, run_cli: RunCli
 ) -> None:
@@ -187,6 +192,7 @@ def test_runs_are_listed_and_verified_without_executing_their_code(
     assert "--code" in run_cli.succeeds("runs", "checkpoints", "mine", "--storage_path", tmp_path)
 
 
+@pytest.mark.slow
 def test_the_command_resumes_only_with_the_code_of_its_run(
     make_config: MakeConfig, tmp_path: Path, run_cli: RunCli
 ) -> None:

@@ -57,6 +57,7 @@ def trained(profile_steps: int, take: TakeProfile) -> Iterator[tuple[StepResult,
         yield result, model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile_steps", [1, MAX_STEPS - STEPS_BEFORE_PROFILE])
 def test_a_profile_changes_no_bit(profile_steps: int) -> None:
     taken = Taken()
@@ -73,6 +74,7 @@ def test_a_profile_changes_no_bit(profile_steps: int) -> None:
         assert operator in table
 
 
+@pytest.mark.slow
 def test_it_is_there_with_the_result_of_its_last_step() -> None:
     taken = Taken()
     for result, _ in trained(2, taken.take):

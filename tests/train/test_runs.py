@@ -63,6 +63,7 @@ def test_validation_is_the_same_at_every_world_size(straight: Straight) -> None:
         assert max(row["val/loss"] for row in rows) - min(row["val/loss"] for row in rows) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=ON_RAY)])
 def test_a_resumed_run_ends_with_the_same_bits(
     straight: Straight, make_config: MakeConfig, storage: Path, num_workers: int
@@ -92,6 +93,7 @@ def test_another_world_size_goes_on_in_the_same_order(
     assert_same_order(copy, straight(2))
 
 
+@pytest.mark.slow
 @pytest.mark.fault("checkpoint truncated or one bit flipped")
 def test_damaged_checkpoints_are_skipped_with_a_line_each(
     straight: Straight, make_config: MakeConfig, storage: Path
@@ -147,6 +149,7 @@ def test_trackers_show_one_curve_after_a_resume(make_config: MakeConfig, storage
     assert files == {file.name for file in (storage / "tracked-hf").iterdir()}
 
 
+@pytest.mark.slow
 @pytest.mark.fault("name of a finished run", "reported with both ways out")
 def test_a_finished_run_says_so_and_a_larger_max_steps_extends_it(
     straight: Straight, make_config: MakeConfig, storage: Path
