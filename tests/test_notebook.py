@@ -20,7 +20,7 @@ from tests.conftest import raises_line
 from tests.data.shard_tools import prepare_here
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "quickstart.ipynb"
-SMALL = "num_layers=1, num_heads=1, embd_size=16, num_workers=1, mlflow_uri=None, num_samples=0"
+SMALL = "num_layers=1, num_heads=1, embd_size=16, num_workers=0, mlflow_uri=None, num_samples=0"
 
 
 def test_importing_the_package_is_cheap() -> None:
@@ -94,7 +94,7 @@ def test_the_example_trains_draws_samples_goes_on_and_is_interrupted(client: Cli
     add = [
         "train(max_step=5)",
         f"train(run_name='interrupted', max_steps=100_000, {SMALL})",
-        f"train(run_name='interrupted', max_steps=1, {SMALL.replace('workers=1', 'workers=0')})",
+        f"train(run_name='interrupted', max_steps=1, {SMALL})",
     ]
     assert not any(cell.get("outputs") for cell in client.nb.cells)
     for source in add:

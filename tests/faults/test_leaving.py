@@ -120,9 +120,6 @@ def test_a_stopped_job_has_saved_and_the_same_command_goes_on_bitwise(
     (working_dir / "train.py").write_text(
         f"import os\nos.execve({gated[0]!r}, {gated!r}, {{**os.environ, 'PYTHONPATH': {str(ROOT)!r}}})\n"
     )
-    (working_dir / ".rayignore").write_text("/data.bin\n")
-    with (working_dir / "data.bin").open("wb") as file:
-        file.truncate(600_000_000)  # Ray refuses to upload this much
     job = (*job_options(), "--no-wait", "--submission-id=stopped", "--", "python", "train.py")
     head.job("submit", *job, directory=working_dir)
     place.reached()
