@@ -178,7 +178,7 @@ def test_logits_are_those_of_a_chunk_once_there_are_more() -> None:
     assert 1 < compiled / (80 * 1024 * 50_304 * 2) < 1.1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("preset", "sequences", "mode", "peak_mb"),
     [

@@ -28,7 +28,7 @@ class Mine(GPT2):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("tied", [True, False])
 def test_llama_3_trains_resumes_and_exports(
     tied: bool, make_config: MakeConfig, tmp_path: Path, run_cli: RunCli
