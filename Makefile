@@ -1,57 +1,54 @@
 # make demo          train the quickstart model
-# make test          run the tests; make test-fast those without Ray
-# make test-slow     what takes seconds without Ray: runs, compiled models, damaged files, process groups
-# make test-sweeps   whole sweeps; make test-faults tests that kill
-# make test-tools    the doctor, the notebook, security
-# make test-models   HellaSwag, weights in and out, sharding, torchrun, profiles, benchmarks
-# make test-chaos    kill a random process in each of 20 runs, and ten times in a scaling study (25 minutes, not in CI)
-# make test-cluster  `ray up` on three hosts made of namespaces (root)
+# make test-fast     tests in one process, below a second each
+# make test          test-fast, and the core promises on one Ray cluster
+# make check         before a change: format, lint, types and the tests that guard every promise once
+#   test-slow        seconds of a core without Ray: runs, compiled models, damaged files, process groups
+#   test-ray         all on one Ray cluster: workers, sweeps, kills
+#   test-readme-short  the commands of README and getting-started, shortened
+# make check-all     what CI runs: check, and all tests marked `long`
+#   test-ray-all     test-ray, further faults, and whole studies
+#   test-long        clusters of their own, `ray up` on hosts made of namespaces (root), the notebook, larger models
+# make test-chaos    kill a random process in each of 20 runs (20 minutes, not in CI)
 # make test-readme   every command of README and getting-started, in a fresh clone and environment
 # make null-gpu      count what is launched on a GPU that is not there; downloads torch's CUDA build, 2 GB (not in CI)
 # make wheel         what cluster files install on every node: dist/
-# make check         all that CI checks, two at a time: format, lint, types, test-fast, test-slow, and
-#   test-shared      all tests that share one Ray cluster
-#   test-own         all tests that start clusters of their own: tools, cluster
-#   test-readme-short  the commands of README and getting-started, shortened
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # With what the tests need besides.
 TESTABLE := $(VENV)/.installed-dev
-# Markers of tests that share one Ray cluster, and of tests too slow for `make test`.
-SHARED := ray or sweeps or models or faults
-SLOW := slow or sweeps or tools or models or faults or cluster
+# Bytecode is kept wherever make runs. Without it, every process compiles the package, every session the tests.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-fast test-slow test-sweeps test-tools test-models test-faults test-cluster test-shared test-own
-.PHONY: null-gpu test-chaos test-readme test-readme-short wheel check checks format lint types clean
+.PHONY: demo test test-fast test-slow test-ray test-ray-all test-long test-chaos test-readme test-readme-short
+.PHONY: null-gpu wheel check check-all checks checks-all format lint types clean
 
 demo: $(INSTALLED)
 	@$(BIN)/raytrain-gpt train
 	@echo "to have the raytrain-gpt command: . $(VENV)/bin/activate"
 
 test: test-fast
-	$(BIN)/pytest -m "ray and not ($(SLOW))"
+	$(BIN)/pytest -m smoke
 
 test-fast: $(TESTABLE)
-	$(BIN)/pytest -n 2 --dist worksteal -m "not (ray or $(SLOW))"
+	$(BIN)/pytest -n 2 --dist worksteal -m "not (ray or slow or long)"
 
 test-slow: $(TESTABLE)
-	$(BIN)/pytest -n 2 --dist worksteal -m "slow and not ($(SHARED))"
+	$(BIN)/pytest -n 2 --dist worksteal -m "slow and not (ray or long)"
 
-test-sweeps test-tools test-models test-faults test-cluster: $(TESTABLE)
-	$(BIN)/pytest -rs -m $(@:test-%=%)
+# One session, so that one cluster, its data and its reference runs are made once.
+test-ray: $(TESTABLE)
+	$(BIN)/pytest -m "ray and not long"
+
+test-ray-all: $(TESTABLE)
+	$(BIN)/pytest -m ray
+
+test-long: $(TESTABLE)
+	$(BIN)/pytest -rs -m "long and not ray"
 
 test-chaos: $(TESTABLE)
 	$(BIN)/python -m tests.faults.chaos
-	$(BIN)/python -m tests.faults.study_kills
-
-# One session, so that one cluster, its data and its reference runs are made once.
-test-shared: $(TESTABLE)
-	$(BIN)/pytest -m "$(SHARED)"
-
-test-own: $(TESTABLE)
-	$(BIN)/pytest -rs -m "tools or cluster"
 
 null-gpu:
 	benchmarks/null_gpu/run.sh
@@ -68,13 +65,14 @@ wheel: $(INSTALLED)
 	cp constraints.txt dist/
 
 # Two at a time, the longest first; each prints its output when it ends.
-check: $(TESTABLE)
+check check-all: $(TESTABLE)
 	@echo "two targets at a time; each prints its output when it ends"
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target checks
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target $(@:check%=checks%)
 
 # Threads that wait must not spin: the other target uses the core.
-checks: export OMP_WAIT_POLICY := PASSIVE
-checks: format lint test-shared test-own test-fast test-slow test-readme-short types
+checks checks-all: export OMP_WAIT_POLICY := PASSIVE
+checks: format lint test-ray test-fast test-slow test-readme-short types
+checks-all: format lint test-ray-all test-long test-fast test-slow test-readme-short types
 
 format: $(TESTABLE)
 	$(BIN)/ruff format --check .

@@ -137,6 +137,7 @@ def stand_ins(directory: Path, hub: HubServer, short: bool) -> list[tuple[str, s
             (r"(--max_steps |book@)(\d+)\d\d\b", r"\1\2"),
             (r"^git clone .*", r"\g<0> && " + environment.format(Path(sys.executable).parent)),
             (r"^make demo", ".venv/bin/raytrain-gpt train --max_steps 10"),
+            (r"train --code \S+", r"\g<0> --max_steps 10"),
             (r"^\S*raytrain-gpt train (?!.*--dry_run).*", r"\g<0> --num_workers 0"),
         ]
     return replaced

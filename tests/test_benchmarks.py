@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.models
+pytestmark = pytest.mark.slow
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 PROGRAMS = sorted(
@@ -48,6 +48,7 @@ def gpu_benchmark(absent: Path, *flags: object) -> subprocess.CompletedProcess[b
     )
 
 
+@pytest.mark.long
 def test_the_gpus_benchmark_agrees_with_a_plain_loop_on_a_tiny_model(tmp_path: Path) -> None:
     done = gpu_benchmark(tmp_path / "absent", "124m", "--modes=eager")
     assert done.returncode == 0, done.stderr

@@ -19,6 +19,7 @@ from tests.conftest import RunCli, raises_line
 from tests.runs import command
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_enough_is_not_told_of_a_broken_pipe(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
@@ -153,6 +154,7 @@ threading.Thread(target=time.sleep, args=(100,), name="mine").start()
 """
 
 
+@pytest.mark.slow
 def test_a_thread_of_the_users_code_keeps_no_finished_command(tmp_path: Path) -> None:
     (file := tmp_path / "my.py").write_text(KEPT)
     done = subprocess.run(

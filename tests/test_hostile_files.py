@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.hostile_files import NUM_FILES
 
 
+@pytest.mark.slow
 def test_hostile_files_run_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.hostile_files", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

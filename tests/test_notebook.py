@@ -89,7 +89,7 @@ def result(cell: Any) -> str:
     return str(cell.outputs[-1].data["text/plain"])
 
 
-@pytest.mark.tools
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_example_trains_draws_samples_goes_on_and_is_interrupted(client: Client) -> None:
     add = [

@@ -312,6 +312,7 @@ def test_names_that_lead_out_of_a_checkpoint_are_damage(run_dir: Location, name:
         resolve_checkpoint(path)
 
 
+@pytest.mark.slow
 def test_a_store_out_of_reach_is_told_and_the_older_checkpoint_stays(
     bucket: Location, s3: S3Server
 ) -> None:

@@ -100,6 +100,7 @@ def fits(resources: Resources, workers: int, cpus: int, use_gpu: bool) -> bool:
     return not workers or sum(n[0] for n in left) >= DATA_CPUS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cpus", "use_gpu"), [(1, False), (2, True)])
 def test_the_largest_world_size_is_the_most_workers_that_fit_and_divide_the_batch(
     cpus: int, use_gpu: bool

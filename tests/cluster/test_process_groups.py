@@ -48,6 +48,7 @@ def rank_main(rank: int, address: str | None, pipe: Connection) -> None:
     pipe.recv()
 
 
+@pytest.mark.slow
 def test_ranks_listen_on_one_address_and_only_those_of_several_hosts_have_a_store() -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # imports torch once

@@ -241,27 +241,27 @@ def listening_on(root: psutil.Process) -> Iterator[tuple[str, str]]:
                 yield title, connection.laddr.ip
 
 
-@pytest.mark.tools
+@pytest.mark.long
 def test_a_cluster_of_our_own_listens_on_this_machine_alone(seen: Seen) -> None:
     assert sum("RayTrainWorker" in title for title, _ in seen.listening) >= 2
     assert any("gcs_server" in title for title, _ in seen.listening)
     assert not [title for title, address in seen.listening if address not in LOOPBACK]
 
 
-@pytest.mark.tools
+@pytest.mark.long
 def test_a_cluster_of_our_own_is_private_and_leaves_nothing(seen: Seen) -> None:
     assert seen.ray_modes == [0o700]
     assert seen.ray_left == []
 
 
-@pytest.mark.tools
+@pytest.mark.long
 def test_the_token_that_ray_makes_is_for_its_user_alone(seen: Seen) -> None:
     assert len(seen.token.read_text()) >= 32
     assert seen.token.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.long
 @pytest.mark.fault("secrets in configuration or environment", "never printed or written")
-@pytest.mark.tools
 def test_no_secret_is_printed_or_written(seen: Seen) -> None:
     assert "not with someone:***" in seen.output
     secrets = [*SECRETS.values(), seen.token.read_text()]

@@ -35,6 +35,7 @@ def counted_flops(shape: GPTShape, num_sequences: int) -> int:
     return counter.get_total_flops()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_sequences", [1, 3])
 @pytest.mark.parametrize("more", [{}, QWEN3, UNTIED], ids=str)
 @pytest.mark.parametrize(

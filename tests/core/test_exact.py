@@ -92,6 +92,7 @@ def test_a_bad_step_changes_nothing_and_the_next_one_is_whole(model: GPT) -> Non
     assert step(1e-3).item() == pytest.approx(1e-3 * sum(p.numel() for p in parameters) ** 0.5)
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_float_sums(new_model: NewModel, micro_batches: MicroBatches) -> None:
     floats, integers = new_model(), new_model()
     losses = []

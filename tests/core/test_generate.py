@@ -94,6 +94,7 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[torch.Size, torch.S
     return found
 
 
+@pytest.mark.slow
 @BOTH
 def test_as_on_a_gpu_few_shapes_occur_and_the_tokens_stay_the_same(
     shape: GPTShape, shapes: Counter[tuple[torch.Size, torch.Size]], monkeypatch: pytest.MonkeyPatch
@@ -137,6 +138,7 @@ def test_decoding_runs_in_kernels_for_any_shape_and_the_head_outside_autocast(
     assert sum(heads) == 20 < len(heads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("multiple", [1, 8])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
@@ -154,6 +156,7 @@ def test_tokens_are_those_without_a_cache_also_past_the_context(
         assert sample_tokens(model, None, prompt, 2, options) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [TINY, QWEN3], ids=str)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_document_begins_anew_where_attention_stays_within_documents(
@@ -171,6 +174,7 @@ def test_a_document_begins_anew_where_attention_stays_within_documents(
     assert differs
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     length=st.integers(1, 20),

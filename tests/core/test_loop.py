@@ -200,6 +200,7 @@ def test_settling_the_buckets_changes_no_weight(model: GPT, micro_batches: Micro
         assert parameter.grad is None
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_step_never_waits_for_its_device(shape: GPTShape) -> None:
     """Tensors without values fail wherever the host would read one."""

@@ -21,7 +21,7 @@ from raytrain_gpt.core.parallel import full_tensor, gathered_weights, mesh_of, s
 from raytrain_gpt.core.registry import build_optimizer, count_model, new_model
 from tests.core.conftest import QWEN3, TINY
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 WORLD_SIZE = 512
 SHAPES = {

@@ -67,6 +67,7 @@ def test_activations_are_those_that_a_real_forward_pass_keeps(
     assert counted.activations == pytest.approx(kept, rel=0.005)
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("recompute", ["selective", "full"])
@@ -166,6 +167,7 @@ def test_an_update_finds_the_memory_of_activations_free() -> None:
         assert totals[1] - totals[0] == more - 4 * by_muon
 
 
+@pytest.mark.slow
 def test_logits_are_those_of_a_chunk_once_there_are_more() -> None:
     few, many, more = (MemoryModel(SMALL, True).predict(n, "none").logits for n in (1, 8, 80))
     assert few == 1024 * (50_304 * (2 + 8) + 768 * 2) + 50_304 * 768 * 2
@@ -176,6 +178,7 @@ def test_logits_are_those_of_a_chunk_once_there_are_more() -> None:
     assert 1 < compiled / (80 * 1024 * 50_304 * 2) < 1.1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("preset", "sequences", "mode", "peak_mb"),
     [

@@ -46,6 +46,7 @@ def test_a_shape_follows_the_configuration() -> None:
     assert GPTShape.of(config, 257) == GPTShape(3, 4, 128, 64, 257, 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [GPTShape(4, 4, 128, 64, 257), GPTShape(2, 12, 768, 64, 50_257)])
 def test_the_first_loss_is_that_of_guessing(shape: GPTShape) -> None:
     model = GPT2(shape)

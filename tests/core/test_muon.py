@@ -97,6 +97,7 @@ def trained_with_torchs(model: GPT, num_steps: int) -> None:
         parameter.data = torch.cat([*parts])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "num_steps", "close"), [
     (torch.float32, 50, 2e-6), (torch.bfloat16, 5, 0.02)
 ])  # fmt: skip

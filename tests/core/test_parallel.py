@@ -32,7 +32,7 @@ from tests.core.sharded import (
     train_muon,
 )
 
-pytestmark = pytest.mark.models
+pytestmark = pytest.mark.slow
 
 Found = list[dict[str, Any]]
 
@@ -176,6 +176,7 @@ def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return float((a - b).norm() / b.norm())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MUON_CASES)
 @pytest.mark.parametrize("num_ranks", [2, 5])
 def test_muon_in_several_ranks_is_muon_in_one(
@@ -203,6 +204,7 @@ def test_muon_in_several_ranks_is_muon_in_one(
         assert distance(weights[0], one) < closeness(name)
 
 
+@pytest.mark.long
 def test_muons_checkpoints_of_five_are_written_again_by_two(
     five_with_muon: tuple[Path, Found], tmp_path: Path
 ) -> None:

@@ -50,6 +50,7 @@ def rising_and_falling(step: np.ndarray) -> np.ndarray:
     return 0.4 + 4 * np.minimum(step / 200, 1) * np.exp(-step / 1500)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(
     start=st.floats(0.1, 50),
@@ -228,6 +229,7 @@ def as_rows(steps: Steps) -> list[tuple[int, float | None, float | None, None]]:
     return [(step, loss, norm, None) for step, loss, norm in losses_and_norms]
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(runs(), st.data())
 def test_a_run_that_goes_on_judges_like_an_unbroken_one(run: Steps, data: st.DataObject) -> None:

@@ -229,7 +229,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     return directory, ranks_of(3, directory, train_foreign)
 
 
-@pytest.mark.models
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["lion False", "lion True", "varied False"])
 def test_ranks_resume_with_the_same_bits(
     three: tuple[Path, list[dict[str, Any]]], run: str
@@ -239,7 +239,7 @@ def test_ranks_resume_with_the_same_bits(
         assert same(rank[run]["straight"], three[1][0][run]["straight"])
 
 
-@pytest.mark.models
+@pytest.mark.slow
 def test_an_elementwise_optimizer_has_shards_and_the_momentum_of_ddp(
     three: tuple[Path, list[dict[str, Any]]],
 ) -> None:
@@ -260,7 +260,7 @@ def test_an_elementwise_optimizer_has_shards_and_the_momentum_of_ddp(
     assert any(name.endswith("/momentum") for name in shapes[0])
 
 
-@pytest.mark.models
+@pytest.mark.slow
 def test_exact_sums_give_one_rank_and_two_the_same_bits(
     three: tuple[Path, list[dict[str, Any]]],
 ) -> None:

@@ -142,6 +142,7 @@ def test_a_hash_is_blake2b_of_the_text() -> None:
     assert hash_texts(texts) == b"".join(parts)
 
 
+@pytest.mark.slow
 @given(
     tasks=st.lists(st.lists(st.integers(0, 20), max_size=30), min_size=1, max_size=5),
     part_hashes=st.sampled_from([1, 7, 1000]),

@@ -125,6 +125,7 @@ def test_every_format_arrives_token_by_token(tmp_path: Path, name: str) -> None:
         check_shard(out, manifest, shard, content=True)
 
 
+@pytest.mark.slow
 def test_gpt2_ids_are_those_that_the_tokenizer_makes(tmp_path: Path, gpt2) -> None:
     texts = [f"document {i} of naïve text, 日本\n" for i in range(300)]
     ids = [t for text in texts for t in [*gpt2.encode_ordinary(text), gpt2.eot_token]]

@@ -73,6 +73,7 @@ def dealt(plan: Plan) -> dict[str, list[str]]:
     return texts
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_tasks")
 def test_every_document_comes_back_in_order(tmp_path: Path, tokenizer: str) -> None:
     texts = [*TEXTS.values(), *MANY, ""]
@@ -86,6 +87,7 @@ def test_every_document_comes_back_in_order(tmp_path: Path, tokenizer: str) -> N
     assert [*val, *train] == [text.encode() for text in texts]
 
 
+@pytest.mark.slow
 def test_txt_files_come_back_whole(tmp_path: Path, tokenizer: str, test_data: Path | None) -> None:
     if test_data is None:
         for i in range(3):
@@ -132,6 +134,7 @@ def test_stories_keep_their_order(tmp_path: Path) -> None:
     assert 90_000 <= sum(len(story) + 1 for story in val) < 90_200
 
 
+@pytest.mark.slow
 def test_stdlib_is_the_text_of_this_pythons_library(tmp_path: Path) -> None:
     manifest = prepare_here(["stdlib"], tmp_path, "bytes")
     tokens = np.concatenate([all_tokens(tmp_path, manifest, split) for split in ("train", "val")])

@@ -16,7 +16,7 @@ from tests.runs import MakeConfig
 
 from .conftest import Doctor
 
-pytestmark = pytest.mark.tools
+pytestmark = pytest.mark.long
 
 RANK_CHECKS = {"devices", "all_reduce", "sequences"}
 SMALL_DISK_BYTES = 100_000_000

@@ -239,6 +239,7 @@ def test_a_shipped_example_passes(file: Path, tmp_path: Path, run_cli: RunCli) -
     assert next_line.startswith(f"next: raytrain-gpt train --code {file} --{kind[0]} {kind[1]}")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_shipped_examples_run_together_and_resume_with_the_same_bits() -> None:
     chosen = ("inverse_sqrt", "lion", "llama3")
@@ -248,6 +249,7 @@ def test_the_shipped_examples_run_together_and_resume_with_the_same_bits() -> No
     assert [c.name for c in checks if c.name.startswith("runs")] == [f"runs of {names}"]
 
 
+@pytest.mark.long
 def test_a_run_that_does_not_resume_with_the_same_bits_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -40,6 +40,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MemoryModel, "of", lambda *_: Memory())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_workers", "step_time_s", "days"), [(1, 37.5, 41.4), (4, 9.5, 10.5)])
 def test_figures_of_a_run_that_was_done(num_workers: int, step_time_s: float, days: float) -> None:
     found = estimate(CONFIG, replace(FACTS, num_workers=num_workers, step_time_s=step_time_s))
@@ -51,6 +52,7 @@ def test_figures_of_a_run_that_was_done(num_workers: int, step_time_s: float, da
     assert found.speed.tokens_per_s == pytest.approx(524_288 / step_time_s)
 
 
+@pytest.mark.slow
 def test_the_table_gives_a_speed_only_where_the_peak_is_known() -> None:
     assert estimate(CONFIG, FACTS).train_s is None
     found = estimate(CONFIG, replace(FACTS, device=H200, num_workers=8))
@@ -168,6 +170,7 @@ class Huge(Memory):
     each_bytes: int = 10**12
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_not_to_be_trained_next(
     run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from raytrain_gpt.estimate.estimate import estimate_run, lines
 from raytrain_gpt.storage.location import Location
 from tests.runs import MakeConfig
 
-pytestmark = [pytest.mark.ray, pytest.mark.models]
+pytestmark = pytest.mark.ray
 
 
 def test_a_probe_times_steps_of_the_run_and_keeps_nothing(

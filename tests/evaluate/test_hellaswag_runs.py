@@ -29,7 +29,7 @@ from tests.data.shard_tools import prepare_here
 from tests.export.test_huggingface import UNTIED, write_checkpoint
 from tests.runs import MakeConfig, evaluations
 
-pytestmark = [pytest.mark.ray, pytest.mark.models]
+pytestmark = pytest.mark.ray
 
 SEQ_LEN = 256
 NUM_EXAMPLES = 250
@@ -158,6 +158,7 @@ def test_local_mode_and_two_workers_evaluate_alike(
     assert two["lambada/acc"] == 2 / 5
 
 
+@pytest.mark.long
 def test_a_qwen3_answers_as_transformers_does(examples: Path, tmp_path: Path) -> None:
     write_checkpoint(Location.of(tmp_path / "run"), seq_len=SEQ_LEN, **UNTIED)
     export = export_checkpoint(tmp_path / "run", tmp_path / "hf", "fp32", print)

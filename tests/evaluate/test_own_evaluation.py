@@ -92,6 +92,7 @@ def measured(text: str, world_size: int) -> list[Any]:
         return list(threads.map(metrics, thread_ranks(world_size)))
 
 
+@pytest.mark.slow
 def test_the_example_measures_accuracy_in_a_run_its_report_and_its_checkpoints(
     make_config: MakeConfig, tmp_path: Path, run_cli: RunCli
 ) -> None:
@@ -173,6 +174,7 @@ def test_a_new_evaluation_of_an_old_checkpoint_has_its_settings_as_flags(
     assert "--accuracy_file" in usage
 
 
+@pytest.mark.slow
 def test_random_draws_and_modes_of_an_evaluation_change_nothing(start: Start) -> None:
     run = start(DRAWS, dropout=0.1)
     assert weights(run.run_dir) == weights(start(None, "other", dropout=0.1).run_dir)
@@ -182,6 +184,7 @@ def test_random_draws_and_modes_of_an_evaluation_change_nothing(start: Start) ->
     assert second["mine/loss"] > 0
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_fails_ends_the_run_with_one_line_and_loses_no_step(
     start: Start, tmp_path: Path
 ) -> None:
@@ -194,6 +197,7 @@ def test_an_evaluation_that_fails_ends_the_run_with_one_line_and_loses_no_step(
     assert [row["mine/a"] for row in evaluations(fixed.run_dir)] == [0.5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pair", "expected"),
     [

@@ -151,6 +151,7 @@ def test_llama_cpp_computes_what_the_model_computes(
     assert behind.max() <= 2 * limit  # the best token, or one nearly as likely
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "qwen3"])
 def test_llama_cpp_reads_texts_as_the_tokenizer_does(
     name: str, tokenizer: str, tmp_path: Path

@@ -69,6 +69,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [*ODD, *QWEN3, ONE_CHANNEL_PAIR, AS_WIDE_AS_GPT2], ids=str)
 def test_an_imported_model_has_the_logits_and_gradients_of_transformers(shape: GPTShape) -> None:
     """The embedding's gradient depends on those of all layers."""

@@ -134,6 +134,7 @@ def refused(run_cli: RunCli, tmp_path: Path) -> Refused:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokenizer", "dtype", "sizes"),
     [
@@ -294,6 +295,7 @@ def test_what_is_imported_is_exported_bit_for_bit(
     assert "imported from `hf`" in (tmp_path / "again" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_qwen3_of_more_rows_than_ids_is_imported_sampled_and_trained_further(
     dataset: Path, make_config: MakeConfig, run_cli: RunCli, tmp_path: Path
 ) -> None:
@@ -499,6 +501,7 @@ def test_init_from_refuses_what_does_not_fit(
         check_init_from(config, other)
 
 
+@pytest.mark.slow
 def test_training_starts_from_imported_weights_with_a_shorter_context(
     exported: Exported, make_config: MakeConfig, tmp_path: Path
 ) -> None:
@@ -515,7 +518,7 @@ def test_training_starts_from_imported_weights_with_a_shorter_context(
         assert torch.allclose(weights[name][:rows], parameter[:rows], rtol=0, atol=1e-7), name
 
 
-@pytest.mark.models
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [{}, UNTIED], ids=["gpt2", "qwen3"])
 def test_lm_eval_runs_on_an_export(sizes: dict[str, Any], tmp_path: Path) -> None:
     write_checkpoint(Location.of(tmp_path / "run"), **sizes)

@@ -28,6 +28,7 @@ class Mine(GPT2):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tied", [True, False])
 def test_llama_3_trains_resumes_and_exports(
     tied: bool, make_config: MakeConfig, tmp_path: Path, run_cli: RunCli
@@ -68,6 +69,7 @@ def test_llama_3_trains_resumes_and_exports(
     assert (found - log_probabilities(model, ids)[-1])[shown].abs().max() < 1e-3
 
 
+@pytest.mark.slow
 def test_an_architecture_without_a_mapping_is_not_exported(
     make_config: MakeConfig, tmp_path: Path, run_cli: RunCli
 ) -> None:

@@ -9,7 +9,6 @@ import time
 import urllib.request
 from pathlib import Path
 
-import openai
 import pytest
 
 from raytrain_gpt.config.call_options import SamplingOptions
@@ -23,8 +22,10 @@ from tests.ports import free_port
 WITHIN_S = 300
 
 
-@pytest.mark.models
+@pytest.mark.long
 def test_a_served_export_answers_with_the_text_that_the_checkpoint_samples(tmp_path: Path) -> None:
+    import openai  # lazy import: it takes seconds
+
     run, port = tmp_path / "run", free_port()
     write_checkpoint(run, 10, 3.0)
     export = export_checkpoint(run, tmp_path / "book-hf", "fp32", print)

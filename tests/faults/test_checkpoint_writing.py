@@ -12,14 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from raytrain_gpt.checkpoint.catalog import HASHES_FILE, Catalog, read_checkpoint
 from raytrain_gpt.storage.location import Location
 from tests.faults.checkpoint_writer import EVERY_STEPS, KEEP, write_checkpoints
-
-pytestmark = pytest.mark.faults
 
 FORKS = multiprocessing.get_context("forkserver")
 """Forks writers from a process with all imports done, which would take most of a writer's time."""
@@ -33,15 +30,14 @@ WITHIN_S = 60.0
 class Writer:
     """A `checkpoint_writer` process, idle until `go`, and the lines it has sent."""
 
-    def __init__(self, run_dir: Path, max_steps: int, *arguments: str) -> None:
-        command = [str(run_dir), "--max_steps", str(max_steps), *arguments]
+    def __init__(self, run_dir: Location, attempt: int, max_steps: int, wait: bool) -> None:
         go, self._go = FORKS.Pipe(duplex=False)
         self._said, said = FORKS.Pipe(duplex=False)
-        self._process = FORKS.Process(target=write_checkpoints, args=(command, go, said))
+        settings = (run_dir, f"{attempt:03d}", max_steps, wait)
+        self._process = FORKS.Process(target=write_checkpoints, args=(*settings, go, said))
         self._process.start()
         go.close()
         said.close()
-        self.pid = self._process.pid
         self.lines: list[str] = []
 
     def go(self) -> None:
@@ -53,7 +49,7 @@ class Writer:
                 self.lines.append(self._said.recv())
                 yield self.lines[-1]
 
-    def read_until(self, kind: str, times: int = 1) -> None:
+    def read_until(self, kind: str, times: int) -> None:
         """Read until `times` lines of this kind have arrived."""
         for line in self._read():
             times -= line.startswith(kind)
@@ -61,22 +57,14 @@ class Writer:
                 return
         raise AssertionError(f"too few lines {kind!r}; received {self.lines}")
 
-    def kill(self) -> None:
-        self._process.kill()
-        self.ended()
-
-    def ended(self) -> int:
+    def ended(self, *, kill: bool) -> int | None:
         """Wait for the exit, read all lines and return the exit code."""
+        if kill:
+            self._process.kill()
         for _ in self._read():
             pass
         self._process.join(WITHIN_S)
-        assert self._process.exitcode is not None
-        return int(self._process.exitcode)
-
-    def finished(self) -> int:
-        """Run the writer to its end and return the exit code."""
-        self.go()
-        return self.ended()
+        return self._process.exitcode
 
     def steps(self, kind: str) -> list[int]:
         """Return the steps in lines of a kind: `from`, `step`, `begin`, `committed`."""
@@ -89,63 +77,54 @@ class Writer:
         return [float(line.partition("write_s=")[2]) for line in self.lines if "write_s=" in line]
 
 
-StartWriter = Callable[..., Writer]
-
-
 @pytest.fixture
-def start_writer() -> Iterator[StartWriter]:
-    """Yield a function that starts writers; those still running at the end are killed."""
+def stand_by() -> Iterator[Callable[..., Writer]]:
+    """Yield a function that makes writers; those still running at the end are killed."""
     writers: list[Writer] = []
 
-    def start(*arguments: Any) -> Writer:
-        writers.append(Writer(*arguments))
+    def make(*settings: Any) -> Writer:
+        writers.append(Writer(*settings))
         return writers[-1]
 
-    yield start
+    yield make
     for writer in writers:
-        writer.kill()
+        writer.ended(kill=True)
 
 
-def names(run_dir: Path) -> list[str]:
-    return Location.of(run_dir / "checkpoints").names()
-
-
-def newest_of_whole_ones(run_dir: Path) -> int:
+def newest_of_whole_ones(run_dir: Location) -> int:
     """Verify every checkpoint against its hashes; return the step of the newest."""
-    directory = run_dir / "checkpoints"
-    for name in names(run_dir):
+    for name in (run_dir / "checkpoints").names():
         assert name.startswith(("step=", "unfinished-")), name
         if name.startswith("step="):
-            checkpoint = read_checkpoint(Location.of(directory / name))
+            checkpoint = read_checkpoint(run_dir / "checkpoints" / name)
             checkpoint.verify()
             assert int(name.removeprefix("step=")) == checkpoint.state.step
             files = {"model.safetensors", "rows.jsonl", "state.json", HASHES_FILE}
             assert files <= set(checkpoint.path.names())
-    newest = Catalog(Location.of(run_dir)).pick("newest", pytest.fail)
+    newest = Catalog(run_dir).pick("newest", pytest.fail)
     assert newest is not None
     return newest.state.step
 
 
-def tensors(run_dir: Path, step: int) -> dict[str, str]:
+def tensors(run_dir: Location, step: int) -> dict[str, str]:
     """Return the SHA-256 of each file with weights or moments."""
-    path = Location.of(run_dir / "checkpoints" / f"step={step:08d}")
+    path = run_dir / "checkpoints" / f"step={step:08d}"
     return {n: (path / n).sha256() for n in path.names() if n.endswith(".safetensors")}
 
 
+@pytest.mark.slow
 @pytest.mark.fault("death during a checkpoint")
 def test_a_process_killed_20_times_while_writing_never_has_a_broken_newest_checkpoint(
-    tmp_path: Path, start_writer: StartWriter
+    tmp_path: Path, stand_by: Callable[..., Writer]
 ) -> None:
+    """In every second round, training pauses during a write."""
     rng = random.Random(1337)
-    run_dir = tmp_path / "killed"
-
-    def stand_by(i: int) -> Writer:
-        # In every second round, training pauses during a write.
-        return start_writer(run_dir, 10**6, f"--mark={i:03d}", *(["--wait"] if i % 2 else []))
-
+    run_dir, unbroken = Location.of(tmp_path / "killed"), Location.of(tmp_path / "unbroken")
     goes_on_from = 3 * EVERY_STEPS
-    first, following = start_writer(run_dir, goes_on_from), stand_by(0)
-    assert first.finished() == 0
+    first = stand_by(run_dir, 0, goes_on_from, False)
+    following = stand_by(run_dir, 1, 10**6, False)
+    first.go()
+    assert first.ended(kill=False) == 0
     write_s = statistics.median(first.write_s())
     # One delay from each 20th of 1.1 times the write time, so that the kills hit all phases.
     delays_s = [1.1 * write_s * (i + rng.random()) / ROUNDS for i in range(ROUNDS)]
@@ -153,11 +132,11 @@ def test_a_process_killed_20_times_while_writing_never_has_a_broken_newest_check
 
     hit: list[tuple[str, ...]] = []
     for i, delay_s in enumerate(delays_s):
-        writer, following = following, stand_by(i + 1)
+        writer, following = following, stand_by(run_dir, i + 2, 10**6, i % 2 == 0)
         writer.go()
         writer.read_until("begin", times=rng.choice([1, 2]))
         time.sleep(delay_s)  # random moment of the kill, not a wait for an event
-        writer.kill()
+        writer.ended(kill=True)
 
         assert writer.steps("from") == [goes_on_from]
         assert not [line for line in writer.lines if line.startswith("skipped")]
@@ -169,53 +148,17 @@ def test_a_process_killed_20_times_while_writing_never_has_a_broken_newest_check
         assert newest >= last_begun - EVERY_STEPS
         most_repeated = EVERY_STEPS if i % 2 else 2 * EVERY_STEPS
         assert last_step - newest <= most_repeated
-        for unfinished in (run_dir / "checkpoints").glob("unfinished-step=*"):
+        for unfinished in (run_dir.path / "checkpoints").glob("unfinished-step=*"):
             hit.append(tuple(sorted(file.name for file in unfinished.glob("[!.]*"))))
         goes_on_from = newest
 
     assert len(hit) >= MUST_BE_WRITING, hit
     assert len(set(hit)) > 1, f"all kills hit the same phase of the write: {hit}"
     end = goes_on_from + 2 * EVERY_STEPS
-    for directory in (run_dir, tmp_path / "unbroken"):
-        assert start_writer(directory, end).finished() == 0
-    assert tensors(run_dir, end) == tensors(tmp_path / "unbroken", end)
-    assert names(run_dir) == [f"step={end - i * EVERY_STEPS:08d}" for i in reversed(range(KEEP))]
-
-
-def is_writing(writer: Writer, directory: Path) -> bool:
-    """Return whether a process has an open file in a directory."""
-    files = psutil.Process(writer.pid).open_files()
-    return any(Path(file.path).parent == directory for file in files)
-
-
-def test_a_checkpoint_of_two_ranks_is_absent_when_one_was_killed_while_writing_its_part(
-    tmp_path: Path, start_writer: StartWriter
-) -> None:
-    run_dir = tmp_path / "run"
-    former, lost = EVERY_STEPS, 2 * EVERY_STEPS
-
-    def stand_by(mark: str) -> list[Writer]:
-        ranks = ["--world_size=2", f"--rendezvous={tmp_path / mark}", f"--mark={mark}"]
-        return [start_writer(run_dir, lost, f"--rank={rank}", *ranks) for rank in range(2)]
-
-    for mark, victim in (("001", 1), ("002", 0)):
-        writers = stand_by(mark)
-        for writer in writers:
-            writer.go()
-        writers[victim].read_until(f"begin step={lost}")
-        unfinished = run_dir / "checkpoints" / f"unfinished-step={lost:08d}-{mark}"
-        while not is_writing(writers[victim], unfinished):
-            # The moment is short, so poll without pauses.
-            assert f"step={lost:08d}" not in names(run_dir), "write ended unseen"
-        writers[victim].kill()
-        assert writers[1 - victim].ended() > 0
-        assert names(run_dir) == [f"step={former:08d}", unfinished.name]
-        assert newest_of_whole_ones(run_dir) == former
-
-    writers = stand_by("003")
-    for writer in writers:
-        writer.go()
-    assert [writer.ended() for writer in writers] == [0, 0]
-    assert [writer.steps("from") for writer in writers] == [[former], [former]]
-    assert names(run_dir) == [f"step={step:08d}" for step in (former, lost)]
-    assert newest_of_whole_ones(run_dir) == lost
+    for directory in (run_dir, unbroken):
+        last = stand_by(directory, ROUNDS + 2, end, False)
+        last.go()
+        assert last.ended(kill=False) == 0
+    assert tensors(run_dir, end) == tensors(unbroken, end)
+    kept = [f"step={end - i * EVERY_STEPS:08d}" for i in reversed(range(KEEP))]
+    assert (run_dir / "checkpoints").names() == kept

@@ -31,8 +31,6 @@ from .conftest import ROOT, Command, Start
 from .gates import WITHIN_S, Faults, wait_until
 from .processes import descendants
 
-pytestmark = pytest.mark.faults
-
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 
 
@@ -107,6 +105,8 @@ def head(
     made.close()
 
 
+@pytest.mark.ray
+@pytest.mark.long
 @pytest.mark.fault("`ray job stop`", "saves within the job's stop time")
 def test_a_stopped_job_has_saved_and_the_same_command_goes_on_bitwise(
     head: Head, straight: Straight, make_config: MakeConfig, gate: MakeGate, tmp_path: Path
@@ -120,9 +120,6 @@ def test_a_stopped_job_has_saved_and_the_same_command_goes_on_bitwise(
     (working_dir / "train.py").write_text(
         f"import os\nos.execve({gated[0]!r}, {gated!r}, {{**os.environ, 'PYTHONPATH': {str(ROOT)!r}}})\n"
     )
-    (working_dir / ".rayignore").write_text("/data.bin\n")
-    with (working_dir / "data.bin").open("wb") as file:
-        file.truncate(600_000_000)  # Ray refuses to upload this much
     job = (*job_options(), "--no-wait", "--submission-id=stopped", "--", "python", "train.py")
     head.job("submit", *job, directory=working_dir)
     place.reached()
@@ -142,6 +139,8 @@ def test_a_stopped_job_has_saved_and_the_same_command_goes_on_bitwise(
     assert_same(run_dir, straight(2))
 
 
+@pytest.mark.ray
+@pytest.mark.long
 @pytest.mark.fault("node process stopped by SIGTERM", "exits after the run saved")
 def test_a_node_that_gets_sigterm_leaves_when_the_run_has_saved(
     head: Head,

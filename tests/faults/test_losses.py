@@ -25,7 +25,7 @@ from tests.runs import MakeConfig, assert_same_order, events, restarted_from, st
 
 from .gates import Faults, gated
 
-pytestmark = pytest.mark.faults
+pytestmark = pytest.mark.ray
 
 Spiked = tuple[RunSummary, list[str], Config]
 NAN_STEP = 8

@@ -22,7 +22,7 @@ from tests.runs import MakeConfig, Straight, assert_same_order, events
 from .conftest import Start
 from .gates import Faults, Gate, wait_until
 
-pytestmark = pytest.mark.faults
+pytestmark = pytest.mark.ray
 
 
 @pytest.fixture
@@ -105,6 +105,7 @@ def test_two_workers_become_one_and_two_and_one_again(
     assert_same_order(run_dir, straight(2))
 
 
+@pytest.mark.long
 @pytest.mark.fault("node lost, replaced later", "waits with a warning, then resumes")
 def test_a_run_waits_for_a_node_that_it_cannot_do_without(
     nodes: Cluster, straight: Straight, make_config: MakeConfig, gate: MakeGate, start: Start

@@ -27,7 +27,7 @@ from tests.s3 import S3Server
 from .gates import Faults, gated
 from .test_processes import in_background, train_while
 
-pytestmark = pytest.mark.faults
+pytestmark = pytest.mark.ray
 
 OUTAGE_S = 20.0
 
@@ -53,6 +53,7 @@ def in_bucket(bucket: Location, make_config: MakeConfig) -> Callable[..., Any]:
     return make
 
 
+@pytest.mark.long
 @pytest.mark.fault("object store stalled or refusing", "retried; clean exit after `retry_for_s`")
 def test_an_outage_of_the_object_store_costs_nothing_but_time(
     cluster: str,
@@ -90,6 +91,7 @@ def test_an_outage_of_the_object_store_costs_nothing_but_time(
     assert {"config.yaml", "log.txt", "report.html", "tensorboard"} <= set(run.names())
 
 
+@pytest.mark.long
 @pytest.mark.fault("object store stalled or refusing")
 def test_an_object_store_that_is_gone_for_good_stops_the_run_with_its_newest_checkpoint(
     cluster: str,

@@ -108,6 +108,7 @@ def check_same(encoding: tiktoken.Encoding, tokenizer: Tokenizer, texts: Iterabl
         assert tokenizer.decode(ids) == encoding.decode(ids)
 
 
+@pytest.mark.slow
 def test_ids_are_those_of_tiktoken(pair: tuple[tiktoken.Encoding, Tokenizer]) -> None:
     texts = [text for name, text in TEXTS.items() if name != "eot as text"]
     check_same(
@@ -144,6 +145,7 @@ def test_what_was_written_is_read_as_the_same_tokenizer(
     assert vocab_hash(read) == vocab_hash(encoding)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["bytes", "gpt2"], indirect=True)
 def test_known_tokenizers_are_known_by_their_tokens(
     encoding: tiktoken.Encoding, hf_files: dict[str, str], tmp_path: Path

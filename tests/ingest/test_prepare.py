@@ -28,7 +28,7 @@ from tests.data.shard_tools import files, prepare_here
 from tests.s3 import S3Server
 
 
-@pytest.fixture(params=["process", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.fixture(params=["process", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.long])])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Set RAY_ADDRESS, which decides where small text is prepared: in this process or on Ray."""
     where = request.getfixturevalue("cluster") if request.param == "ray" else "local"
@@ -165,6 +165,7 @@ cli.main(sys.argv[2:])
 """Command that gets a signal during its third task, just after writing the task's result file."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_process_that_is_stopped_goes_on_by_the_same_command(
     number: signal.Signals, run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -242,6 +243,7 @@ def bucket(s3: S3Server, request: pytest.FixtureRequest) -> Iterator[Location]:
     s3.start()
 
 
+@pytest.mark.slow
 def test_tasks_read_from_and_write_to_an_object_store(
     place: str, bucket: Location, run_cli: RunCli, tmp_path: Path
 ) -> None:
@@ -267,6 +269,7 @@ def test_tasks_read_from_and_write_to_an_object_store(
     assert "already prepared" in run_cli("prepare", bucket / "sources", "--out", out)[1]
 
 
+@pytest.mark.slow
 def test_a_store_out_of_reach_ends_tasks_in_one_line(
     place: str, s3: S3Server, bucket: Location, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,7 @@ def test_words_for_training_are_cut(word: str) -> None:
     assert [*_pieces([ordinary], threading.Event())] == [ordinary], "ordinary words stay whole"
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_training() -> None:
     code = (
         "import random\n"

@@ -32,6 +32,7 @@ def forecasts(make_study: MakeStudy) -> Forecasts:
     return Forecasts(plan, file, 4e10, 1)
 
 
+@pytest.mark.slow
 def test_a_study_finds_the_law_that_made_it(forecasts: Forecasts) -> None:
     file = forecasts.file
     assert file.predict(1e6, 2e7) == pytest.approx(float(TRUTH.predict(1e6, 2e7)), abs=0.05)

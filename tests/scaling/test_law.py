@@ -33,6 +33,7 @@ def test_losses_without_noise_give_the_law_back() -> None:
     assert law.predict(1e9, 2e10) == pytest.approx(float(TRUTH.predict(1e9, 2e10)), abs=0.02)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("times", [4, 10])
 def test_the_interval_covers_what_larger_models_reach(times: int) -> None:
     covered = []

@@ -70,6 +70,7 @@ def _saving(run: Any) -> dict[str, int]:
     return {name: run.values[name] for name in ("checkpoint_every_steps", "keep_checkpoints")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "train_tokens", "words"),
     [

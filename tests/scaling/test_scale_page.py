@@ -37,6 +37,7 @@ def page(make_study: MakeStudy) -> str:
     return scale_page(forecasts, law, forecasts.best(), ["<b>a doubt</b>"], verdict)
 
 
+@pytest.mark.slow
 def test_the_page_has_every_chart_and_number(page: str) -> None:
     assert re.findall(r"<figcaption><b>(.*?)</b>", page) == TITLES
     for text in (
@@ -57,6 +58,7 @@ def test_the_studies_that_come_with_the_product_are_possible(path: Path) -> None
     assert f"raytrain-gpt scale scale_configs/{path.name}" in path.read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_gpu_study_has_time_and_price(run_cli: RunCli) -> None:
     code, out, _ = run_cli("scale", CONFIGS[0], "--dry_run")
     assert code == 0

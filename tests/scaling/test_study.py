@@ -22,7 +22,7 @@ from tests.conftest import RunCli, raises_line
 
 from .conftest import write_tiny_study
 
-pytestmark = [pytest.mark.ray, pytest.mark.sweeps, pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("cluster")]
 
 
 def fails_once(spec: WorkerSpec) -> None:

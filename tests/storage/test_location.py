@@ -433,6 +433,7 @@ def test_wrong_keys_are_one_line_at_once_and_not_in_it(s3: S3Server, remote: Loc
 # Datasets
 
 
+@pytest.mark.slow
 def test_a_dataset_is_the_same_from_and_to_a_store(remote: Location, tmp_path: Path) -> None:
     sources = tmp_path / "sources"
     (sources / "sub").mkdir(parents=True)

@@ -75,6 +75,7 @@ def test_trials_share_gpus(number: int) -> None:
     assert workers_of(in_process).num_gpus == share
 
 
+@pytest.mark.slow
 def test_memory_of_shared_gpus_is_measured_for_the_largest_trial() -> None:
     widths = {"embd_size": {"grid": [16, 64, 32]}, "peak_lr": {"grid": [1e-3, 2e-3]}}
     fixed = {

@@ -30,7 +30,7 @@ from tests.runs import command, environment
 
 from .conftest import BATCH_TOKENS, WriteSweep
 
-pytestmark = [pytest.mark.ray, pytest.mark.sweeps, pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 MakeSweep = Callable[..., Sweep]
 BROKEN_LR, GOOD_LR = 3e-3, 2e-3
@@ -54,6 +54,7 @@ def running(run_dir: str) -> tuple[float, float]:
     return min(times), max(times)
 
 
+@pytest.mark.smoke
 def test_a_sweep_stops_bad_trials_survives_failing_ones_and_finds_the_best(
     make_sweep: MakeSweep, tmp_path: Path, run_cli: RunCli
 ) -> None:
@@ -137,6 +138,7 @@ def hangs_once(spec: WorkerSpec) -> None:
     train_worker(spec)
 
 
+@pytest.mark.long
 @pytest.mark.fault("rank frozen or hanging")
 def test_a_trial_that_hangs_ends_its_process_and_continues(
     make_sweep: MakeSweep, tmp_path: Path

@@ -74,6 +74,7 @@ def csv_rows(run_dir: Path) -> list[tuple[int, str]]:
         return [(int(step), name) for step, name, _ in csv.reader(file)]
 
 
+@pytest.mark.slow
 def test_a_csv_file_has_every_row_once_also_after_a_resume(
     make_config: MakeConfig, tmp_path: Path, run_cli: RunCli
 ) -> None:
@@ -189,6 +190,7 @@ def wandb_history(directory: Path) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_weights_and_biases_has_rows_samples_and_files_without_a_key(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     (tmp_path / "run").mkdir()

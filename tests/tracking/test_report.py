@@ -153,6 +153,7 @@ def test_a_loss_spike_is_marked_and_a_high_norm_is_not(tmp_path: Path) -> None:
     assert "▼" in page(write_report(run))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_goodput_and_every_kind_of_end(tmp_path: Path) -> None:
     rows = [
@@ -198,6 +199,7 @@ def test_goodput_and_every_kind_of_end(tmp_path: Path) -> None:
     assert story.charts()[0].marks == [20, 40, 50]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_an_attempt_that_goes_on_has_no_end(tmp_path: Path) -> None:
     rows = [attempt(0, 1.0), start("start", 0, 2.0), *steps(7)]

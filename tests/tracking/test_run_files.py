@@ -175,6 +175,7 @@ def test_only_changed_files_are_pushed_again(
     assert uploaded == ["log.txt", "metrics.jsonl"]
 
 
+@pytest.mark.slow
 def test_a_push_that_failed_is_made_up_for(bucket: Location, s3: S3Server) -> None:
     run_dir = replace(bucket, retry_for_s=0.0) / "made-up-for"
     sync = run_with_files(run_dir)

@@ -29,7 +29,7 @@ def numbers(run: RunSummary) -> list[dict[str, Any]]:
 @pytest.mark.ray
 @pytest.mark.parametrize(
     ("fields", "workers"),
-    [({}, (2,)), (MODERN | MASKED, (3,))],
+    [({}, (2,)), pytest.param(MODERN | MASKED, (3,), marks=pytest.mark.long)],
     ids=["gpt2", "qwen3-muon-bf16-masked-mixture"],
 )
 def test_any_number_of_workers_has_the_same_bits_and_metrics(

@@ -52,6 +52,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("of mine")], ids=repr)
 def test_an_error_of_the_users_code_ends_the_run_as_failed_with_its_cause(
     make_config: MakeConfig, error: BaseException
@@ -76,7 +77,7 @@ def test_an_error_of_the_users_code_ends_the_run_as_failed_with_its_cause(
     assert any(line.startswith("resuming from step 10") for line in lines)
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_a_killed_run_goes_on_by_the_same_command_with_the_same_bits(
     straight: Straight, make_config: MakeConfig, tmp_path: Path, start: Start
 ) -> None:
@@ -98,7 +99,7 @@ def test_a_killed_run_goes_on_by_the_same_command_with_the_same_bits(
     assert_same(summary.run_dir.path, straight(0))
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_first(
     straight: Straight, make_config: MakeConfig, tmp_path: Path, start: Start, number: int
@@ -116,7 +117,7 @@ def test_a_signal_saves_first(
     assert_same(train(config, print).run_dir.path, straight(0))
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_a_run_whose_console_is_gone_saves_and_ends(make_config: MakeConfig) -> None:
     """As in `train … | head`; no run continues without a console."""
     config = make_config(num_workers=0, run_name="local-console")
@@ -132,6 +133,7 @@ def test_a_run_whose_console_is_gone_saves_and_ends(make_config: MakeConfig) -> 
     assert not [name for name in names if name.startswith(("console", "recorder"))]
 
 
+@pytest.mark.slow
 def test_a_run_inside_an_event_loop_ends_well(make_config: MakeConfig) -> None:
     """Notebook cells run inside an event loop."""
 
@@ -141,6 +143,7 @@ def test_a_run_inside_an_event_loop_ends_well(make_config: MakeConfig) -> None:
     assert asyncio.run(cell()).step == 3
 
 
+@pytest.mark.slow
 def test_a_run_whose_name_another_process_took_ends(make_config: MakeConfig) -> None:
     config = make_config(run_name="local-taken")
 
@@ -152,7 +155,7 @@ def test_a_run_whose_name_another_process_took_ends(make_config: MakeConfig) -> 
         train(config, print, takes)
 
 
-@pytest.mark.models
+@pytest.mark.slow
 def test_processes_of_torchrun_are_ranks(make_config: MakeConfig, start: Start) -> None:
     """They train on the same batches as one process, and exit together when rank 0 is done."""
     config = make_config(run_name="torchrun", optimizer="muon")
@@ -170,7 +173,7 @@ def test_processes_of_torchrun_are_ranks(make_config: MakeConfig, start: Start) 
         assert abs(row["train/loss"] - expected["train/loss"]) < 1e-4
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_a_signal_to_one_process_of_torchrun_ends_all_after_saving(
     straight: Straight, make_config: MakeConfig, tmp_path: Path, start: Start
 ) -> None:

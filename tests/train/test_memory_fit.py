@@ -133,6 +133,7 @@ def whole(make_config: MakeConfig) -> RunSummary:
     return summary
 
 
+@pytest.mark.slow
 def test_a_run_with_auto_goes_on_as_the_unbroken_one(
     whole: RunSummary, make_config: MakeConfig, storage: Path
 ) -> None:
@@ -156,6 +157,7 @@ def fits_six(spec: WorkerSpec) -> None:
     train_worker(spec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.ray)])
 def test_a_lack_of_memory_halves_the_micro_batch_and_the_checkpoint_remembers_it(
     num_workers: int, make_config: MakeConfig

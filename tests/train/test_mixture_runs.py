@@ -48,7 +48,6 @@ def one(make_config: MakeConfig, data_path: str) -> RunSummary:
 
 
 @pytest.mark.ray
-@pytest.mark.models
 def test_two_workers_go_on_with_a_mixture_in_its_order(
     cluster: str, one: RunSummary, make_config: MakeConfig, data_path: str, storage: Path
 ) -> None:

@@ -14,7 +14,6 @@ from tests.runs import MakeConfig, assert_same, events, restarted_from
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.faults
 def test_spikes_lead_back_and_a_bad_step_changes_nothing(
     make_config: MakeConfig, storage: Path
 ) -> None:

@@ -69,6 +69,7 @@ def newest(run_dir: Location) -> Checkpoint:
     return Catalog(run_dir).complete()[-1]
 
 
+@pytest.mark.slow
 def test_an_own_schedule_sets_the_rate_and_resumes_with_the_same_bits(
     start: Start, tmp_path: Path
 ) -> None:
@@ -89,6 +90,7 @@ def test_an_own_schedule_sets_the_rate_and_resumes_with_the_same_bits(
         checkpoint.verify()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lion", "varied"])
 def test_an_own_optimizer_resumes_with_the_same_bits(
     start: Start, tmp_path: Path, name: str
@@ -100,6 +102,7 @@ def test_an_own_optimizer_resumes_with_the_same_bits(
     assert_same(copy, whole)
 
 
+@pytest.mark.slow
 def test_one_changed_byte_is_refused_with_ways_out_that_work(start: Start, tmp_path: Path) -> None:
     fields = {"run_name": "changed", "storage_path": tmp_path, **SCHEDULE}
     run = start(OWN, **fields)
@@ -115,6 +118,7 @@ def test_one_changed_byte_is_refused_with_ways_out_that_work(start: Start, tmp_p
     assert (state.code_sha256, state.replaced_code) == (after, (before,))
 
 
+@pytest.mark.slow
 def test_code_that_no_kind_of_the_weights_comes_from_may_change(
     start: Start, tmp_path: Path
 ) -> None:
@@ -126,6 +130,7 @@ def test_code_that_no_kind_of_the_weights_comes_from_may_change(
     assert start(None, max_steps=30, **fields).step == 30
 
 
+@pytest.mark.slow
 def test_a_rate_that_is_not_finite_ends_the_run_with_one_line(start: Start, tmp_path: Path) -> None:
     words = ["schedule broken returned nan at step 12 of 20", "finite factor"]
     with raises_line(ConfigError, *words):
@@ -133,6 +138,7 @@ def test_a_rate_that_is_not_finite_ends_the_run_with_one_line(start: Start, tmp_
     assert newest(Location.of(tmp_path / "nan")).state.step == 10
 
 
+@pytest.mark.slow
 def test_an_own_model_is_built_only_from_the_code_with_its_hash(
     start: Start, tmp_path: Path, run_cli: RunCli
 ) -> None:

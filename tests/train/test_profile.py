@@ -56,6 +56,7 @@ def trained(profile_steps: int, take: TakeProfile) -> Iterator[tuple[StepResult,
         yield result, model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile_steps", [1, MAX_STEPS - STEPS_BEFORE_PROFILE])
 def test_a_profile_changes_no_bit(profile_steps: int) -> None:
     taken = Taken()
@@ -104,7 +105,8 @@ def test_it_comes_some_steps_after_each_start(
     assert edges == ([steps[0] - 2, steps[-1]] if steps else [])
 
 
-@pytest.mark.models
+@pytest.mark.long
+@pytest.mark.ray
 def test_a_profiled_run(straight: Straight, make_config: MakeConfig) -> None:
     lines: list[str] = []
     summary = train(make_config(run_name="profiled", profile_steps=2), lines.append)

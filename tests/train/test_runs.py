@@ -45,6 +45,7 @@ def test_a_run_writes_every_step_with_all_keys(straight: Straight) -> None:
     assert rows[-1]["train/loss"] < rows[0]["train/loss"] - 0.5
 
 
+@pytest.mark.smoke
 @ON_RAY
 def test_one_and_two_workers_train_on_the_same_batches(straight: Straight) -> None:
     """The order is that of an in-process run; one worker also has the same bits."""
@@ -60,9 +61,8 @@ def test_validation_is_the_same_at_every_world_size(straight: Straight) -> None:
         assert max(row["val/loss"] for row in rows) - min(row["val/loss"] for row in rows) < 1e-4
 
 
-@pytest.mark.parametrize(
-    "num_workers", [0, *(pytest.param(workers, marks=ON_RAY) for workers in (1, 2, 3))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [0, pytest.param(3, marks=ON_RAY)])
 def test_a_resumed_run_ends_with_the_same_bits(
     straight: Straight, make_config: MakeConfig, storage: Path, num_workers: int
 ) -> None:
@@ -89,8 +89,8 @@ def test_another_world_size_goes_on_in_the_same_order(
     assert_same_order(copy, straight(2))
 
 
+@pytest.mark.slow
 @pytest.mark.fault("MLflow down or slow")
-@pytest.mark.models
 def test_trackers_show_one_curve_after_a_resume(make_config: MakeConfig, storage: Path) -> None:
     from mlflow import MlflowClient
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -123,6 +123,7 @@ def test_trackers_show_one_curve_after_a_resume(make_config: MakeConfig, storage
     assert files == {file.name for file in (storage / "tracked-hf").iterdir()}
 
 
+@pytest.mark.slow
 @pytest.mark.fault("name of a finished run", "reported with both ways out")
 def test_a_finished_run_says_so_and_a_larger_max_steps_extends_it(
     straight: Straight, make_config: MakeConfig, storage: Path
@@ -134,7 +135,7 @@ def test_a_finished_run_says_so_and_a_larger_max_steps_extends_it(
     assert [row["step"] for row in steps(summary.run_dir)] == list(range(1, 56))
 
 
-@pytest.mark.models
+@pytest.mark.slow
 def test_a_compiled_run_evaluates_and_samples(make_config: MakeConfig, tmp_path: Path) -> None:
     hellaswag = tmp_path / "hellaswag.jsonl"
     example = {"ctx": "To be or", "endings": ["not to be.", "to be?", "a", "b c d"], "label": 0}
@@ -146,7 +147,7 @@ def test_a_compiled_run_evaluates_and_samples(make_config: MakeConfig, tmp_path:
     assert [step for step, _ in read_samples(summary.run_dir.path)] == [5, 10]
 
 
-@pytest.mark.models
+@pytest.mark.long
 @pytest.mark.timeout(1500)  # takes two minutes on two cores, which other tests share
 def test_tinyshakespeare_is_learnt_as_well_as_by_nanogpt(
     test_data: Path | None, tmp_path: Path

@@ -11,7 +11,7 @@ from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
 from tests.runs import MakeConfig, evaluations, restarted_from, steps, weights
 
-pytestmark = [pytest.mark.ray, pytest.mark.models]
+pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")
