@@ -7,7 +7,8 @@ from typing import Any
 
 from raytrain_gpt.data.bad_documents import BAD_FILE
 from raytrain_gpt.data.shards import SPLITS, Manifest, read_row_group
-from raytrain_gpt.data.tokenizer import read_tokenizer, token_to_bytes
+from raytrain_gpt.data.tokenizer import token_to_bytes
+from raytrain_gpt.data.tokenizer_file import read_tokenizer
 from raytrain_gpt.format import Log, amount, count, size
 from raytrain_gpt.storage.location import Location
 

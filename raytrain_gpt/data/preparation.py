@@ -32,13 +32,8 @@ from raytrain_gpt.data.shards import (
     read_manifest,
     write_manifest,
 )
-from raytrain_gpt.data.tokenizer import (
-    TOKENIZER_FILE,
-    read_tokenizer,
-    token_dtype,
-    tokenizer_json,
-    vocab_hash,
-)
+from raytrain_gpt.data.tokenizer import token_dtype, vocab_hash
+from raytrain_gpt.data.tokenizer_file import TOKENIZER_FILE, read_tokenizer, tokenizer_json
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.format import Log, count
 from raytrain_gpt.parsing import parse_json
@@ -147,12 +142,12 @@ def start(
         DataError: the directory contains a different dataset, a damaged manifest or unrelated files.
     """
     directory = Location.of(directory)
-    notes, tokenizer = directory / _NOTES_DIR, tokenizer_json(encoding)
+    notes = directory / _NOTES_DIR
     if (directory / MANIFEST_FILE).exists():
         manifest = read_manifest(directory)
         if manifest.source.get("plan_hash") != plan.hash:
             raise _another_dataset(directory, manifest.source.get("hub_commits"))
-        _repair_tokenizer(directory, tokenizer, log)
+        _repair_tokenizer(directory, encoding, log)
         sizes = dict(directory.files())
         damaged = [shard for shard in manifest.shards if sizes.get(shard.path) != shard.file_bytes]
         if not damaged:
@@ -176,7 +171,7 @@ def start(
         _remove_named(directory, _FILE)
         _remove_notes(directory)
     plan_file.write_text(plan.hash)
-    (directory / TOKENIZER_FILE).write_text(tokenizer)
+    (directory / TOKENIZER_FILE).write_text(tokenizer_json(encoding))
     return None
 
 
@@ -189,12 +184,12 @@ def _another_dataset(directory: Location, hub_commits: list[str] | None = None) 
     )
 
 
-def _repair_tokenizer(directory: Location, tokenizer: str, log: Log) -> None:
-    file = directory / TOKENIZER_FILE
-    with contextlib.suppress(FileNotFoundError, UnicodeDecodeError):
-        if file.read_text() == tokenizer:
+def _repair_tokenizer(directory: Location, encoding: tiktoken.Encoding, log: Log) -> None:
+    with contextlib.suppress(DataError):
+        if vocab_hash(read_tokenizer(directory)) == vocab_hash(encoding):
             return
-    file.write_text(tokenizer)
+    file = directory / TOKENIZER_FILE
+    file.write_text(tokenizer_json(encoding))
     log(f"{file} was missing or damaged and has been rewritten")
 
 

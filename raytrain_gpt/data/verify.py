@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain_gpt.data.shards import COLUMN, REPAIR, Manifest, Shard, read_row_group
-from raytrain_gpt.data.tokenizer import read_tokenizer, vocab_hash
+from raytrain_gpt.data.tokenizer import vocab_hash
+from raytrain_gpt.data.tokenizer_file import read_tokenizer
 from raytrain_gpt.errors import DataError, failure_as
 from raytrain_gpt.storage.location import Location, LocationLike
 

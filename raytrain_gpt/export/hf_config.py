@@ -1,4 +1,4 @@
-"""Hugging Face's `config.json` and `generation_config.json`, written and read."""
+"""Hugging Face's `config.json`, written and read, and the other files of settings."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from raytrain_gpt.config import kinds
 from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.data.tokenizer import EOT
 from raytrain_gpt.errors import CheckpointError, ConfigError, damage_as
 from raytrain_gpt.export import hf_gpt2, hf_qwen3
 from raytrain_gpt.parsing import parse_json
@@ -39,9 +40,17 @@ def hf_config_files(shape: GPTShape, eot_token: int, dtype: str) -> dict[str, st
     config = {**of_shape, "use_cache": True, "torch_dtype": dtype, **ends}
     # Without a padding id, transformers uses eos and warns at every call.
     generation = {**ends, "pad_token_id": eot_token, "do_sample": True}
+    tokenizer = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": EOT,
+        "eos_token": EOT,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": shape.seq_len,
+    }
     return {
         HF_CONFIG_FILE: json.dumps(config, indent=2) + "\n",
         "generation_config.json": json.dumps(generation, indent=2) + "\n",
+        "tokenizer_config.json": json.dumps(tokenizer, indent=2) + "\n",
     }
 
 

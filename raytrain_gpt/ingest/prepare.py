@@ -34,9 +34,9 @@ from raytrain_gpt.data.prepare_plan import Plan, make_plan
 from raytrain_gpt.data.shards import Manifest
 from raytrain_gpt.data.tokenize import hash_task, run_task
 from raytrain_gpt.data.tokenizer import vocab_hash
+from raytrain_gpt.data.tokenizer_file import open_tokenizer
 from raytrain_gpt.errors import DataError, failure_as
 from raytrain_gpt.format import Log, amount, count, duration
-from raytrain_gpt.ingest.hf_tokenizer import open_tokenizer
 from raytrain_gpt.ingest.train_tokenizer import new_vocab_size, train_on_plan
 from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
 from raytrain_gpt.storage.location import Location, LocationLike

@@ -25,9 +25,9 @@ from raytrain_gpt.data.documents import SourcePiece
 from raytrain_gpt.data.prepare_plan import Plan, reader
 from raytrain_gpt.data.split import ReadDocuments, document_hash
 from raytrain_gpt.data.tokenizer import EOT, make_encoding
+from raytrain_gpt.data.tokenizer_file import GPT2_PATTERN, token_ranks
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.format import Log, count, duration, size
-from raytrain_gpt.ingest.hf_tokenizer import GPT2_PATTERN, token_ranks
 
 _PREFIX = "bpe:"
 _MAX_VOCAB_SIZE = 1_000_000

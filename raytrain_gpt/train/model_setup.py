@@ -40,7 +40,7 @@ from raytrain_gpt.core.registry import build_optimizer, configured_model, init_w
 from raytrain_gpt.core.state import load_model, load_optimizer
 from raytrain_gpt.data.locations import location
 from raytrain_gpt.data.mixture import Mixture
-from raytrain_gpt.data.tokenizer import read_tokenizer
+from raytrain_gpt.data.tokenizer_file import read_tokenizer
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.data.locations import make_order, run_location
 from raytrain_gpt.data.mixed_order import MixedOrder
 from raytrain_gpt.data.mixture import Mixture
-from raytrain_gpt.data.tokenizer import read_tokenizer
+from raytrain_gpt.data.tokenizer_file import read_tokenizer
 from raytrain_gpt.errors import Interrupted, StorageError, TrainingFailed
 from raytrain_gpt.evaluate.hellaswag import read_choices
 from raytrain_gpt.format import Log, amount, count

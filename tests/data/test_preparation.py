@@ -10,7 +10,8 @@ import pytest
 from raytrain_gpt.data.preparation import finish, start
 from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, read_manifest
 from raytrain_gpt.data.tokenize import run_task
-from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, load_tokenizer
+from raytrain_gpt.data.tokenizer import load_tokenizer
+from raytrain_gpt.data.tokenizer_file import TOKENIZER_FILE
 from raytrain_gpt.data.verify import check_shards, check_tokenizer
 from raytrain_gpt.errors import DataError
 from tests.conftest import raises_line

@@ -23,12 +23,8 @@ from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, read_manifest
 from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.data.split import SplitRule
 from raytrain_gpt.data.tokenize import run_task
-from raytrain_gpt.data.tokenizer import (
-    load_tokenizer,
-    make_encoding,
-    read_tokenizer,
-    vocab_hash,
-)
+from raytrain_gpt.data.tokenizer import load_tokenizer, make_encoding, vocab_hash
+from raytrain_gpt.data.tokenizer_file import read_tokenizer
 from raytrain_gpt.data.verify import check_shard
 from raytrain_gpt.errors import DataError, UserError
 from raytrain_gpt.storage.location import Location

@@ -26,7 +26,8 @@ from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.registry import new_model, resolved_shape
 from raytrain_gpt.data.reader import read_sequences
 from raytrain_gpt.data.shards import read_manifest
-from raytrain_gpt.data.tokenizer import load_tokenizer, tokenizer_json, vocab_hash
+from raytrain_gpt.data.tokenizer import load_tokenizer, vocab_hash
+from raytrain_gpt.data.tokenizer_file import tokenizer_json
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
 from raytrain_gpt.evaluate.inference import evaluate_checkpoint
 from raytrain_gpt.export import huggingface

@@ -16,7 +16,7 @@ import pytest
 from raytrain_gpt import batch_at
 from raytrain_gpt.data.order import Ids
 from raytrain_gpt.data.shards import read_manifest
-from raytrain_gpt.data.tokenizer import read_tokenizer
+from raytrain_gpt.data.tokenizer_file import read_tokenizer
 from raytrain_gpt.ingest.ray_dataset import RankChunk
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.summary import RunSummary
