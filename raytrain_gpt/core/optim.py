@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections import Counter, defaultdict
 from collections.abc import Container, Mapping
@@ -11,7 +10,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.built_in import AdamWSettings, WsdSettings
@@ -124,8 +122,7 @@ class UserOptimizer:
         parameters: All that it has to update.
 
     Raises:
-        ConfigError: it is no torch optimizer, needs a closure, has other parameters, has a group without a
-            learning rate, or holds a second optimizer with a state of its own.
+        ConfigError: it is no torch optimizer, has other parameters, or a group without a learning rate.
     """
 
     grad_scale: Tensor
@@ -137,12 +134,6 @@ class UserOptimizer:
         if not isinstance(inner, torch.optim.Optimizer):
             raise ConfigError(
                 f"optimizer {name} returned a {type(inner).__name__}; return a torch.optim.Optimizer"
-            )
-        arguments = inspect.signature(inner.step).parameters.values()
-        if any(a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD for a in arguments):
-            raise ConfigError(
-                f"optimizer {name} needs a closure, which would compute a step several times; use one whose "
-                "step() needs none"
             )
         groups = inner.param_groups
         updated = Counter(p for group in groups for p in group["params"])
@@ -156,18 +147,9 @@ class UserOptimizer:
                 f"optimizer {name} has a parameter group without a learning rate, so the schedule could not "
                 "set it; give every group an lr, usually peak_lr"
             )
-        seconds = [
-            one for one in tree_leaves(vars(inner)) if isinstance(one, torch.optim.Optimizer)
-        ]
-        if any(second.state is not inner.state for second in seconds):
-            raise ConfigError(
-                f"optimizer {name} holds a second optimizer, whose state no checkpoint would have; keep all "
-                "state in self.state, or let both have the same"
-            )
-        self.inner, self._name = inner, name
+        self.inner = inner
         self.group_numbers = numbers_of_groups(groups)
         self._rates = [(float(group["lr"]) / peak_lr, group["lr"]) for group in groups]
-        self._not_saved = _not_saved(inner)
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
@@ -179,11 +161,7 @@ class UserOptimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Divide the gradients by `grad_scale` and update, unless `found_inf` is set.
-
-        Raises:
-            ConfigError: the optimizer changed a value that no checkpoint has.
-        """
+        """Divide the gradients by `grad_scale` and update, unless `found_inf` is set."""
         if bool(self.found_inf):
             return
         parameters = (p for group in self.param_groups for p in group["params"])
@@ -193,32 +171,9 @@ class UserOptimizer:
             lr = group["lr"] * factor
             group["lr"] = rate.fill_(lr) if isinstance(rate, Tensor) else lr
         self.inner.step()
-        before, self._not_saved = self._not_saved, _not_saved(self.inner)
-        for where, value in self._not_saved.items():
-            if before.get(where, value) != value:
-                raise ConfigError(
-                    f"optimizer {self._name} changed {where}, which no checkpoint would have; keep it in "
-                    "self.state[p], or as a number in param_groups"
-                )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)
-
-
-def _not_saved(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """Values that checkpoints do not have: numbers and tensors in attributes, tensors in groups."""
-    values = {
-        f"self.{name}": value
-        for name, value in vars(optimizer).items()
-        if isinstance(value, int | float | Tensor) and not isinstance(value, bool | nn.Parameter)
-    }
-    for i, group in enumerate(optimizer.param_groups):
-        tensors = {
-            key: one for key, one in group.items() if isinstance(one, Tensor) and key != "lr"
-        }
-        values |= {f"param_groups[{i}][{key!r}]": one for key, one in tensors.items()}
-    # A tensor is seen to change without a look at its values, for which the host would wait.
-    return {k: (id(v), v._version) if isinstance(v, Tensor) else v for k, v in values.items()}
 
 
 def learning_rate(step: int, config: OptimSection, max_steps: int) -> float:

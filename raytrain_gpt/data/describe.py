@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from typing import Any
 
-from raytrain_gpt.data.bad_documents import BAD_FILE
+from raytrain_gpt.data.documents import BAD_FILE
 from raytrain_gpt.data.shards import SPLITS, Manifest, read_row_group
 from raytrain_gpt.data.tokenizer import token_to_bytes
 from raytrain_gpt.data.tokenizer_file import read_tokenizer

@@ -6,8 +6,7 @@
     <dataset>/unfinished/00000.json   result of a task; valid only while its shards exist
 
 `start` also repairs a finished dataset with lost or truncated files. It removes the manifest first, so that
-it never vouches for missing data, and `finish` writes it last. A warning says if it differs, since different
-pyarrow versions write different bytes.
+it never vouches for missing data, and `finish` writes it last.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any, Literal
 
 import tiktoken
 
-from raytrain_gpt.data.bad_documents import BAD_FILE, BadDocuments
+from raytrain_gpt.data.documents import BAD_FILE, BadDocuments
 from raytrain_gpt.data.prepare_plan import Plan
 from raytrain_gpt.data.shards import (
     FORMAT_VERSION,
@@ -51,10 +50,7 @@ _FILE = re.compile(
     rf"(train|val)-\d{{5,}}\.parquet|{re.escape(TOKENIZER_FILE)}|{re.escape(BAD_FILE)}|"
     rf"{_UNFINISHED_FILE.pattern}"
 )
-_NOTE = re.compile(
-    rf"({_PLAN_FILE}|{_REPAIR_FILE}|\d{{5,}}\.(hashes|json))(\.[0-9a-f]{{8}}{re.escape(UNFINISHED)})?"
-)
-"""Names of files that a preparation writes; it never removes any other file."""
+"""Names of files that a preparation writes; besides its notes it never removes any other file."""
 
 _NoteSuffix = Literal[".hashes", ".json"]
 
@@ -77,7 +73,6 @@ def read_result(directory: LocationLike, task: int) -> dict[str, Any] | None:
     try:
         result: dict[str, Any] = parse_json(file.read_bytes())
         shards = [Shard.model_validate(shard) for shard in result["shards"]]
-        BadDocuments(None).merge(result["bad"])
         is_done = result["task"] == task and all(_is_intact(directory, shard) for shard in shards)
     except (ValueError, KeyError, TypeError):
         return None  # truncated by a crash, or damaged
@@ -169,7 +164,7 @@ def start(
         if (notes / _REPAIR_FILE).exists():
             raise _another_dataset(directory)
         _remove_named(directory, _FILE)
-        _remove_notes(directory)
+        (directory / _NOTES_DIR).remove()
     plan_file.write_text(plan.hash)
     (directory / TOKENIZER_FILE).write_text(tokenizer_json(encoding))
     return None
@@ -199,7 +194,7 @@ def _reopen(directory: Location, plan: Plan, manifest: Manifest, damaged: list[S
     A manifest lacks the bad documents and duplicates of each task, so with any of them all tasks rerun.
     """
     notes = directory / _NOTES_DIR
-    _remove_notes(directory)  # of a preparation killed after writing the manifest
+    notes.remove()  # of a preparation killed after writing the manifest
     task_shards: defaultdict[int, list[Shard]] = defaultdict(list)
     if not plan.dedupe and not manifest.source.get("bad_documents", 0):
         for shard in manifest.shards:
@@ -218,7 +213,6 @@ def finish(
     results: list[dict[str, Any]],
     source: dict[str, Any],
     max_bad_documents: int = 0,
-    log: Log = lambda line: None,
 ) -> Manifest:
     """Write the report of bad documents, then the manifest, which completes the dataset.
 
@@ -252,42 +246,16 @@ def finish(
         source={**source, **skipped, **plan.commits, "plan_hash": plan.hash},
     )
     if bad.count:
-        (directory / BAD_FILE).write_text(bad.report())
+        report = "".join(json.dumps(one) + "\n" for one in bad.kept)
+        (directory / BAD_FILE).write_text(report)
     _remove_named(directory, _UNFINISHED_FILE)  # of killed tasks
-    _compare_with_before(directory, manifest, log)
     write_manifest(directory, manifest)
-    _remove_notes(directory)
+    (directory / _NOTES_DIR).remove()
     return manifest
 
 
-def _remove_notes(directory: Location) -> None:
-    notes = directory / _NOTES_DIR
-    if not notes.is_local and all(map(_NOTE.fullmatch, notes.names())):
-        notes.remove()  # in few requests
-    else:
-        _remove_named(notes, _NOTE)
-        notes.remove_if_empty()
-
-
 def _remove_named(directory: Location, pattern: re.Pattern[str]) -> None:
-    """Remove the files whose names match, in order: the plan follows the results."""
+    """Remove the files whose names match."""
     for name in directory.names():
         if pattern.fullmatch(name) and (directory / name).is_file():
             (directory / name).remove()
-
-
-def _compare_with_before(directory: Location, manifest: Manifest, log: Log) -> None:
-    """Warn if a repair wrote different bytes."""
-    try:
-        content = (directory / _NOTES_DIR / _REPAIR_FILE).read_bytes()
-    except FileNotFoundError:
-        return
-    before = json.loads(content)  # checked by read_manifest when the repair started
-    if before["manifest_hash"] == manifest.hash:
-        return
-    hashes = {shard["path"]: shard["sha256"] for shard in before["shards"]}
-    changed = [shard.path for shard in manifest.shards if hashes.get(shard.path) != shard.sha256]
-    log(
-        f"the repair changed {count(len(changed), 'shard')} of {directory}, such as {changed[0]} "
-        "(different pyarrow version or edited source): runs that used the dataset will be refused"
-    )

@@ -18,8 +18,7 @@ import numpy as np
 import tiktoken
 from numpy.typing import NDArray
 
-from raytrain_gpt.data.bad_documents import BadDocuments
-from raytrain_gpt.data.documents import Document, read_documents
+from raytrain_gpt.data.documents import BadDocuments, Document, read_documents
 from raytrain_gpt.data.duplicates import HASH_BYTES, hash_texts
 from raytrain_gpt.data.imports import read_ids
 from raytrain_gpt.data.preparation import read_result, task_file, write_result

@@ -21,7 +21,6 @@ import tiktoken
 
 from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.config.call_options import PrepareOptions
-from raytrain_gpt.data.bad_documents import BadDocuments
 from raytrain_gpt.data.duplicates import find_duplicates
 from raytrain_gpt.data.preparation import (
     done_tasks,
@@ -93,7 +92,7 @@ def prepare(
             source["val"] = options.val
         with cluster:  # after all checks: it takes ten seconds or more to start
             results = _run_tasks(directory, plan, options.max_bad_documents, run, log)
-        return finish(directory, plan, results, source, options.max_bad_documents, log)
+        return finish(directory, plan, results, source, options.max_bad_documents)
 
 
 def _plan_and_tokenizer(
@@ -121,7 +120,7 @@ def _run_tasks(
         for row in run(partial(_hash_row, **fixed), rows):
             progress.add(row["task"], row["documents"])
         files = [task_file(directory, task, ".hashes") for task in range(len(plan.tasks))]
-        duplicates = find_duplicates(files, log=log)
+        duplicates = find_duplicates(files)
         for row, mask in zip(rows, duplicates, strict=True):
             row["duplicates"] = np.packbits(mask).tobytes()
         log(
@@ -129,11 +128,10 @@ def _run_tasks(
             f"{count(sum(map(len, duplicates)), 'document')}"
         )
     progress = _Progress("prepare", plan, done_tasks(directory, ".json"), log)
-    results, bad = [], BadDocuments(max_bad)
+    results = []
     for row in run(partial(_task_row, **fixed), rows):
         result = row["result"]
         results.append(result)
-        bad.merge(result["bad"])
         progress.add(result["task"], result["documents"], result["tokens"])
     progress.end()
     return results

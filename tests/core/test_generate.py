@@ -20,7 +20,7 @@ from torch import Tensor
 
 from raytrain_gpt.config.built_in import Qwen3Settings
 from raytrain_gpt.config.call_options import SamplingOptions
-from raytrain_gpt.core import generate, kv_cache
+from raytrain_gpt.core import generate
 from raytrain_gpt.core.attention import attention, without_cudnn_sdpa
 from raytrain_gpt.core.generate import draw_tokens, sample_tokens
 from raytrain_gpt.core.gpt2 import GPT2
@@ -90,7 +90,7 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[torch.Size, torch.S
         found[q.shape, k.shape] += 1
         return attention(q, k, v, **options)
 
-    monkeypatch.setattr(kv_cache, "attention", spy)
+    monkeypatch.setattr(generate, "attention", spy)
     return found
 
 
@@ -99,15 +99,15 @@ def test_as_on_a_gpu_few_shapes_occur_and_the_tokens_stay_the_same(
     shape: GPTShape, shapes: Counter[tuple[torch.Size, torch.Size]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = random_model(replace(shape, seq_len=160))
-    options = sampling(100, top_k=20)
+    options = sampling(80, top_k=20)
     prompt = [*range(60)]
     wanted = sample_tokens(model, None, prompt, 3, options)
-    assert len(shapes) == 100  # the prompt, then a new number of keys per token
+    assert len(shapes) == 80  # the prompt, then a new number of keys per token
     shapes.clear()
-    monkeypatch.setitem(kv_cache._KEY_MULTIPLES, "cpu", 64)
+    monkeypatch.setitem(generate._KEY_MULTIPLES, "cpu", 64)
     assert sample_tokens(model, None, prompt, 3, options) == wanted
     assert [keys[2] for _, keys in shapes] == [60, 64, 128, 160]
-    assert set(shapes.values()) == {2, 2 * 4, 2 * 64, 2 * 31}  # in two layers
+    assert set(shapes.values()) == {2, 2 * 4, 2 * 64, 2 * 11}  # in two layers
     assert wanted == references(model, prompt, 3, options)
 
 
@@ -137,25 +137,27 @@ def test_decoding_runs_in_kernels_for_any_shape_and_the_head_outside_autocast(
     assert sum(heads) == 20 < len(heads)
 
 
-@pytest.mark.parametrize("multiple", [1, 8])
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "shape",
-    [TINY, GPTShape(3, 4, 64, 33, 257), GPTShape(1, 1, 8, 1, 70), QWEN3],
+    ("shape", "way", "multiple"),
+    [
+        (TINY, "greedy", 1),
+        (TINY, "top_p", 8),
+        (GPTShape(1, 1, 8, 1, 70), "all", 1),
+        (QWEN3, "top_k", 8),
+    ],
     ids=str,
 )
 def test_tokens_are_those_without_a_cache_also_past_the_context(
     shape: GPTShape, way: str, multiple: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(kv_cache._KEY_MULTIPLES, "cpu", multiple)
-    model, options = random_model(shape), sampling(12, **WAYS[way])
-    for prompt in ([7], [*range(12)], [*range(33)], LONG, [5] * 15, [5] * 16, [5] * 17):
+    monkeypatch.setitem(generate._KEY_MULTIPLES, "cpu", multiple)
+    model, options = random_model(shape), sampling(6, **WAYS[way])
+    for prompt in ([7], LONG, [5] * 12, [5] * 16):
         wanted = references(model, prompt, 2, options)
         assert sample_tokens(model, None, prompt, 2, options) == wanted
 
 
-@pytest.mark.parametrize("shape", [TINY, QWEN3], ids=str)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("shape", "way"), [(TINY, "greedy"), (QWEN3, "all")], ids=str)
 def test_a_document_begins_anew_where_attention_stays_within_documents(
     way: str, shape: GPTShape
 ) -> None:
@@ -163,7 +165,7 @@ def test_a_document_begins_anew_where_attention_stays_within_documents(
     end = reference(plain, [7], options)[4]
     model = random_model(shape, end)
     differs = False
-    for prompt in ([7], [end], [end, end], [1, end, 2], [*range(12), end], [*LONG, end, 5], LONG):
+    for prompt in ([7], [end], [1, end, 2], [*LONG, end, 5]):
         found = sample_tokens(model, None, prompt, 2, options)
         assert found == references(model, prompt, 2, options)
         assert prompt != [7] or end in found[0][:5]
@@ -171,7 +173,7 @@ def test_a_document_begins_anew_where_attention_stays_within_documents(
     assert differs
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(
     length=st.integers(1, 20),
     num=st.integers(0, 12),

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from raytrain_gpt.config.call_options import PrepareOptions
-from raytrain_gpt.data.bad_documents import BAD_FILE
+from raytrain_gpt.data.documents import BAD_FILE
 from raytrain_gpt.data.shards import read_manifest
 from raytrain_gpt.errors import DataError, StorageError
 from raytrain_gpt.ingest import prepare as prepare_module
