@@ -1,4 +1,4 @@
-"""The update: its optimizer protocol, AdamW, and the learning rate; only matrices and embeddings decay."""
+"""The update: optimizer protocol, AdamW, loss scale, learning rate; only matrices and embeddings decay."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.built_in import AdamWSettings, WsdSettings
 from raytrain_gpt.config.sections import OptimSection
-from raytrain_gpt.core.loss_scale import LossScale
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.parallel import full_tensor, local_tensor
 from raytrain_gpt.errors import ConfigError
 
+INIT_SCALE = 2.0**16
+GROWTH_INTERVAL = 2000
 MatrixCounts = Mapping[tuple[int, int, int], int]
 """(rows, columns, fused projections) -> number of such matrices in a model's blocks."""
 
@@ -174,6 +175,47 @@ class UserOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)
+
+
+class LossScale:
+    """Loss scaling for fp16, whose small gradients would otherwise become zero; equal on all ranks.
+
+    The loss is multiplied by a factor before the backward pass; the update divides gradients by it. An
+    overflow halves the factor and skips the step; many steps without overflow double it. All of it stays on
+    the device. Unlike torch's GradScaler, the factor never falls below 1: an overflow at 1 means broken
+    gradients. Source: Micikevicius et al., "Mixed Precision Training" (2018).
+
+    Args:
+        factor: First value, or a checkpoint's; the attribute is an fp32 scalar on the device.
+        good_steps: Steps without overflow since the factor last changed.
+    """
+
+    def __init__(
+        self, device: torch.device, factor: float = INIT_SCALE, good_steps: int = 0
+    ) -> None:
+        self.factor = torch.tensor(factor, device=device)
+        self._good_steps = torch.tensor(good_steps, device=device)
+
+    def adjust(self, overflowed: Tensor) -> None:
+        """Update the factor; `overflowed` is a bool scalar on the device."""
+        good_steps = torch.where(overflowed, 0, self._good_steps + 1)
+        doubles = good_steps == GROWTH_INTERVAL
+        halved = (self.factor / 2).clamp(min=1)
+        self.factor = torch.where(
+            overflowed, halved, torch.where(doubles, self.factor * 2, self.factor)
+        )
+        self._good_steps = torch.where(doubles, 0, good_steps)
+
+    def state(self) -> tuple[float, int]:
+        """Factor and good steps, for a checkpoint; waits for the device."""
+        return self.factor.item(), int(self._good_steps.item())
+
+
+def loss_scale_for(
+    precision: str, device: torch.device, saved: tuple[float, int] | None = None
+) -> LossScale | None:
+    """Loss scale for a resolved precision, or None except for fp16; `saved` is a checkpoint's `state`."""
+    return LossScale(device, *(saved or ())) if precision == "fp16" else None
 
 
 def learning_rate(step: int, config: OptimSection, max_steps: int) -> float:

@@ -59,12 +59,6 @@ def task_file(directory: LocationLike, task: int, suffix: _NoteSuffix) -> Locati
     return Location.of(directory) / _NOTES_DIR / f"{task:05d}{suffix}"
 
 
-def done_tasks(directory: LocationLike, suffix: _NoteSuffix) -> set[int]:
-    names = (Location.of(directory) / _NOTES_DIR).names()
-    stems = [name.removesuffix(suffix) for name in names if name.endswith(suffix)]
-    return {int(stem) for stem in stems if stem.isdecimal()}
-
-
 def read_result(directory: LocationLike, task: int) -> dict[str, Any] | None:
     """Read what `write_result` returned for a task, or None if the task must run."""
     directory = Location.of(directory)

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.documents import COMPRESSIONS, STDLIB, SourcePiece, stdlib_root
-from raytrain_gpt.data.imports import COLUMNS, Layout, id_column, read_layout
+from raytrain_gpt.data.imports import Layout, id_column, read_layout
 from raytrain_gpt.errors import DataError, failure_as
 from raytrain_gpt.format import Log, count, listed
 from raytrain_gpt.storage.location import Location, is_url
@@ -195,9 +195,6 @@ def _parquet_pieces(piece: SourcePiece, text_field: str) -> Iterator[SourcePiece
             metadata = pq.read_metadata(file)
         schema = metadata.schema.to_arrow_schema()
     paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
-    names = (text_field, *COLUMNS)
-    if twice := [n for n in names if schema.names.count(n) > 1 or paths.count(n) > 1]:
-        raise DataError(f"source {path} has two columns {twice[0]}; rename or remove one")
     ids = None if "." in text_field and text_field in paths else id_column(schema, text_field)
     column = text_field if ids is None else ids
     leaves = [i for i, p in enumerate(paths) if p == column or p.startswith(f"{column}.")]

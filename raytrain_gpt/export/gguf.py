@@ -24,8 +24,7 @@ from raytrain_gpt.data.tokenizer import EOT
 from raytrain_gpt.data.tokenizer_file import GPT2_PATTERN, tokenizer_json
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
 from raytrain_gpt.evaluate.inference import open_checkpoint
-from raytrain_gpt.export.hf_config import mapping_of
-from raytrain_gpt.export.hf_weights import unpadded
+from raytrain_gpt.export.hf_weights import mapping_of, unpadded
 from raytrain_gpt.export.huggingface import DType, shape_line, staging_dir
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location, force_to_disk, is_url

@@ -37,13 +37,15 @@ from raytrain_gpt.data.tokenizer_file import (
 )
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError, failure_as
 from raytrain_gpt.evaluate.inference import open_checkpoint
-from raytrain_gpt.export.hf_config import HF_CONFIG_FILE, hf_config_files, read_hf_config
 from raytrain_gpt.export.hf_gpt2 import shape_of_tensors
 from raytrain_gpt.export.hf_weights import (
+    HF_CONFIG_FILE,
     HF_WEIGHTS_FILE,
     find_hf_weights,
+    hf_config_files,
     hf_tensors,
     model_of,
+    read_hf_config,
     read_hf_weights,
 )
 from raytrain_gpt.export.model_card import CARD_FILE, IMPORT_EVENT, model_card

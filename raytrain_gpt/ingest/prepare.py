@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -23,7 +22,6 @@ from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.duplicates import find_duplicates
 from raytrain_gpt.data.preparation import (
-    done_tasks,
     finish,
     prepared_tokenizer,
     start,
@@ -116,7 +114,7 @@ def _run_tasks(
     rows: list[Row] = [{"task": task} for task in range(len(plan.tasks))]
     fixed: dict[str, Any] = {"directory": directory, "plan": plan, "max_bad": max_bad}
     if plan.dedupe:
-        progress = _Progress("hash", plan, done_tasks(directory, ".hashes"), log)
+        progress = _Progress("hash", plan, log)
         for row in run(partial(_hash_row, **fixed), rows):
             progress.add(row["task"], row["documents"])
         files = [task_file(directory, task, ".hashes") for task in range(len(plan.tasks))]
@@ -127,7 +125,7 @@ def _run_tasks(
             f"skipping {count(sum(int(mask.sum()) for mask in duplicates), 'duplicate')} among "
             f"{count(sum(map(len, duplicates)), 'document')}"
         )
-    progress = _Progress("prepare", plan, done_tasks(directory, ".json"), log)
+    progress = _Progress("prepare", plan, log)
     results = []
     for row in run(partial(_task_row, **fixed), rows):
         result = row["result"]
@@ -168,43 +166,34 @@ def _task_row(row: Row, directory: Location, plan: Plan, max_bad: int) -> Row:
 
 
 class _Progress:
-    """Logs the progress of the tasks; its rates exclude tasks of earlier runs."""
+    """Logs the progress of the tasks."""
 
-    def __init__(self, what: str, plan: Plan, done_before: set[int], log: Log) -> None:
-        self._what, self._log, self._done_before = what, log, done_before
+    def __init__(self, what: str, plan: Plan, log: Log) -> None:
+        self._what, self._log = what, log
         self._task_bytes = [
             sum(piece.text_bytes for piece in plan.pieces[first:stop]) for first, stop in plan.tasks
         ]
-        self._done, self._new = Counter[str](), Counter[str]()
+        self._done, self._documents, self._tokens = 0, 0, 0
         self._started = self._shown = time.monotonic()
 
     def add(self, task: int, documents: int, tokens: int = 0) -> None:
         """Count a finished task."""
-        amounts = {"bytes": self._task_bytes[task], "documents": documents, "tokens": tokens}
-        self._done.update(amounts)
-        if task not in self._done_before:
-            self._new.update(amounts)
-        now, total, done = time.monotonic(), sum(self._task_bytes), self._done["bytes"]
-        if now - self._shown < PROGRESS_EVERY_S or done >= total:
-            return
-        self._shown, seconds = now, now - self._started
-        eta = ""
-        if new := self._new["bytes"]:
-            eta = f" | eta {duration((total - done) * seconds / new)}"
-        self._log(f"{self._what} {done / total:4.0%} | {self._amounts(seconds)}{eta}")
+        self._done += self._task_bytes[task]
+        self._documents, self._tokens = self._documents + documents, self._tokens + tokens
+        now, total = time.monotonic(), sum(self._task_bytes)
+        if now - self._shown >= PROGRESS_EVERY_S and 0 < self._done < total:
+            self._shown = now
+            eta = duration((total - self._done) * (now - self._started) / self._done)
+            self._log(f"{self._what} {self._done / total:4.0%} | {self._amounts()} | eta {eta}")
 
     def end(self) -> None:
         """Log the totals."""
-        seconds = max(1e-3, time.monotonic() - self._started)
-        before = f", {count(len(self._done_before), 'task')} before" if self._done_before else ""
-        self._log(f"{self._what} done in {duration(seconds)}{before} | {self._amounts(seconds)}")
+        seconds = time.monotonic() - self._started
+        self._log(f"{self._what} done in {duration(seconds)} | {self._amounts()}")
 
-    def _amounts(self, seconds: float) -> str:
-        names = ["documents", "tokens"] if self._done["tokens"] else ["documents"]
-        return " | ".join(
-            f"{amount(self._done[name])} {name}, {amount(round(self._new[name] / seconds))}/s"
-            for name in names
-        )
+    def _amounts(self) -> str:
+        tokens = f", {amount(self._tokens)} tokens" if self._tokens else ""
+        return f"{amount(self._documents)} documents{tokens}"
 
 
 def _storage_errors(directory: Location) -> AbstractContextManager[None]:

@@ -18,8 +18,8 @@ from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.accumulation import FloatAccumulator
 from raytrain_gpt.core.device import make_autocast, matmul_dtype
 from raytrain_gpt.core.loop import Autocast, MicroBatch, warm_up_ddp_buckets
-from raytrain_gpt.core.loss_scale import loss_scale_for
 from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.core.optim import loss_scale_for
 from raytrain_gpt.core.parallel import full_tensor, gathered_weights, mesh_of, shard, unsharded_twin
 from raytrain_gpt.core.registry import build_optimizer, new_model
 from raytrain_gpt.core.state import HostSnapshot, load_model, load_optimizer

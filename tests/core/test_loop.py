@@ -58,7 +58,7 @@ def test_losses_are_the_golden_ones(model: GPT, micro_batches: MicroBatches) -> 
     assert losses == pytest.approx(GOLDEN_LOSSES, abs=2e-3)
 
 
-@pytest.mark.parametrize("sequences", [1, 2, 4])
+@pytest.mark.parametrize("sequences", [1, 4])
 def test_micro_batches_equal_one_big_batch(
     new_model: NewModel, micro_batches: MicroBatches, sequences: int
 ) -> None:
@@ -137,8 +137,9 @@ class Spoilt(torch.nn.Module):
         return loss + self._added if self._calls_left == -1 else loss
 
 
-@pytest.mark.parametrize("added", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("micro_batch", [0, 1, 3], ids=["first", "second", "last"])
+@pytest.mark.parametrize(
+    ("added", "micro_batch"), [(float("nan"), 0), (float("inf"), 1), (float("-inf"), 3)]
+)
 def test_one_bad_micro_batch_skips_the_update_of_its_step(
     new_model: NewModel, micro_batches: MicroBatches, micro_batch: int, added: float
 ) -> None:

@@ -29,7 +29,7 @@ SHAPES = {
     "qwen3": replace(QWEN3, vocab_size=1000, num_layers=3),
 }
 """Shapes with 1,024 embedding rows, two per rank; most ranks have no row of any other parameter."""
-RANKS = (0, 1, 2, 31, 400, WORLD_SIZE - 1)
+RANKS = (0, 1, 31, WORLD_SIZE - 1)
 CPU = torch.device("cpu")
 
 
@@ -94,8 +94,7 @@ def rows_of(rank: int, rows: int) -> int:
     return max(0, min(most, rows - rank * most))
 
 
-@pytest.mark.parametrize("architecture", SHAPES)
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(("architecture", "optimizer"), [("gpt2", "adamw"), ("qwen3", "muon")])
 def test_512_ranks_shard_update_and_gather(
     architecture: str, optimizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

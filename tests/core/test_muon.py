@@ -16,10 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core import muon
-from raytrain_gpt.core.loss_scale import LossScale
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.muon import newton_schulz, newton_schulz_flops
-from raytrain_gpt.core.optim import AdamW, update
+from raytrain_gpt.core.optim import AdamW, LossScale, update
 from raytrain_gpt.core.registry import build_optimizer, new_model
 from tests.core.conftest import QWEN3, TINY
 from tests.core.test_optim import all_equal, put_gradients
@@ -135,10 +134,15 @@ def test_all_but_the_blocks_matrices_get_exactly_adamws_steps(make: Callable[[],
     assert kept == [True] * len(by_muon) != []
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("place", ["h.1.mlp", "h.0.attn", "ln_f.weight", "wte.weight"])
-@pytest.mark.parametrize("steps_before", [0, 2])
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    ("kind", "bad", "place", "steps_before"),
+    [
+        ("adamw", math.nan, "h.1.mlp", 2),
+        ("muon", math.nan, "h.0.attn", 0),
+        ("muon", math.inf, "h.1.mlp", 2),
+        ("muon", -math.inf, "wte.weight", 2),
+    ],
+)
 def test_a_broken_gradient_changes_nothing(
     make: Callable[[], GPT], kind: str, bad: float, place: str, steps_before: int
 ) -> None:
@@ -198,8 +202,8 @@ def test_how_many_matrices_are_stacked_changes_no_bit(
     assert all_equal(states[0], states[2])
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize("elements", [1, 1000, muon.STACK_ELEMENTS // 2, 3 * muon.STACK_ELEMENTS])
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("elements", [1000, 3 * muon.STACK_ELEMENTS])
 def test_matrices_at_once_are_few_and_as_many_on_every_rank(num_ranks: int, elements: int) -> None:
     found = muon.matrices_per_stack(elements, num_ranks)
     assert found % num_ranks == 0
@@ -244,7 +248,7 @@ def test_singular_values_become_about_one(shape: tuple[int, int]) -> None:
     assert torch.equal(newton_schulz(torch.zeros(2, *shape)), torch.zeros(2, *shape))
 
 
-@pytest.mark.parametrize("shape", [(32, 32), (96, 32), (32, 96)])
+@pytest.mark.parametrize("shape", [(32, 32), (32, 96)])
 def test_operations_are_those_that_torch_counts(shape: tuple[int, int]) -> None:
     with FlopCounterMode(display=False) as counted:
         newton_schulz(torch.randn(5, *shape))

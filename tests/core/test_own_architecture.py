@@ -210,8 +210,7 @@ def test_changed_code_of_the_same_name_is_counted_again() -> None:
         assert count_model(shape).num_parameters == real
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("how", ["frozen", "unused"])
+@pytest.mark.parametrize(("optimizer", "how"), [("adamw", "frozen"), ("muon", "unused")])
 def test_parameters_without_gradients_stay(optimizer: str, how: str) -> None:
     extra = "self.extra = nn.Linear(4, 4)"
     if how == "frozen":

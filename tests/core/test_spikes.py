@@ -131,8 +131,9 @@ def test_a_long_spike_does_not_make_itself_normal(length: int, height: float) ->
     assert {b.loss_zscore for b in bad} == {bad[0].loss_zscore}
 
 
-@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("where", ["loss", "norm", "both"])
+@pytest.mark.parametrize(
+    ("where", "broken"), [("loss", math.nan), ("norm", math.inf), ("both", -math.inf)]
+)
 def test_what_is_not_finite_is_bad_and_stays_out_of_the_window(broken: float, where: str) -> None:
     losses, norms = noisy(falling, 300, 0.01, 8), noisy(rising_and_falling, 300, 0.05, 9)
     spiked = [*losses, 2 * losses[-1]]

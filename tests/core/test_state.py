@@ -58,7 +58,7 @@ def trained(model: GPT, micro_batches: MicroBatches) -> Trained:
     return model, optimizer
 
 
-@pytest.mark.parametrize("num_parts", [1, 2, 5])
+@pytest.mark.parametrize("num_parts", [1, 5])
 def test_weights_and_moments_come_back_bitwise_however_many_wrote_them(
     tmp_path: Path, trained: Trained, new_model: NewModel, num_parts: int
 ) -> None:
@@ -248,7 +248,7 @@ def test_a_state_of_any_types_that_appears_in_the_first_step_comes_back(
     }, "numbers that no step changed belong to the configuration"
 
 
-@pytest.mark.parametrize("value", [{"a": 1}, "text", (1, 2), [object()]])
+@pytest.mark.parametrize("value", ["text", [object()]])
 def test_a_state_that_a_file_cannot_hold_is_refused(model: GPT, value: object) -> None:
     optimizer = Late(model)
     optimizer.step()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from raytrain_gpt.config import kinds
-from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import OptimSection
-from raytrain_gpt.core.memory import checkpoint_bytes, optimizer_state_bytes
-from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.optim import Optimizer, UserOptimizer, update
 from raytrain_gpt.core.registry import build_optimizer, count_model, new_model
 from raytrain_gpt.core.state import MODEL_FILE, HostSnapshot, load_model, load_optimizer
-from raytrain_gpt.errors import CheckpointError, ConfigError
+from raytrain_gpt.errors import ConfigError
 from tests.conftest import raises_line
 from tests.core.conftest import NewModel
 from tests.core.foreign import CODE, train_foreign
@@ -181,23 +178,6 @@ def test_only_elementwise_optimizers_are_sharded() -> None:
         Config().updated({"optimizer": name, "parallel": "fsdp"})
     with raises_line(ConfigError, "parallel=fsdp", "optimizer varied", "elementwise=True", "ddp"):
         Config().updated({"optimizer": "varied", "parallel": "fsdp"})
-
-
-def test_memory_and_files_are_counted_by_one_step_without_memory() -> None:
-    shape = replace(GPTShape(3, 2, 64, 32, 257), num_layers=5)
-    num = count_model(shape).num_parameters
-    assert optimizer_state_bytes(shape, OptimSection(optimizer="lion")) == 4 * num
-    assert checkpoint_bytes(shape, OptimSection(optimizer="lion")) == 8 * num
-    assert optimizer_state_bytes(shape, OptimSection(optimizer="two_rates")) == 0
-    # It reads a number from the weights, which have none: two moments are assumed.
-    assert optimizer_state_bytes(shape, OptimSection(optimizer="varied")) == 8 * num
-    kinds.set_user_code(Code("my.py", CODE.text.replace("zeros_like(p)", "zeros_like(p).double()")))
-    assert optimizer_state_bytes(shape, OptimSection(optimizer="lion")) == 8 * num
-
-
-def test_state_that_no_checkpoint_can_hold_is_found_before_the_first_step() -> None:
-    with raises_line(CheckpointError, "/odd is a dict", "use tensors, numbers"):
-        checkpoint_bytes(SHAPE, OptimSection(optimizer="odd"))
 
 
 @pytest.fixture(scope="module")

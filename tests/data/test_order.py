@@ -204,7 +204,7 @@ def test_windows_of_an_epoch_differ_by_at_most_one_batch(shape: Shape, epoch: in
     assert max(sizes) - min(sizes) <= 1
 
 
-@settings(max_examples=200)
+@settings(max_examples=50)
 @given(shapes(), st.data())
 def test_chunks_cover_what_was_asked_and_end_with_a_window(
     shape: Shape, data: st.DataObject

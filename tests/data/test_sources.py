@@ -302,14 +302,6 @@ def test_a_bad_json_line_is_refused_with_its_place(tmp_path: Path, line: bytes, 
         texts(str(tmp_path / "a.jsonl"))
 
 
-@pytest.mark.parametrize("name", ["text", "tokens"])
-def test_parquet_with_two_columns_of_a_name_is_refused(tmp_path: Path, name: str) -> None:
-    column = pa.array(["a"] if name == "text" else [[1]])
-    pq.write_table(pa.Table.from_arrays([column, column], [name, name]), tmp_path / "a.parquet")
-    with raises_line(DataError, "a.parquet", f"two columns {name}", "rename"):
-        find_pieces([str(tmp_path / "a.parquet")], PrepareOptions(), print)
-
-
 def test_text_that_is_not_utf8_is_refused_with_its_place(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"good\xffbad")
     with raises_line(DataError, "a.txt at byte 4: not UTF-8"):

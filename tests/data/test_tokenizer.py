@@ -37,8 +37,8 @@ def test_a_document_comes_back_closed_by_eot(tokenizer: str, text: str) -> None:
 
 def test_a_very_long_word_comes_back(tokenizer: str) -> None:
     encoding = load_tokenizer(tokenizer)
-    tokens = encode_document(encoding, "x" * 1_000_000)
-    assert encoding.decode_bytes(tokens[:-1].tolist()) == b"x" * 1_000_000
+    tokens = encode_document(encoding, "x" * 100_000)
+    assert encoding.decode_bytes(tokens[:-1].tolist()) == b"x" * 100_000
 
 
 def test_bytes_are_their_own_ids() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import tiktoken
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -106,6 +106,7 @@ def test_ids_are_those_of_tiktoken(pair: tuple[tiktoken.Encoding, Tokenizer]) ->
     )
 
 
+@settings(max_examples=40)
 @given(text=MADE)
 def test_ids_of_any_text_are_those_of_tiktoken(
     pair: tuple[tiktoken.Encoding, Tokenizer], text: str
@@ -253,7 +254,7 @@ def test_patterns_that_are_accepted_give_the_ids_of_tokenizers(
     unsplit: dict[str, Any], tmp_path: Path
 ) -> None:
     draw, num_same = random.Random(5), 0
-    for case in range(100):
+    for case in range(60):
         parts = [draw.choice(SAME_PARTS) for _ in range(draw.choice((1, 2, 3, 4)))]
         is_odd = case % 4 == 0
         if is_odd:
@@ -280,7 +281,7 @@ def test_patterns_that_are_accepted_give_the_ids_of_tokenizers(
         for one in [drawn, *NASTY, *WHITESPACE]:
             assert found.encode_ordinary(one) == theirs.encode(one).ids, (pattern, one)
         num_same += 1
-    assert num_same > 50
+    assert num_same > 30
 
 
 def test_a_tokenizer_like_qwens_is_carried(trained: Tokenizer, tmp_path: Path) -> None:
