@@ -147,8 +147,7 @@ class Command(Generic[OptionsT]):
     run: Callable[[OptionsT], None]
     """Its docstring is the help."""
 
-    def add_parser(self, commands: Any) -> None:
-        """Add the command to the subparsers."""
+    def add_parser(self, commands: Any) -> argparse.ArgumentParser:
         parser = _add_parser(commands, self.name, self.run.__doc__ or "")
         groups = self.groups()
         if groups:  # a usage line with all fields would fill a page
@@ -174,6 +173,7 @@ class Command(Generic[OptionsT]):
         if groups:
             for name in REMOVED_SETTINGS:
                 parser.add_argument(f"--{name}", help=argparse.SUPPRESS, default=argparse.SUPPRESS)
+        return parser
 
     def __call__(self, args: argparse.Namespace) -> None:
         """Run the command with parsed arguments; raises ConfigError for values out of range."""
@@ -198,11 +198,21 @@ class CommandGroup:
     actions: tuple[Command[Any], ...]
 
     def add_parser(self, commands: Any) -> None:
-        """Add the command to the subparsers."""
+        """Add the command to the subparsers.
+
+        Flags may precede the action, and each action accepts the flags of the others, hidden in the help.
+        """
         parser = _add_parser(commands, self.name, self.help)
         subparsers = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+        parsers = [parser, *(action.add_parser(subparsers) for action in self.actions)]
         for action in self.actions:
-            action.add_parser(subparsers)
+            for name, field in action.options.model_fields.items():
+                if _mark(field).positional:
+                    continue
+                flag = field.alias or name
+                for one in parsers:
+                    if f"--{flag}" not in one._option_string_actions:
+                        _add(one, flag, field, is_hidden=True)
 
 
 def _add_parser(commands: Any, name: str, doc: str) -> argparse.ArgumentParser:
@@ -224,7 +234,13 @@ def command(
     return lambda run: Command(name, options, groups, run)
 
 
-def _add(group: Any, name: str, field: FieldInfo, preset: Mapping[str, Any] | None = None) -> None:
+def _add(
+    group: Any,
+    name: str,
+    field: FieldInfo,
+    preset: Mapping[str, Any] | None = None,
+    is_hidden: bool = False,
+) -> None:
     """Add a flag, absent from the parsed arguments unless set, or a positional argument.
 
     Args:
@@ -259,7 +275,8 @@ def _add(group: Any, name: str, field: FieldInfo, preset: Mapping[str, Any] | No
         if value != field.default:
             text += f"; in a file: {json.dumps(field.default)}".replace('"', "")
         text += ")"
-    group.add_argument(f"--{name}", help=text, default=argparse.SUPPRESS, **how)
+    shown = argparse.SUPPRESS if is_hidden else text
+    group.add_argument(f"--{name}", help=shown, default=argparse.SUPPRESS, **how)
 
 
 def _names(selector: str) -> str:

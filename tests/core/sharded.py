@@ -53,12 +53,10 @@ CASES = {
     "bf16": Case(precision="bf16"),
     "fp16": Case(precision="fp16"),
     "bf16, selective": Case(precision="bf16", recompute="selective", dropout=0.1),
-    "fp32, full": Case(recompute="full", dropout=0.1),
     "bf16, documents": Case(precision="bf16", recompute="full", document_end=50),
     "qwen3, bf16, selective": Case("bf16", "selective", document_end=50, shape=QWEN3),
     "muon": Case(optim=MUON),
     "muon, odd": Case(shape=ODD, optim=MUON),
-    "muon, odd, bf16": Case(precision="bf16", shape=ODD, optim=MUON),
 }
 MUON_CASES = [name for name, case in CASES.items() if case.optim is MUON]
 

@@ -19,8 +19,6 @@ from raytrain_gpt.core.attention import (
     block_sparse_attention,
     causal_attention,
     document_starts,
-    last_document,
-    without_cudnn_sdpa,
 )
 from raytrain_gpt.core.loop import MicroBatch
 from raytrain_gpt.core.loss import IGNORE_INDEX
@@ -98,27 +96,6 @@ def test_a_document_starts_behind_the_end_of_the_one_before() -> None:
     assert document_starts(ids[:, :1], END).tolist() == [[0], [0]]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "last"),
-    [
-        ([5], [5]),
-        ([END], [END]),
-        ([5, 6, END], [5, 6, END]),
-        ([5, END, 6, 7], [6, 7]),
-        ([END, END], [END]),
-        ([END, 5, END, 6, END], [6, END]),
-    ],
-    ids=str,
-)
-def test_the_last_document_is_what_the_last_token_may_see(
-    tokens: list[int], last: list[int]
-) -> None:
-    assert last_document(tokens, END) == last
-    starts = document_starts(torch.tensor([tokens]), END)
-    assert tokens[starts[0, -1] :] == last
-    assert last_document(tokens, None) == tokens
-
-
 @BOTH
 @pytest.mark.usefixtures("queries_at_once")
 def test_logits_of_a_packed_document_are_those_of_the_document_alone(architecture: str) -> None:
@@ -179,18 +156,6 @@ def test_activation_checkpointing_gives_the_same_gradients(
     assert len(kept) == len(again) == len(list(random_model(architecture).parameters()))
     for one, other in zip(kept, again, strict=True):
         assert torch.equal(one, other)
-
-
-@BOTH
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bits_give_nearly_the_same(architecture: str, dtype: torch.dtype) -> None:
-    model = random_model(architecture).eval()
-    with torch.no_grad():
-        expected = model.logits(IDS)
-        with torch.autocast("cpu", dtype):
-            found = model.logits(IDS)
-    assert found.dtype == dtype
-    assert (found.float() - expected).abs().mean() < 0.02 * expected.abs().mean()
 
 
 @pytest.mark.slow
@@ -264,30 +229,6 @@ def test_causal_attention_on_a_cpu_is_that_of_torch(
         torch.testing.assert_close(found, true)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "dtype", "dropout", "fused"),
-    [
-        (1024, torch.bfloat16, 0.0, False),
-        (1025, torch.bfloat16, 0.0, True),
-        (1024, torch.float32, 0.0, True),
-        (1024, torch.bfloat16, 0.1, True),
-    ],
-)
-def test_the_fused_kernel_is_left_only_where_products_are_faster(
-    tokens: int, dtype: torch.dtype, dropout: float, fused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = []
-
-    def counted(*args: Tensor, **kwargs: object) -> Tensor:
-        calls.append(kwargs)
-        return args[0]
-
-    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", counted)
-    q = torch.zeros(1, 1, tokens, 2, dtype=dtype)
-    assert causal_attention(q, q, q, dropout).shape == (1, 1, tokens, 2)
-    assert calls == [{"dropout_p": dropout, "is_causal": True}] * fused
-
-
 BLOCK_STARTS = torch.tensor([[0] * 300, [0] * 40 + [40] * 200 + [240] * 60])
 """Document starts (2, 300) that span several blocks; the last block is partial."""
 
@@ -304,24 +245,6 @@ def test_the_blocks_that_are_left_out_are_those_in_which_nothing_may_be_seen(
     kept = padded.unflatten(2, (-1, size)).unflatten(1, (-1, size)).any(-1).any(2)
     assert not kept.all()
     assert torch.equal(blocks.to_dense()[:, 0].bool(), kept)
-
-
-def test_only_on_gpus_the_kernel_that_plans_each_shape_is_left_out_for_a_while() -> None:
-    def enabled() -> list[bool]:
-        cuda = torch.backends.cuda
-        others = [
-            cuda.flash_sdp_enabled(),
-            cuda.mem_efficient_sdp_enabled(),
-            cuda.math_sdp_enabled(),
-        ]
-        return [cuda.cudnn_sdp_enabled(), *others]
-
-    assert enabled() == [True] * 4
-    with without_cudnn_sdpa(torch.device("cuda", 1)):
-        assert enabled() == [False, True, True, True]
-    assert enabled() == [True] * 4
-    with without_cudnn_sdpa(torch.device("cpu")):
-        assert enabled() == [True] * 4
 
 
 def test_the_configuration_decides() -> None:

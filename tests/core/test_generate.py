@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import random
@@ -21,12 +20,12 @@ from torch import Tensor
 from raytrain_gpt.config.built_in import Qwen3Settings
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.core import generate
-from raytrain_gpt.core.attention import attention, without_cudnn_sdpa
+from raytrain_gpt.core.attention import attention
 from raytrain_gpt.core.generate import draw_tokens, sample_tokens
 from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.registry import new_model
-from tests.core.conftest import BOTH, QWEN3, TINY, WAYS
+from tests.core.conftest import QWEN3, TINY, WAYS
 
 END = 99
 LONG = [*range(40)]
@@ -94,11 +93,10 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[torch.Size, torch.S
     return found
 
 
-@BOTH
 def test_as_on_a_gpu_few_shapes_occur_and_the_tokens_stay_the_same(
-    shape: GPTShape, shapes: Counter[tuple[torch.Size, torch.Size]], monkeypatch: pytest.MonkeyPatch
+    shapes: Counter[tuple[torch.Size, torch.Size]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = random_model(replace(shape, seq_len=160))
+    model = random_model(replace(QWEN3, seq_len=160))
     options = sampling(80, top_k=20)
     prompt = [*range(60)]
     wanted = sample_tokens(model, None, prompt, 3, options)
@@ -109,32 +107,6 @@ def test_as_on_a_gpu_few_shapes_occur_and_the_tokens_stay_the_same(
     assert [keys[2] for _, keys in shapes] == [60, 64, 128, 160]
     assert set(shapes.values()) == {2, 2 * 4, 2 * 64, 2 * 11}  # in two layers
     assert wanted == references(model, prompt, 3, options)
-
-
-def test_decoding_runs_in_kernels_for_any_shape_and_the_head_outside_autocast(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def as_on_a_gpu(_: torch.device) -> contextlib.AbstractContextManager[object]:
-        return without_cudnn_sdpa(torch.device("cuda"))
-
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        is_head = weight is MODEL.head_weight
-        assert torch.is_autocast_enabled("cuda") is not is_head
-        assert torch.backends.cuda.cudnn_sdp_enabled() is is_head
-        heads.append(is_head)
-        return of_torch(x, weight, bias)
-
-    heads: list[bool] = []
-    of_torch = torch.nn.functional.linear
-    wanted = sample_tokens(MODEL, None, [1, 2], 1, sampling())
-    monkeypatch.setattr(generate, "without_cudnn_sdpa", as_on_a_gpu)
-    monkeypatch.setattr(torch.nn.functional, "linear", linear)
-    torch.set_autocast_enabled("cuda", True)
-    try:
-        assert sample_tokens(MODEL, None, [1, 2], 1, sampling()) == wanted
-    finally:
-        torch.set_autocast_enabled("cuda", False)
-    assert sum(heads) == 20 < len(heads)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +133,7 @@ def test_tokens_are_those_without_a_cache_also_past_the_context(
 def test_a_document_begins_anew_where_attention_stays_within_documents(
     way: str, shape: GPTShape
 ) -> None:
-    plain, options = random_model(shape), sampling(**WAYS[way])
+    plain, options = random_model(shape), sampling(10, **WAYS[way])
     end = reference(plain, [7], options)[4]
     model = random_model(shape, end)
     differs = False
@@ -173,7 +145,7 @@ def test_a_document_begins_anew_where_attention_stays_within_documents(
     assert differs
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(
     length=st.integers(1, 20),
     num=st.integers(0, 12),
@@ -224,25 +196,6 @@ def test_seed_and_index_alone_decide_what_is_drawn_and_nothing_of_the_process_ch
     assert random.getstate() == before[1]
     others = [*one, *drawn(8), *drawn(-7), *drawn(2**63 - 1)]
     assert all(a != b for a, b in itertools.combinations(others, 2))
-
-
-def test_a_compiled_model_is_run_eagerly(model: GPT) -> None:
-    def backend(*_: object) -> None:
-        pytest.fail("the model was compiled")
-
-    options = sampling(temperature=0)
-    wanted = reference(model, [1, 2], options)
-    model.compile(backend=backend)
-    assert sample_tokens(model, None, [1, 2], 1, options) == [wanted]
-
-
-@pytest.mark.parametrize("model", [MODEL, random_model(QWEN3)], ids=["gpt2", "qwen3"])
-def test_in_bf16_nearly_the_same_is_computed(model: GPT) -> None:
-    options = sampling(8, temperature=0)
-    with torch.autocast("cpu", torch.bfloat16):
-        (found,) = sample_tokens(model, None, [1, 2], 1, options)
-    assert found[0] == reference(model, [1, 2], options)[0]
-    assert len(found) == 8
 
 
 def test_dropout_is_off_while_sampling() -> None:
@@ -299,18 +252,3 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(
     tokens = draw_tokens(LOGITS.expand(rows, -1), sampling(**{"top_k": None, **changes}), uniforms)
     shares = [tokens.count(token) / rows for token in (3, 20, 41, 60)]
     assert shares == pytest.approx(expected, abs=2e-4)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_number_next_to_1_does_not_lead_out_of_the_likely_tokens(way: str) -> None:
-    for token in draw_tokens(
-        LOGITS.expand(2, -1), sampling(**WAYS[way]), [math.nextafter(1, 0), 0]
-    ):
-        assert LOGITS[token] > -math.inf
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_model_that_is_not_finite_draws_tokens_that_exist(way: str) -> None:
-    logits = torch.tensor([[math.nan], [math.inf], [-math.inf]]).expand(-1, 100)
-    for token in draw_tokens(logits, sampling(**WAYS[way]), [0.5] * 3):
-        assert 0 <= token < 100

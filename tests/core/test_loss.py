@@ -103,6 +103,7 @@ def test_logits_of_a_chunk_alone_are_made(chunk_of: SetChunk) -> None:
     assert max(rows) <= max(4, CHANNELS)
 
 
+@pytest.mark.slow
 def test_a_compiled_loss_is_one_graph_of_all_logits(chunk_of: SetChunk) -> None:
     chunk_of(4)
     torch.compiler.reset()

@@ -89,20 +89,6 @@ def test_a_power_of_two_changes_no_bit(new_model: NewModel, micro_batches: Micro
         assert torch.equal(a, b)
 
 
-def test_training_in_fp16_learns_as_in_fp32(
-    new_model: NewModel, micro_batches: MicroBatches
-) -> None:
-    losses = {}
-    for precision in ("fp32", "fp16"):
-        model = new_model()
-        scale = loss_scale_for(precision, CPU)
-        batches = micro_batches(12, 4)
-        told = steps(model, build_optimizer(model, OPTIM), batches, scale, 0, 12, precision)
-        losses[precision] = [result.loss.item() for result in told]
-    assert losses["fp32"][-1] < losses["fp32"][0] - 1
-    assert losses["fp16"] == pytest.approx(losses["fp32"], abs=0.02)
-
-
 def test_an_overflow_changes_nothing_but_the_factor(
     new_model: NewModel, micro_batches: MicroBatches
 ) -> None:
@@ -167,8 +153,3 @@ def test_overflows_are_no_bad_steps_until_the_factor_is_one() -> None:
         assert bad is not None
         assert not bad.finite
     assert detector.out_of_patience
-
-
-def test_overflows_before_a_start_are_no_bad_steps_either() -> None:
-    rows = [(step, 2.0, None, 4.0) for step in range(20)]
-    assert SpikeDetector(SpikesSection(), rows).streak == []

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from raytrain_gpt.config.sections import OptimSection
@@ -97,7 +94,7 @@ def trained_with_torchs(model: GPT, num_steps: int) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "num_steps", "close"), [
-    (torch.float32, 50, 2e-6), (torch.bfloat16, 5, 0.02)
+    (torch.float32, 15, 2e-6), (torch.bfloat16, 5, 0.02)
 ])  # fmt: skip
 def test_steps_are_those_of_torchs_muon(
     make: Callable[[], GPT],
@@ -200,43 +197,6 @@ def test_how_many_matrices_are_stacked_changes_no_bit(
         states.append(state_of(model, optimizer))
     assert all_equal(states[0], states[1])
     assert all_equal(states[0], states[2])
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-@pytest.mark.parametrize("elements", [1000, 3 * muon.STACK_ELEMENTS])
-def test_matrices_at_once_are_few_and_as_many_on_every_rank(num_ranks: int, elements: int) -> None:
-    found = muon.matrices_per_stack(elements, num_ranks)
-    assert found % num_ranks == 0
-    assert found == num_ranks or found * elements <= muon.STACK_ELEMENTS
-    assert found > 0
-
-
-class Operators(TorchDispatchMode):
-    """Counts operators by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(("kind", "most"), [("adamw", 30), ("muon", 350)])
-def test_an_update_has_few_operators_however_many_layers(kind: str, most: int) -> None:
-    """Launches of small kernels would keep a fast GPU waiting for its host."""
-
-    def num_operators(num_layers: int) -> int:
-        model = new_model(replace(SHAPES["qwen3"], num_layers=num_layers))
-        model.init_weights(0)
-        optimizer = build_optimizer(model, OptimSection(optimizer=kind), torch.bfloat16)
-        put_gradients(model, 0, 1.0)
-        with Operators() as operators:
-            update(optimizer, list(model.parameters()), 0.01, 1.0)
-        return operators.counts.total()
-
-    assert num_operators(4) == num_operators(12) <= most
 
 
 @pytest.mark.parametrize("shape", [(24, 72), (72, 24)])

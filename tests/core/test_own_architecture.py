@@ -118,7 +118,7 @@ def test_blocks_that_differ_are_all_counted() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("document_end", [None, 3])
+@pytest.mark.parametrize("document_end", [3])
 def test_several_attentions_of_other_sizes_are_cached(document_end: int | None) -> None:
     """Greedy tokens are those without a cache."""
     model = odd_model(document_end)

@@ -101,14 +101,6 @@ def test_rates_of_groups_keep_their_ratio(model: GPT) -> None:
             assert torch.allclose(p, old - rate * gradient)
 
 
-def test_a_rate_that_is_a_tensor_stays_one(model: GPT) -> None:
-    optimizer = build_optimizer(model, OptimSection(optimizer="rate_in_tensor", peak_lr=0.5))
-    rate = optimizer.param_groups[0]["lr"]
-    take_steps(model, optimizer, range(3))
-    assert optimizer.param_groups[0]["lr"] is rate
-    assert rate.item() == pytest.approx(0.02)
-
-
 @pytest.mark.parametrize(
     ("name", "num_parts"),
     [("adamw", 1), ("muon", 3), ("lion", 1), ("varied", 3), ("renewed", 1), ("rate_in_tensor", 3)],

@@ -13,18 +13,13 @@ from hypothesis import strategies as st
 from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.documents import read_documents
 from raytrain_gpt.data.duplicates import find_duplicates, hash_texts, only_first
-from raytrain_gpt.data.preparation import finish, start, task_file
 from raytrain_gpt.data.sources import find_pieces
-from raytrain_gpt.data.tokenize import hash_task, run_task
-from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.storage.location import Location
 from tests.conftest import raises_line
 from tests.data.shard_tools import (
     all_tokens,
     documents,
-    files,
-    plan_of,
     prepare_here,
     write_jsonl,
     write_parquet,
@@ -53,26 +48,6 @@ def test_of_equal_documents_the_first_in_source_order_stays(tmp_path: Path) -> N
     assert not (out / "unfinished").exists()
 
 
-@pytest.mark.usefixtures("small_tasks")
-def test_tasks_may_run_in_any_order_and_be_cut_off(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    whole = prepare_here([source], tmp_path / "whole", "bytes", val_tokens=60, dedupe="exact")
-    encoding, out = load_tokenizer("bytes"), tmp_path / "out"
-    plan = plan_of([source], encoding, val_tokens=60, dedupe="exact")
-    tasks = range(len(plan.tasks))
-    assert len(tasks) > 3
-    start(out, plan, encoding)
-    counts = [hash_task(out, plan, task) for task in reversed(tasks)]
-    assert sum(counts) == len(TEXTS)
-    (out / "unfinished" / "00001.hashes").unlink()
-    start(out, plan, encoding)  # stopped and restarted
-    assert [hash_task(out, plan, task) for task in tasks] == counts[::-1]
-    left_out = find_duplicates([task_file(out, task, ".hashes") for task in tasks])
-    results = [run_task(out, plan, task, 0, left_out[task]) for task in reversed(tasks)]
-    assert finish(out, plan, results, {"sources": [source]}) == whole
-    assert files(out) == files(tmp_path / "whole")
-
-
 def test_what_differs_in_a_byte_stays(tmp_path: Path) -> None:
     texts = ["a", "a ", "A", "", "\u00e9", "e\u0301", "a"] * 20
     source, out = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "out"
@@ -91,8 +66,9 @@ def test_bad_documents_are_no_duplicates_of_each_other(tmp_path: Path) -> None:
     assert (made.source["bad_documents"], made.source["duplicates"]) == (60, 88)
 
 
-@pytest.mark.parametrize("num_texts", [25, 120])
-@pytest.mark.parametrize("options", [{}, {"val_fraction": 0.01}, {"val_tokens": 30}])
+@pytest.mark.parametrize(
+    ("num_texts", "options"), [(25, {}), (120, {"val_fraction": 0.01}), (120, {"val_tokens": 30})]
+)
 def test_a_split_is_made_of_documents_that_stay(
     tmp_path: Path, num_texts: int, options: dict[str, float]
 ) -> None:

@@ -15,11 +15,10 @@ from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data import imports, sources
 from raytrain_gpt.data.shards import MANIFEST_FILE
 from raytrain_gpt.data.sources import find_pieces
-from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.data.verify import check_shard
 from raytrain_gpt.errors import DataError
 from tests.conftest import raises_line
-from tests.data.shard_tools import all_tokens, documents, plan_of, prepare_here
+from tests.data.shard_tools import all_tokens, documents, prepare_here
 
 EOT = 256
 """End-of-text id of the tokenizer `bytes`."""
@@ -218,12 +217,6 @@ def test_text_and_ids_are_not_mixed(tmp_path: Path) -> None:
     (tmp_path / "input.txt").write_text("text")
     with raises_line(DataError, "input.txt contains text", "train.bin token ids", "glob"):
         find_pieces([str(tmp_path)], PrepareOptions(), print)
-
-
-def test_ids_are_not_deduplicated(tmp_path: Path) -> None:
-    source = write_nanogpt(tmp_path / "train.bin", drawn(100))
-    with raises_line(DataError, "train.bin contains token ids", "dedupe"):
-        plan_of([source], load_tokenizer("bytes"), dedupe="exact")
 
 
 # --- damaged files

@@ -12,7 +12,6 @@ from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, read_manifest
 from raytrain_gpt.data.tokenize import run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.data.tokenizer_file import TOKENIZER_FILE
-from raytrain_gpt.data.verify import check_shards, check_tokenizer
 from raytrain_gpt.errors import DataError
 from tests.conftest import raises_line
 from tests.data.shard_tools import DAMAGES, files, plan_of, prepare_here, write_jsonl
@@ -135,31 +134,6 @@ def test_another_preparation_removes_only_files_of_the_one_before(
     finish(out, plan, results, {})
     assert all((out / name).read_text() == "years of work" for name in own)
     assert not (out / "unfinished").exists()
-
-
-def test_a_directory_that_happens_to_have_a_plan_is_left_alone(tmp_path: Path, source: str) -> None:
-    plan = tmp_path / "out" / "unfinished" / "plan"
-    plan.parent.mkdir(parents=True)
-    plan.write_text("chapter one")
-    with raises_line(DataError, "not empty and not a dataset"):
-        prepare_here([source], tmp_path / "out", "bytes")
-    assert plan.read_text() == "chapter one"
-
-
-def test_changed_bytes_are_found_and_go_as_the_message_says(
-    out: Path, whole: Manifest, source: str
-) -> None:
-    content = bytearray((out / SHARD).read_bytes())
-    content[len(content) // 2] ^= 1
-    (out / SHARD).write_bytes(content)
-    with raises_line(DataError, SHARD, "remove this file and repeat"):
-        check_shards(out, whole, content=True)
-    (out / SHARD).unlink()
-    with raises_line(DataError, f"{SHARD} is missing; repeat the command"):
-        check_shards(out, whole, content=True)
-    prepare_here([source], out, "bytes")
-    check_tokenizer(out, whole)
-    check_shards(out, whole, content=True)
 
 
 def test_a_damaged_manifest_says_what_to_remove(out: Path, whole: Manifest, source: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import tracemalloc
 from pathlib import Path
 
 import pyarrow as pa
@@ -53,18 +52,6 @@ def test_a_parquet_row_is_a_document(tmp_path: Path) -> None:
     wanted = [*TEXTS.values(), *MANY]
     source = write_parquet(tmp_path / "a.parquet", wanted, rows=7)
     assert read(source) == [("a.parquet", i, text) for i, text in enumerate(wanted)]
-
-
-def test_the_text_field_can_have_another_name(tmp_path: Path) -> None:
-    json_lines = write_jsonl(tmp_path / "a.jsonl", MANY, field="body")
-    parquet = write_parquet(tmp_path / "a.parquet", MANY, rows=100, field="body")
-    assert texts(json_lines, parquet, text_field="body") == MANY + MANY
-
-
-@pytest.mark.parametrize("string_type", [pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
-def test_parquet_text_may_have_any_string_type(tmp_path: Path, string_type: pa.DataType) -> None:
-    pq.write_table(pa.table({"text": pa.array(MANY, string_type)}), tmp_path / "a.parquet")
-    assert texts(str(tmp_path / "a.parquet")) == MANY
 
 
 @pytest.mark.parametrize("piece_bytes", [7, 1000])
@@ -174,13 +161,6 @@ def test_no_text_between_separators_is_lost_however_it_is_read(
         end = position + len(text.encode())
 
 
-def test_json_lines_and_parquet_have_no_separator(tmp_path: Path) -> None:
-    wanted = ["one\n--\ntwo", "--", "\n"]
-    json_lines = write_jsonl(tmp_path / "a.jsonl", wanted)
-    parquet = write_parquet(tmp_path / "a.parquet", wanted, rows=2)
-    assert [text for _, _, text in read(json_lines, parquet, separator="--")] == wanted * 2
-
-
 def test_of_separated_documents_only_the_one_that_is_not_utf8_is_bad(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("日\n--\n".encode() + b"b\xff\n--\nc")
     bad = BadDocuments(None)
@@ -188,21 +168,6 @@ def test_of_separated_documents_only_the_one_that_is_not_utf8_is_bad(tmp_path: P
     found = [document.text for document in read_documents(piece, "text", bad, "--")]
     assert found == ["日", "c"]
     assert [(b["place"], b["why"]) for b in bad.kept] == [("byte 8", "not UTF-8")]
-
-
-def test_separated_documents_are_held_one_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(documents, "_READ_BYTES", 2**16)
-    story = b"once upon a time " * 500
-    (tmp_path / "a.txt").write_bytes((story + EOT.encode()) * 2000)
-    [piece] = find_pieces([str(tmp_path / "a.txt")], PrepareOptions(), print)
-    tracemalloc.start()
-    found = sum(len(document.text) for document in read_documents(piece, "text", separator=EOT))
-    peak_bytes = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert found == 2000 * len(story)
-    assert peak_bytes < 8 * 2**16
 
 
 def test_files_are_read_in_sorted_order_and_sources_in_the_order_given(tmp_path: Path) -> None:
@@ -300,12 +265,6 @@ def test_a_bad_json_line_is_refused_with_its_place(tmp_path: Path, line: bytes, 
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n' + line + b"\n")
     with raises_line(DataError, "a.jsonl at byte 14", why, "--max_bad_documents"):
         texts(str(tmp_path / "a.jsonl"))
-
-
-def test_text_that_is_not_utf8_is_refused_with_its_place(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"good\xffbad")
-    with raises_line(DataError, "a.txt at byte 4: not UTF-8"):
-        texts(str(tmp_path / "a.txt"))
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.documents import SourcePiece, read_documents
 from raytrain_gpt.data.preparation import finish, start
 from raytrain_gpt.data.prepare_plan import Plan
 from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, read_manifest
-from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.data.split import SplitRule
 from raytrain_gpt.data.tokenize import run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer, make_encoding, vocab_hash
@@ -34,7 +32,6 @@ from tests.data.shard_tools import (
     all_tokens,
     documents,
     files,
-    made_text,
     plan_of,
     prepare_here,
     row_groups,
@@ -105,16 +102,6 @@ def test_stories_between_separators_are_split_one_by_one(tmp_path: Path) -> None
     assert len(manifest.split_shards("val")) > 1
     assert len(val) == pytest.approx(60, abs=30)
     assert sum(shard.documents for shard in manifest.shards) == len(STORIES)
-
-
-@pytest.mark.usefixtures("small_tasks")
-def test_stories_keep_their_order(tmp_path: Path) -> None:
-    source = write_stories(tmp_path / "text")
-    options: dict[str, Any] = {"val_tokens": 18_000, "dedupe": "exact", "document_separator": EOT}
-    whole = prepare_here([source, source], tmp_path / "whole", "bytes", **options)
-    val, train = (documents(tmp_path / "whole", whole, split) for split in ("val", "train"))
-    assert [*val, *train] == [story.encode() for story in STORIES]
-    assert 18_000 <= sum(len(story) + 1 for story in val) < 18_200
 
 
 def test_stdlib_is_the_text_of_this_pythons_library(tmp_path: Path) -> None:
@@ -216,17 +203,6 @@ def test_the_source_of_val_validates_and_trains_nothing(tmp_path: Path) -> None:
     assert split == {"train": MANY[:90], "val": MANY[90:120]}
     with raises_line(DataError, "all files of the sources are also in --val"):
         plan_of([val], encoding, val=val)
-
-
-def test_of_few_documents_the_end_of_the_text_validates_from_a_line_end(tmp_path: Path) -> None:
-    texts = [made_text(1000, seed=i) for i in range(99)]
-    source = write_jsonl(tmp_path / "a.jsonl", texts)
-    split = dealt(plan_of([source], load_tokenizer("bytes"), val_fraction=0.1))
-    train, val = "".join(split["train"]), "".join(split["val"])
-    whole = "".join(texts)
-    assert train + val == whole
-    assert train.endswith("\n")
-    assert 0 <= len(val.encode()) - 0.1 * len(whole.encode()) < 200
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -337,21 +313,6 @@ def test_an_interrupted_preparation_goes_on_to_the_same_bytes(
     assert {path: path.stat().st_mtime_ns for path in done} == done
 
 
-@pytest.mark.usefixtures("small_tasks")
-def test_a_task_whose_end_was_not_noted_is_done_again(
-    tmp_path: Path, source: str, out: Path
-) -> None:
-    prepare_here([source], tmp_path / "whole", "bytes")
-    interrupted(out, source, 3)
-    (out / "unfinished" / "00001.json").rename(
-        out / "unfinished" / "00001.json.0123abcd.unfinished"
-    )
-    (out / "tokenizer.json.0123abcd.unfinished").write_text("{")
-    (out / "train-00001.parquet").write_bytes(b"half")
-    prepare_here([source], out, "bytes")
-    assert files(out) == files(tmp_path / "whole")
-
-
 def test_a_task_that_fails_leaves_no_file(tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     write_jsonl(source, MANY)
@@ -405,13 +366,3 @@ def test_a_plan_keeps_the_hash_that_is_in_older_manifests() -> None:
     piece = SourcePiece("a.txt", Location("/a.txt"), 0, 9, 9)
     plan = Plan((piece,), ((0, 1),), "text", SplitRule(), "v", 4, False)
     assert plan.hash == "4d61201076b982d2eaceb82da3eaa4c50f8f47fcb657dd5acf770b3244d90ce2"
-
-
-def test_a_corpus_is_cut_into_tasks_of_a_shard(tmp_path: Path) -> None:
-    source = write_parquet(tmp_path / "a.parquet", MANY, rows=10)
-    pieces = find_pieces([source], PrepareOptions(), print)
-    plan = plan_of([source], load_tokenizer("bytes"), shard_tokens=3000)
-    assert [i for first, stop in plan.tasks for i in range(first, stop)] == list(range(len(pieces)))
-    for first, stop in plan.tasks[:-1]:
-        sizes = [piece.text_bytes for piece in pieces[first:stop]]
-        assert sum(sizes) >= 3000 > sum(sizes[:-1])

@@ -87,34 +87,6 @@ def test_size_and_address_decide_what_needs_ray(
     assert on_ray == ["_task_row"] * uses_ray
 
 
-def test_a_cluster_starts_only_for_what_is_to_be_prepared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[str] = []
-
-    @contextlib.contextmanager
-    def cluster() -> Iterator[None]:
-        started.append("cluster")
-        yield
-
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(prepare_module, "_on_ray", lambda _: (map, cluster()))
-    monkeypatch.setattr(prepare_module, "SMALL_BYTES", 0)
-    for name in ("train.bin", "val.bin"):
-        (tmp_path / name).write_bytes(b"\xff\xff" * 1000)
-    (tmp_path / "a.txt").write_text("a line\n" * 100)
-    ids, text = str(tmp_path / "*.bin"), str(tmp_path / "a.txt")
-    with raises_line(DataError, "token id 65535", "--tokenizer"):
-        prepare([ids], tmp_path / "out", "bytes", PrepareOptions(), log=print)
-    with raises_line(DataError, "is not empty"):
-        prepare([text], tmp_path, "bytes", PrepareOptions(), log=print)
-    assert not started
-    made = prepare([text], tmp_path / "out", "bytes", PrepareOptions(), log=print)
-    assert started == ["cluster"]
-    assert prepare([text], tmp_path / "out", "bytes", PrepareOptions(), log=print) == made
-    assert started == ["cluster"]
-
-
 @pytest.mark.ray
 def test_an_error_of_a_task_on_a_cluster_is_one_line(cluster: str, tmp_path: Path) -> None:
     for name, ids in (("train-0.bin", b"a\0"), ("train-1.bin", b"\xff\xff"), ("val.bin", b"a\0")):
