@@ -84,16 +84,6 @@ def two_rates(parameters, settings, peak_lr):
 def rate_in_tensor(parameters, settings, peak_lr):
     return torch.optim.AdamW(parameters, torch.tensor(2 * peak_lr), foreach=False)
 
-class Odd(Lion):
-    def step(self, closure=None):
-        super().step()
-        for state in self.state.values():
-            state["odd"] = {"a": 1}
-
-@optimizer("odd")
-def odd(parameters, settings, peak_lr):
-    return Odd(parameters, peak_lr)
-
 @optimizer("no_rate")
 def no_rate(parameters, settings, peak_lr):
     return Lion(parameters, None)

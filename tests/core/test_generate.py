@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from raytrain_gpt.config.built_in import Qwen3Settings
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.core import generate
 from raytrain_gpt.core.attention import attention
@@ -203,28 +202,6 @@ def test_dropout_is_off_while_sampling() -> None:
     model.load_state_dict(MODEL.state_dict())
     found = sample_tokens(model.train(), None, [1, 2, 3], 1, options)
     assert found == [reference(MODEL, [1, 2, 3], options)]
-
-
-GPT2_124M = GPTShape(12, 12, 768, 1024, 50_257)
-GPT2_1_5B = GPTShape(48, 25, 1600, 1024, 50_257)
-
-
-@pytest.mark.parametrize(
-    ("shape", "longest", "expected"),
-    [
-        (GPTShape(2, 2, 32, 16, 100), 10**9, 64),
-        (GPT2_124M, 10**9, 28),
-        (GPT2_124M, 256, 64),
-        (GPT2_1_5B, 256, 13),
-        (replace(GPT2_1_5B, architecture="qwen3", settings=Qwen3Settings(num_kv_heads=5)), 256, 64),
-        (GPTShape(1000, 1, 4096, 8192, 50_257), 8192, 1),
-    ],
-    ids=str,
-)
-def test_as_many_at_a_time_as_their_cache_has_memory(
-    shape: GPTShape, longest: int, expected: int
-) -> None:
-    assert generate._max_sequences(shape, longest) == expected
 
 
 @pytest.mark.parametrize(

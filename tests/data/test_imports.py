@@ -186,15 +186,6 @@ def test_empty_rows_count_for_nothing_in_the_split(tmp_path: Path, empty_first: 
     assert (manifest.split_tokens("train"), manifest.split_tokens("val")) == (90, 10)
 
 
-def test_ids_without_eot_are_one_document(tmp_path: Path) -> None:
-    source = write_nanogpt(tmp_path / "a.bin", [i % 65 for i in range(1000)])
-    manifest = prepare_here([source], tmp_path / "out", "bytes", val_fraction=0.2)
-    assert (manifest.split_tokens("train"), manifest.split_tokens("val")) == (800, 200)
-    assert sum(shard.documents for shard in manifest.shards) == 1
-    twice = prepare_here([source] * 2, tmp_path / "twice", "bytes", val_fraction=0.2)
-    assert sum(shard.documents for shard in twice.shards) == 2
-
-
 def test_the_column_is_chosen_by_text_field_then_by_name(tmp_path: Path) -> None:
     table = pa.table({"text": ["a"], "input_ids": [[1, 2]], "tokens": [[3, 4]], "mine": [[5, 6]]})
     pq.write_table(table, tmp_path / "a.parquet")

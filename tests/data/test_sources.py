@@ -107,12 +107,6 @@ def test_a_compressed_file_that_is_cut_off_is_refused(tmp_path: Path, name: str,
         texts(str(tmp_path / name))
 
 
-def test_a_file_that_is_not_compressed_is_refused(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl.gz", MANY)
-    with raises_line(DataError, "a.jsonl.gz after byte 0"):
-        texts(str(tmp_path / "a.jsonl.gz"))
-
-
 EOT = "<|endoftext|>"
 
 

@@ -233,8 +233,8 @@ def write_named_alike(directory: Path, num: int) -> list[str]:
     return [str(directory / f"{i:03d}" / "text.txt") for i in range(num)]
 
 
-@pytest.mark.parametrize(("num", "num_val"), [(120, 12)])
-def test_files_of_one_name_are_split_as_others(tmp_path: Path, num: int, num_val: int) -> None:
+def test_files_of_one_name_are_split_as_others(tmp_path: Path) -> None:
+    num, num_val = 120, 12
     splits = []
     for place in ("here", "there/deeper"):
         named = write_named_alike(tmp_path / place, num)
