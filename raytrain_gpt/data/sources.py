@@ -117,7 +117,8 @@ def _local_files(source: str) -> tuple[list[_File], bool]:
     else:
         paths, root = glob.glob(source, recursive=True), Path(*_cut_at_wildcard(root.parts)[0])
     found = [path for path in sorted(map(Path, paths), reverse=True) if path.is_file()]
-    files = sorted({path.resolve(): path for path in found}.values())
+    # With its suffix: a link with a known one, as in the cache of the hub, may point to a file without.
+    files = sorted({(path.resolve(), path.suffix): path for path in found}.values())
     return [
         (str(file.relative_to(root)), Location.of(file), file.stat().st_size) for file in files
     ], is_directory

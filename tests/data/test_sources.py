@@ -189,14 +189,14 @@ def test_links_are_followed(tmp_path: Path) -> None:
     for path in (data / "b/c/x.txt", data / "b/.hidden/y.txt", data / "z.txt", outside / "o.txt"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(path.name)
-    links = {"../out": "../../outside", "x2.txt": "x.txt"}
+    (data / "a-blob").write_text("linked")
+    links = {"../out": "../../outside", "x2.txt": "x.txt", "../y.txt": "../a-blob"}
     for name, to in links.items():
         (data / "b" / "c" / name).symlink_to(to)
     (data / "b" / "broken.txt").symlink_to("broken.txt")
     found = {
-        "": ["b/.hidden/y.txt", "b/c/x.txt", "b/out/o.txt", "z.txt"],
-        "**": ["b/c/x.txt", "b/out/o.txt", "z.txt"],
-        "**/*.txt": ["b/c/x.txt", "b/out/o.txt", "z.txt"],
+        "": ["b/.hidden/y.txt", "b/c/x.txt", "b/out/o.txt", "b/y.txt", "z.txt"],
+        "**/*.txt": ["b/c/x.txt", "b/out/o.txt", "b/y.txt", "z.txt"],
         "b/*/[wx].txt": ["c/x.txt"],
     }
     for pattern, names in found.items():
