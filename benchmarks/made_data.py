@@ -19,13 +19,8 @@ from raytrain_gpt.data.shards import (
     write_manifest,
 )
 from raytrain_gpt.data.tokenize import run_task
-from raytrain_gpt.data.tokenizer import (
-    EOT,
-    TOKENIZER_FILE,
-    load_tokenizer,
-    tokenizer_json,
-    vocab_hash,
-)
+from raytrain_gpt.data.tokenizer import EOT, load_tokenizer, vocab_hash
+from raytrain_gpt.data.tokenizer_file import TOKENIZER_FILE, tokenizer_json
 
 WRITE_TOKENS = 2**20
 

@@ -13,7 +13,8 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.state import MODEL_FILE
-from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, load_tokenizer, tokenizer_json, vocab_hash
+from raytrain_gpt.data.tokenizer import load_tokenizer, vocab_hash
+from raytrain_gpt.data.tokenizer_file import TOKENIZER_FILE, tokenizer_json
 from raytrain_gpt.storage.location import Location
 from tests.training import STATE
 

@@ -65,7 +65,7 @@ def prepare(options: PrepareFlags) -> None:
     To continue an interrupted command, run it again. The dataset is the same on any number of CPUs.
     """
     from raytrain_gpt.cluster.signals import StopSignals
-    from raytrain_gpt.data.describe import describe_dataset
+    from raytrain_gpt.data.verify import describe_dataset
     from raytrain_gpt.ingest import prepare as tasks
     from raytrain_gpt.storage.location import Location
 
@@ -101,8 +101,8 @@ def verify(options: DatasetOptions) -> None:
 
 
 def _describe(options: DatasetOptions, *, verified: bool) -> None:
-    from raytrain_gpt.data.describe import describe_dataset
     from raytrain_gpt.data.shards import read_manifest
+    from raytrain_gpt.data.verify import describe_dataset
     from raytrain_gpt.storage.location import Location
 
     directory = Location.of(options.directory)

@@ -1,11 +1,11 @@
 """Sampling: continue a prompt in several ways at once, one token per step, without affecting each other.
 
-Every step samples one token for every sequence:
+Sequences of one length are continued together. A step samples one token for each of them:
 
-1. sequences in the cache: one forward pass of their newest tokens;
-2. sequences that outgrew the context: forward passes of their last seq_len tokens. A cache cannot help,
-   since keys depend on learned positions and on the token that left the window;
-3. sequences that start, with the prompt or with a document: forward passes of all their tokens.
+1. at the start: forward passes of all their tokens, which fill a cache of keys and values;
+2. then: one forward pass of their newest tokens;
+3. beyond the context: forward passes of their last seq_len tokens. A cache cannot help, since keys depend on
+   learned positions and on the token that left the window.
 
 Every sequence has a separate random generator and draws one number per token. Its tokens therefore depend
 only on its prompt, the options and its index, except for the last bits of sums, which depend on the batch
@@ -18,16 +18,22 @@ starts again at position 0, as in training.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from raytrain_gpt.config.call_options import SamplingOptions
-from raytrain_gpt.core.attention import last_document, without_cudnn_sdpa
-from raytrain_gpt.core.kv_cache import KVCache
+from raytrain_gpt.core.attention import (
+    AttentionFn,
+    attention,
+    last_document,
+    without_cudnn_sdpa,
+)
 from raytrain_gpt.core.model import GPT, GPTShape
 
 _PASS_TOKENS = 4096
@@ -36,10 +42,22 @@ _MAX_SEQUENCES = 64
 """Sequences that are continued at a time, if their cache fits `_CACHE_BYTES`."""
 _CACHE_BYTES = 2**31
 """Keys and values in float32; a single sequence may need more."""
+_KEY_MULTIPLES = {"cuda": 64}
+"""Device type -> multiple of cached tokens, so that attention has few shapes, with masks aligned for its
+kernels; 1 elsewhere: more keys cost a CPU time and change the last bits."""
 _TINY_TEMPERATURE = 1e-30
 """Replaces a temperature that is 0 or too small for float32."""
 _BELOW_1 = 1 - 2**-24
 """Largest float32 below 1."""
+
+
+@dataclass(eq=False)
+class _Sequence:
+    index: int
+    tokens: list[int]
+    """The visible tokens of the prompt (at most seq_len) and the tokens sampled after them."""
+    generator: random.Random
+    sampled: list[int] = field(default_factory=list)
 
 
 def sample_tokens(
@@ -69,12 +87,12 @@ def sample_tokens(
         _Sequence(index, [*visible], random.Random(f"{options.seed}/{index}"))
         for index in range(num_samples)
     ]
-    for start in range(0, num_samples, at_a_time):
-        together = sequences[start : start + at_a_time]
-        cache = KVCache(model.shape, len(together), longest, model.device)
-        batch = _Batch(model.eval(), end_token, options, cache, on_token, together)
-        while batch.is_unfinished:
-            batch.step()
+    waiting = sequences
+    while waiting:
+        alike = [s for s in waiting if len(s.tokens) == len(waiting[0].tokens)][:at_a_time]
+        cache = KVCache(model.shape, len(alike), longest, model.device)
+        waiting = [sequence for sequence in waiting if sequence not in alike]
+        waiting += _continue(model.eval(), alike, cache, end_token, options, on_token)
     return [sequence.sampled for sequence in sequences]
 
 
@@ -85,123 +103,137 @@ def _max_sequences(shape: GPTShape, longest: int) -> int:
     return max(1, min(_MAX_SEQUENCES, fit))
 
 
-@dataclass(eq=False)
-class _Sequence:
-    index: int
-    tokens: list[int]
-    """The visible tokens of the prompt (at most seq_len) and the tokens sampled after them."""
-    generator: random.Random
-    sampled: list[int] = field(default_factory=list)
+@torch.no_grad()
+def _continue(
+    model: GPT,
+    sequences: list[_Sequence],
+    cache: KVCache,
+    end_token: int | None,
+    options: SamplingOptions,
+    on_token: Callable[[int, int], None],
+) -> list[_Sequence]:
+    """Continue sequences of one length until all have ended; return those that started a new document.
 
-
-class _Batch:
-    """The unfinished sequences that are continued together."""
-
-    def __init__(
-        self,
-        model: GPT,
-        end_token: int | None,
-        options: SamplingOptions,
-        cache: KVCache,
-        on_token: Callable[[int, int], None],
-        sequences: list[_Sequence],
-    ) -> None:
-        self._model, self._cache = model, cache
-        self._end_token, self._options, self._on_token = end_token, options, on_token
-        self._new = sequences  # of equal lengths, without a forward pass
-        self._cached: list[_Sequence] = []  # at its row of the cache
-        self._sliding: list[_Sequence] = []
-
-    @property
-    def is_unfinished(self) -> bool:
-        return bool(self._new or self._cached or self._sliding)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Sample one token per sequence."""
-        self._slide()
-        new, self._new = self._new, []
-        sequences = [*self._cached, *self._sliding, *new]
-        with without_cudnn_sdpa(self._model.device):
-            hidden = torch.cat([*self._decode(), *self._recompute(), *self._prefill(new)])  # (N, D)
+    They cannot see the document before, so they go on with an empty cache.
+    """
+    is_cached, restarted = False, []
+    while sequences:
+        with without_cudnn_sdpa(model.device):
+            hidden = _last_hidden(model, sequences, cache, is_cached)
         uniforms = [sequence.generator.random() for sequence in sequences]
-        tokens = draw_tokens(self._logits(hidden), self._options, uniforms)
-        for sequence, token in zip(sequences, tokens, strict=True):
-            self._advance(sequence, token)
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """Final hidden states (N, D) -> float32 (N, V), without padded ids."""
-        # Without autocast on GPUs: bf16 logits beyond 64 would be multiples of 0.5.
-        with torch.autocast("cuda", enabled=False):
-            head = self._model.head_weight
-            logits = F.linear(hidden.to(head.dtype), head).float()
-        return logits[:, : self._model.shape.vocab_size]
-
-    def _slide(self) -> None:
-        """Move sequences that outgrew the context out of the cache."""
-        for sequence in [s for s in self._cached if len(s.tokens) > self._model.shape.seq_len]:
-            self._remove(sequence)
-            self._sliding.append(sequence)
-
-    def _decode(self) -> list[Tensor]:
-        """Hidden states (N, D) of the newest tokens of the sequences in the cache."""
-        if not self._cached:
-            return []
-        device = self._model.device
-        ids = torch.tensor([[s.tokens[-1]] for s in self._cached], device=device)  # (N, 1)
-        lengths = [len(s.tokens) - 1 for s in self._cached]
-        positions = torch.tensor(lengths, device=device)[:, None]  # (N, 1)
-        return [self._model.hidden_with_cache(ids, positions, self._cache.decode(lengths))[:, -1]]
-
-    def _recompute(self) -> Iterator[Tensor]:
-        """Hidden states (N, D) of the newest tokens of the sequences that outgrew the context."""
-        seq_len = self._model.shape.seq_len
-        for part in _in_passes(self._sliding, seq_len):
-            windows = [s.tokens[-seq_len:] for s in part]
-            ids = torch.tensor(windows, device=self._model.device)  # (n, T)
-            yield self._model.hidden(ids)[:, -1]
-
-    def _prefill(self, new: list[_Sequence]) -> Iterator[Tensor]:
-        """Hidden states (N, D) of the last tokens of new sequences, which enter the cache."""
-        device = self._model.device
-        for part in _in_passes(new, len(new[0].tokens) if new else 1):
-            ids = torch.tensor([s.tokens for s in part], device=device)  # (n, T)
-            positions = torch.arange(ids.shape[1], device=device)
-            attend = self._cache.prefill(len(self._cached))
-            self._cached += part
-            yield self._model.hidden_with_cache(ids, positions, attend)[:, -1]
-
-    def _advance(self, sequence: _Sequence, token: int) -> None:
-        """Append a sampled token to its sequence, which may end it."""
-        if token == self._end_token:
-            self._remove(sequence)
-            return
-        if sequence.tokens[-1] == self._model.document_end:
-            # The next document cannot see this one, so it starts with an empty cache.
-            self._remove(sequence)
-            sequence.tokens.clear()
-            self._new.append(sequence)
-        sequence.tokens.append(token)
-        sequence.sampled.append(token)
-        self._on_token(sequence.index, token)
-        if len(sequence.sampled) == self._options.max_new_tokens:
-            self._remove(sequence)
-
-    def _remove(self, sequence: _Sequence) -> None:
-        if sequence not in self._cached:
-            (self._new if sequence in self._new else self._sliding).remove(sequence)
-            return
-        row, last = self._cached.index(sequence), self._cached.pop()
-        if last is not sequence:
-            self._cached[row] = last
-            self._cache.move(len(self._cached), row, len(last.tokens))
+        tokens = draw_tokens(_logits(model, hidden), options, uniforms)
+        is_cached, rows = True, []
+        for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
+            if token == end_token:
+                continue
+            restarts = sequence.tokens[-1] == model.document_end
+            if restarts:
+                sequence.tokens.clear()
+            sequence.tokens.append(token)
+            sequence.sampled.append(token)
+            on_token(sequence.index, token)
+            if len(sequence.sampled) < options.max_new_tokens:
+                if restarts:
+                    restarted.append(sequence)
+                else:
+                    rows.append(row)
+        if len(rows) < len(sequences):
+            cache.keep(rows)
+            sequences = [sequences[row] for row in rows]
+    return restarted
 
 
-def _in_passes(sequences: list[_Sequence], tokens: int) -> Iterator[list[_Sequence]]:
-    """Split sequences of equal lengths into those of one forward pass each."""
-    at_once = max(1, _PASS_TOKENS // tokens)
+def _last_hidden(model: GPT, sequences: list[_Sequence], cache: KVCache, is_cached: bool) -> Tensor:
+    """Hidden states (N, D) of the newest tokens of sequences of one length."""
+    device, seq_len, length = model.device, model.shape.seq_len, len(sequences[0].tokens)
+    if is_cached and length <= seq_len:
+        ids = torch.tensor([[s.tokens[-1]] for s in sequences], device=device)  # (N, 1)
+        positions = torch.tensor([length - 1], device=device)
+        return model.hidden_with_cache(ids, positions, cache.decode(length - 1))[:, -1]
+    hidden, at_once = [], max(1, _PASS_TOKENS // min(length, seq_len))
     for start in range(0, len(sequences), at_once):
-        yield sequences[start : start + at_once]
+        windows = [s.tokens[-seq_len:] for s in sequences[start : start + at_once]]
+        ids = torch.tensor(windows, device=device)  # (n, T)
+        if is_cached:
+            hidden.append(model.hidden(ids)[:, -1])
+        else:
+            positions = torch.arange(ids.shape[1], device=device)
+            hidden.append(model.hidden_with_cache(ids, positions, cache.prefill(start))[:, -1])
+    return torch.cat(hidden)
+
+
+def _logits(model: GPT, hidden: Tensor) -> Tensor:
+    """Final hidden states (N, D) -> float32 (N, V), without padded ids."""
+    # Without autocast on GPUs: bf16 logits beyond 64 would be multiples of 0.5.
+    with torch.autocast("cuda", enabled=False):
+        head = model.head_weight
+        logits = F.linear(hidden.to(head.dtype), head).float()
+    return logits[:, : model.shape.vocab_size]
+
+
+class KVCache:
+    """Keys and values of rows of one length, of up to `tokens` tokens.
+
+    Columns after the last token (zeros) are masked.
+    """
+
+    def __init__(self, shape: GPTShape, rows: int, tokens: int, device: torch.device) -> None:
+        self._shape, self._device = shape, device
+        self._rows, self._tokens = rows, self._padded(tokens)
+        # (Layer, its call of attention, keys or values) -> (rows, K, tokens, D/H)
+        self._stored: dict[tuple[int, int, int], Tensor] = {}
+
+    def prefill(self, first_row: int) -> list[AttentionFn]:
+        """Per layer: causal attention of new sequences, stored from `first_row` on."""
+
+        def attend(call: tuple[int, int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            for which, x in enumerate((k, v)):
+                stored = self._storage((*call, which), like=x)
+                stored[first_row : first_row + len(x), :, : x.shape[2]] = x
+            return attention(q, k, v, is_causal=True)
+
+        return self._per_layer(attend)
+
+    def decode(self, length: int) -> list[AttentionFn]:
+        """Per layer: attention of one more token, which is stored, in rows of this length."""
+        tokens = self._padded(length + 1)
+        seen = torch.arange(tokens, device=self._device) <= length
+
+        def attend(call: tuple[int, int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            both = []
+            for which, x in enumerate((k, v)):
+                stored = self._storage((*call, which), like=x)[: len(x), :, :tokens]
+                stored[:, :, length] = x[:, :, 0]
+                both.append(stored)  # (rows, K, tokens, D/H)
+            return attention(q, *both, attn_mask=seen.expand(len(q), 1, 1, tokens))
+
+        return self._per_layer(attend)
+
+    def keep(self, rows: list[int]) -> None:
+        """Move these rows to the front, in order, and forget the others."""
+        for stored in self._stored.values():
+            stored[: len(rows)] = stored[rows]
+
+    def _per_layer(self, attend: Callable[..., Tensor]) -> list[AttentionFn]:
+        """Attention of each layer, which may call it several times."""
+        calls: Counter[int] = Counter()
+
+        def counted(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            calls[layer] += 1
+            return attend((layer, calls[layer]), q, k, v)
+
+        return [partial(counted, layer) for layer in range(self._shape.num_layers)]
+
+    def _padded(self, tokens: int) -> int:
+        multiple = _KEY_MULTIPLES.get(self._device.type, 1)
+        return min(-(-tokens // multiple) * multiple, self._shape.seq_len)
+
+    def _storage(self, key: tuple[int, int, int], like: Tensor) -> Tensor:
+        if key not in self._stored:
+            _, heads, _, size = like.shape
+            # Zeros, since masked values are multiplied by 0, and 0 times NaN is NaN.
+            self._stored[key] = like.new_zeros(self._rows, heads, self._tokens, size)
+        return self._stored[key]
 
 
 def draw_tokens(logits: Tensor, options: SamplingOptions, uniforms: Sequence[float]) -> list[int]:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from raytrain_gpt.core.accumulation import Accumulation
-from raytrain_gpt.core.loss_scale import LossScale
-from raytrain_gpt.core.optim import Optimizer, update
+from raytrain_gpt.core.optim import LossScale, Optimizer, update
 from raytrain_gpt.core.parallel import keeps_gradients
 
 MicroBatch = tuple[Tensor, Tensor]

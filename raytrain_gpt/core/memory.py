@@ -27,8 +27,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.loss import chunk_tokens
 from raytrain_gpt.core.model import GPT, GPTShape
-from raytrain_gpt.core.optim import UserOptimizer
-from raytrain_gpt.core.registry import build_optimizer, count_model, new_model, optimizer_class
+from raytrain_gpt.core.registry import count_model, new_model, optimizer_class
 
 _FP32_BYTES = 4
 _BF16_BYTES = 2
@@ -43,45 +42,15 @@ def checkpoint_bytes(shape: GPTShape, optim: OptimSection) -> int:
 
 
 def optimizer_state_bytes(shape: GPTShape, optim: OptimSection) -> int:
-    """Bytes of an optimizer's state, without scalars.
-
-    One of the user's takes a step on models of one and two blocks on fake tensors. If it reads numbers from
-    them, which fails, it counts as two moments in fp32.
-
-    Raises:
-        CheckpointError: no checkpoint could hold the state.
-    """
+    """Bytes of an optimizer's state, without scalars; one of the user's counts as two moments in fp32."""
     counts = count_model(shape)
     if (built_in := optimizer_class(optim.optimizer)) is not None:
         return built_in.state_bytes(counts.num_parameters, counts.matrices)
-    of = kinds.kind("optimizer", optim.optimizer), _architecture(shape)
-    one, two = (_fake_state_bytes(replace(shape, num_layers=n), of, optim) for n in (1, 2))
-    if one is None or two is None:
-        return 2 * counts.num_parameters * _FP32_BYTES
-    return one + (shape.num_layers - 1) * (two - one)
+    return 2 * counts.num_parameters * _FP32_BYTES
 
 
 def _architecture(shape: GPTShape) -> Kind:
     return kinds.kind("architecture", shape.architecture)
-
-
-@functools.cache
-def _fake_state_bytes(shape: GPTShape, of: tuple[Kind, ...], optim: OptimSection) -> int | None:
-    """Bytes after a step, or None if it fails; the kinds `of` tell different codes apart."""
-    from raytrain_gpt.core.state import state_by_owner  # here: safetensors is not needed elsewhere
-
-    with FakeTensorMode():
-        model = new_model(shape)
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        try:
-            optimizer = build_optimizer(model, optim)
-            assert isinstance(optimizer, UserOptimizer)
-            optimizer.inner.step()
-        except Exception:  # any error of the user's code on tensors without values
-            return None
-        states = state_by_owner(dict(model.named_parameters()), optimizer)
-    return sum(one.nbytes for state in states.values() for one in state.values() if one.dim())
 
 
 @dataclass(frozen=True)

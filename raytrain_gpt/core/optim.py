@@ -1,8 +1,7 @@
-"""The update: its optimizer protocol, AdamW, and the learning rate; only matrices and embeddings decay."""
+"""The update: optimizer protocol, AdamW, loss scale, learning rate; only matrices and embeddings decay."""
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections import Counter, defaultdict
 from collections.abc import Container, Mapping
@@ -11,16 +10,16 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.built_in import AdamWSettings, WsdSettings
 from raytrain_gpt.config.sections import OptimSection
-from raytrain_gpt.core.loss_scale import LossScale
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.parallel import full_tensor, local_tensor
 from raytrain_gpt.errors import ConfigError
 
+INIT_SCALE = 2.0**16
+GROWTH_INTERVAL = 2000
 MatrixCounts = Mapping[tuple[int, int, int], int]
 """(rows, columns, fused projections) -> number of such matrices in a model's blocks."""
 
@@ -124,8 +123,7 @@ class UserOptimizer:
         parameters: All that it has to update.
 
     Raises:
-        ConfigError: it is no torch optimizer, needs a closure, has other parameters, has a group without a
-            learning rate, or holds a second optimizer with a state of its own.
+        ConfigError: it is no torch optimizer, has other parameters, or a group without a learning rate.
     """
 
     grad_scale: Tensor
@@ -137,12 +135,6 @@ class UserOptimizer:
         if not isinstance(inner, torch.optim.Optimizer):
             raise ConfigError(
                 f"optimizer {name} returned a {type(inner).__name__}; return a torch.optim.Optimizer"
-            )
-        arguments = inspect.signature(inner.step).parameters.values()
-        if any(a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD for a in arguments):
-            raise ConfigError(
-                f"optimizer {name} needs a closure, which would compute a step several times; use one whose "
-                "step() needs none"
             )
         groups = inner.param_groups
         updated = Counter(p for group in groups for p in group["params"])
@@ -156,18 +148,9 @@ class UserOptimizer:
                 f"optimizer {name} has a parameter group without a learning rate, so the schedule could not "
                 "set it; give every group an lr, usually peak_lr"
             )
-        seconds = [
-            one for one in tree_leaves(vars(inner)) if isinstance(one, torch.optim.Optimizer)
-        ]
-        if any(second.state is not inner.state for second in seconds):
-            raise ConfigError(
-                f"optimizer {name} holds a second optimizer, whose state no checkpoint would have; keep all "
-                "state in self.state, or let both have the same"
-            )
-        self.inner, self._name = inner, name
+        self.inner = inner
         self.group_numbers = numbers_of_groups(groups)
         self._rates = [(float(group["lr"]) / peak_lr, group["lr"]) for group in groups]
-        self._not_saved = _not_saved(inner)
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
@@ -179,11 +162,7 @@ class UserOptimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Divide the gradients by `grad_scale` and update, unless `found_inf` is set.
-
-        Raises:
-            ConfigError: the optimizer changed a value that no checkpoint has.
-        """
+        """Divide the gradients by `grad_scale` and update, unless `found_inf` is set."""
         if bool(self.found_inf):
             return
         parameters = (p for group in self.param_groups for p in group["params"])
@@ -193,32 +172,50 @@ class UserOptimizer:
             lr = group["lr"] * factor
             group["lr"] = rate.fill_(lr) if isinstance(rate, Tensor) else lr
         self.inner.step()
-        before, self._not_saved = self._not_saved, _not_saved(self.inner)
-        for where, value in self._not_saved.items():
-            if before.get(where, value) != value:
-                raise ConfigError(
-                    f"optimizer {self._name} changed {where}, which no checkpoint would have; keep it in "
-                    "self.state[p], or as a number in param_groups"
-                )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)
 
 
-def _not_saved(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """Values that checkpoints do not have: numbers and tensors in attributes, tensors in groups."""
-    values = {
-        f"self.{name}": value
-        for name, value in vars(optimizer).items()
-        if isinstance(value, int | float | Tensor) and not isinstance(value, bool | nn.Parameter)
-    }
-    for i, group in enumerate(optimizer.param_groups):
-        tensors = {
-            key: one for key, one in group.items() if isinstance(one, Tensor) and key != "lr"
-        }
-        values |= {f"param_groups[{i}][{key!r}]": one for key, one in tensors.items()}
-    # A tensor is seen to change without a look at its values, for which the host would wait.
-    return {k: (id(v), v._version) if isinstance(v, Tensor) else v for k, v in values.items()}
+class LossScale:
+    """Loss scaling for fp16, whose small gradients would otherwise become zero; equal on all ranks.
+
+    The loss is multiplied by a factor before the backward pass; the update divides gradients by it. An
+    overflow halves the factor and skips the step; many steps without overflow double it. All of it stays on
+    the device. Unlike torch's GradScaler, the factor never falls below 1: an overflow at 1 means broken
+    gradients. Source: Micikevicius et al., "Mixed Precision Training" (2018).
+
+    Args:
+        factor: First value, or a checkpoint's; the attribute is an fp32 scalar on the device.
+        good_steps: Steps without overflow since the factor last changed.
+    """
+
+    def __init__(
+        self, device: torch.device, factor: float = INIT_SCALE, good_steps: int = 0
+    ) -> None:
+        self.factor = torch.tensor(factor, device=device)
+        self._good_steps = torch.tensor(good_steps, device=device)
+
+    def adjust(self, overflowed: Tensor) -> None:
+        """Update the factor; `overflowed` is a bool scalar on the device."""
+        good_steps = torch.where(overflowed, 0, self._good_steps + 1)
+        doubles = good_steps == GROWTH_INTERVAL
+        halved = (self.factor / 2).clamp(min=1)
+        self.factor = torch.where(
+            overflowed, halved, torch.where(doubles, self.factor * 2, self.factor)
+        )
+        self._good_steps = torch.where(doubles, 0, good_steps)
+
+    def state(self) -> tuple[float, int]:
+        """Factor and good steps, for a checkpoint; waits for the device."""
+        return self.factor.item(), int(self._good_steps.item())
+
+
+def loss_scale_for(
+    precision: str, device: torch.device, saved: tuple[float, int] | None = None
+) -> LossScale | None:
+    """Loss scale for a resolved precision, or None except for fp16; `saved` is a checkpoint's `state`."""
+    return LossScale(device, *(saved or ())) if precision == "fp16" else None
 
 
 def learning_rate(step: int, config: OptimSection, max_steps: int) -> float:

@@ -15,24 +15,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain_gpt.data.bad_documents import BadDocuments
 from raytrain_gpt.errors import DataError, failure_as, reason
-from raytrain_gpt.format import listed
+from raytrain_gpt.format import count, listed
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location
 
 STDLIB = "stdlib"
 _JSON = (".json", ".json.gz", ".json.zst")
+BAD_FILE = "bad_documents.jsonl"
+MAX_KEPT_BAD = 100
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-MAX_LINE_BYTES = 2**26
-"""Longest JSON line; several copies of it are held in memory."""
 _READ_BYTES = 2**23
-"""Size of a store request, and of a step when skipping an overlong line."""
+"""Size of a store request."""
 _PARQUET_BATCH_ROWS = 1024
 
 
@@ -65,6 +64,42 @@ class SourcePiece:
     text_bytes: int
     ids: str | None = None
     tokens: int = 0
+
+
+class BadDocuments:
+    """Unreadable documents of one pass over the text: counted, sampled, an error above a limit.
+
+    A bad document is not UTF-8, not JSON, lacks a string in its text field, or is not encoded by the
+    tokenizer. A damaged file is always an error.
+
+    Args:
+        limit: None for no limit.
+    """
+
+    def __init__(self, limit: int | None = 0) -> None:
+        self.limit = limit
+        self.count = 0
+        self.kept: list[dict[str, str]] = []
+
+    def add(self, path: Location, place: str, why: str) -> None:
+        """Record a skipped document; raises a DataError above the limit."""
+        bad = {"path": str(path), "place": place, "why": " ".join(why.split())}
+        self.merge({"count": 1, "kept": [bad]})
+
+    def merge(self, facts: dict[str, Any]) -> None:
+        """Add the `facts` of another pass; raises a DataError if the sum is above the limit."""
+        self.count += facts["count"]
+        self.kept += facts["kept"][: MAX_KEPT_BAD - len(self.kept)]
+        if self.limit is not None and self.count > self.limit:
+            example = "{path} at {place}: {why}".format(**(facts["kept"] or self.kept)[0])
+            raise DataError(
+                f"{count(self.count, 'document')} cannot be read, more than max_bad_documents={self.limit}, "
+                f"such as {example}; fix them, set --text_field or raise --max_bad_documents"
+            )
+
+    def facts(self) -> dict[str, Any]:
+        """Return the count and the first ones, as JSON types."""
+        return {"count": self.count, "kept": self.kept}
 
 
 @cache
@@ -196,16 +231,11 @@ def _jsonl_documents(piece: SourcePiece, text_field: str, bad: BadDocuments) -> 
     stop = math.inf if _compression(path) else piece.stop
     try:
         with _opened(path) as file:
-            if piece.start:
-                position = _next_line(file, piece)
-            while position < stop and (line := file.readline(MAX_LINE_BYTES)):
+            if piece.start:  # the previous chunk reads the line that ends here
+                position = file.seek(piece.start - 1)
+                position += len(file.readline())
+            while position < stop and (line := file.readline()):
                 start, position = position, position + len(line)
-                if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
-                    bad.add(path, f"byte {start}", f"a line of {MAX_LINE_BYTES} bytes or more")
-                    while (line := file.readline(_READ_BYTES)) and not line.endswith(b"\n"):
-                        position += len(line)
-                    position += len(line)
-                    continue
                 if line.isspace():
                     continue
                 try:
@@ -218,16 +248,6 @@ def _jsonl_documents(piece: SourcePiece, text_field: str, bad: BadDocuments) -> 
         raise DataError(
             f"cannot read {path} after byte {position} of its text: {reason(error)}; fix the file"
         ) from None
-
-
-def _next_line(file: BinaryIO | io.BufferedReader, piece: SourcePiece) -> int:
-    """Skip the line that the previous chunk reads; returns the position after it."""
-    position = file.seek(piece.start - 1)
-    while position < piece.stop and (line := file.readline(_READ_BYTES)):
-        position += len(line)
-        if line.endswith(b"\n"):
-            break
-    return position
 
 
 def _array_documents(path: Location, text_field: str, bad: BadDocuments) -> Iterator[Document]:

@@ -14,11 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raytrain_gpt.data.documents import Document, SourcePiece
-from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
 
-_PART_HASHES = 2**23
-"""Hashes per comparison, at about 70 bytes each: 0.6 GB."""
 HASH_BYTES = 16
 _HASH = np.dtype([("high", "<u8"), ("low", "<u8")])
 _READS_AT_ONCE = 16
@@ -51,35 +48,16 @@ def only_first(
     return read_first
 
 
-def find_duplicates(
-    files: list[Location], part_hashes: int = _PART_HASHES, log: Log | None = None
-) -> list[NDArray[np.bool_]]:
+def find_duplicates(files: list[Location]) -> list[NDArray[np.bool_]]:
     """Mark documents that equal an earlier one: a bool (documents,) array per file.
 
-    `files` have the hashes of each task, in source order. Memory: one byte per document, and about 70 for
-    each of the `part_hashes` (approximately) compared in one pass over all files.
+    `files` have the hashes of each task, in source order. Memory: about 70 bytes per document.
     """
     with ThreadPoolExecutor(_READS_AT_ONCE) as pool:
-        counts = [size // HASH_BYTES for size in pool.map(Location.size_bytes, files)]
-        starts = np.cumsum([0, *counts])
-        is_duplicate = np.zeros(starts[-1], np.bool_)
-        num_passes = max(1, -(-int(starts[-1]) // part_hashes))
-        for number in range(num_passes):
-            if log is not None and num_passes > 1:
-                log(f"comparing {starts[-1]} hashes: pass {number + 1} of {num_passes}")
-
-            def select(
-                file: Location, start: int, number: int = number
-            ) -> tuple[NDArray[np.void], NDArray[np.int64]]:
-                hashes = np.frombuffer(file.read_bytes(), _HASH)
-                at = np.flatnonzero(hashes["high"] % num_passes == number)
-                return hashes[at], at + start
-
-            selected = list(pool.map(select, files, starts[:-1].tolist()))
-            hashes = np.concatenate([hashes for hashes, _ in selected])
-            documents = np.concatenate([documents for _, documents in selected])
-            # Stable: equal hashes stay in source order.
-            order = np.lexsort((hashes["low"], hashes["high"]))
-            hashes, documents = hashes[order], documents[order]
-            is_duplicate[documents[1:][hashes[1:] == hashes[:-1]]] = True
-    return np.split(is_duplicate, starts[1:-1])
+        parts = [np.frombuffer(content, _HASH) for content in pool.map(Location.read_bytes, files)]
+    hashes = np.concatenate(parts)
+    order = np.lexsort((hashes["low"], hashes["high"]))  # stable: equal ones stay in source order
+    hashes = hashes[order]
+    is_duplicate = np.zeros(len(hashes), np.bool_)
+    is_duplicate[order[1:][hashes[1:] == hashes[:-1]]] = True
+    return np.split(is_duplicate, np.cumsum([len(part) for part in parts])[:-1])

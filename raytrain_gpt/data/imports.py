@@ -27,8 +27,8 @@ from raytrain_gpt.storage.location import Location
 
 COLUMNS = ("input_ids", "tokens")
 _HEADER_BYTES = 1024
-_LLMC_KINDS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
-"""Magic number -> version and id dtype of GPT-2 and LLaMA 3 files. Source: llm.c, dev/data."""
+_LLMC_KINDS = {20240520: "<u2", 20240801: "<u4"}
+"""Magic number -> id dtype of GPT-2 and LLaMA 3 files. Source: llm.c, dev/data."""
 _CHUNK_IDS = 2**22
 _CHUNK_ROWS = 1024
 
@@ -69,32 +69,16 @@ def read_layout(path: Location, size: int) -> Layout:
 def _bin_layout(path: Location, head: bytes, size: int) -> Layout:
     numbers = np.frombuffer(head[: len(head) // 4 * 4], "<i4")
     magic = int(numbers[0]) if len(numbers) else 0
-    # As uint16 ids, the zeros of an llm.c header would be 506 repeats of token 0.
-    has_header = len(head) == _HEADER_BYTES and not numbers[3:].any()
     if magic not in _LLMC_KINDS:
-        if has_header:
-            expected = " or ".join(map(str, _LLMC_KINDS))
-            raise DataError(
-                f"source {path} has an llm.c-style header with magic number {magic}, not {expected}; "
-                "recreate it with a current llm.c, or import its text"
-            )
         if size % 2:
             raise DataError(
                 f"source {path} has an odd number of bytes, {size}: it is truncated or does not contain "
                 "uint16 ids; download or recreate it"
             )
         return np.dtype("<u2"), 0
-    version, dtype = _LLMC_KINDS[magic][0], np.dtype(_LLMC_KINDS[magic][1])
-    if len(head) < _HEADER_BYTES:
-        raise DataError(
-            f"source {path} ends at byte {size}, inside its llm.c header; download it again"
-        )
-    if numbers[1] != version:
-        raise DataError(
-            f"source {path} has llm.c's magic number {magic} with version {numbers[1]}, not {version}; "
-            "recreate it with a current llm.c"
-        )
-    _check_size(path, size, int(numbers[2]), _HEADER_BYTES + int(numbers[2]) * dtype.itemsize)
+    dtype = np.dtype(_LLMC_KINDS[magic])
+    num_ids = int(numbers[2]) if len(numbers) > 2 else 0
+    _check_size(path, size, num_ids, _HEADER_BYTES + num_ids * dtype.itemsize)
     return dtype, _HEADER_BYTES
 
 

@@ -6,8 +6,7 @@
     <dataset>/unfinished/00000.json   result of a task; valid only while its shards exist
 
 `start` also repairs a finished dataset with lost or truncated files. It removes the manifest first, so that
-it never vouches for missing data, and `finish` writes it last. A warning says if it differs, since different
-pyarrow versions write different bytes.
+it never vouches for missing data, and `finish` writes it last.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any, Literal
 
 import tiktoken
 
-from raytrain_gpt.data.bad_documents import BAD_FILE, BadDocuments
+from raytrain_gpt.data.documents import BAD_FILE, BadDocuments
 from raytrain_gpt.data.prepare_plan import Plan
 from raytrain_gpt.data.shards import (
     FORMAT_VERSION,
@@ -32,13 +31,8 @@ from raytrain_gpt.data.shards import (
     read_manifest,
     write_manifest,
 )
-from raytrain_gpt.data.tokenizer import (
-    TOKENIZER_FILE,
-    read_tokenizer,
-    token_dtype,
-    tokenizer_json,
-    vocab_hash,
-)
+from raytrain_gpt.data.tokenizer import token_dtype, vocab_hash
+from raytrain_gpt.data.tokenizer_file import TOKENIZER_FILE, read_tokenizer, tokenizer_json
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.format import Log, count
 from raytrain_gpt.parsing import parse_json
@@ -56,22 +50,13 @@ _FILE = re.compile(
     rf"(train|val)-\d{{5,}}\.parquet|{re.escape(TOKENIZER_FILE)}|{re.escape(BAD_FILE)}|"
     rf"{_UNFINISHED_FILE.pattern}"
 )
-_NOTE = re.compile(
-    rf"({_PLAN_FILE}|{_REPAIR_FILE}|\d{{5,}}\.(hashes|json))(\.[0-9a-f]{{8}}{re.escape(UNFINISHED)})?"
-)
-"""Names of files that a preparation writes; it never removes any other file."""
+"""Names of files that a preparation writes; besides its notes it never removes any other file."""
 
 _NoteSuffix = Literal[".hashes", ".json"]
 
 
 def task_file(directory: LocationLike, task: int, suffix: _NoteSuffix) -> Location:
     return Location.of(directory) / _NOTES_DIR / f"{task:05d}{suffix}"
-
-
-def done_tasks(directory: LocationLike, suffix: _NoteSuffix) -> set[int]:
-    names = (Location.of(directory) / _NOTES_DIR).names()
-    stems = [name.removesuffix(suffix) for name in names if name.endswith(suffix)]
-    return {int(stem) for stem in stems if stem.isdecimal()}
 
 
 def read_result(directory: LocationLike, task: int) -> dict[str, Any] | None:
@@ -82,7 +67,6 @@ def read_result(directory: LocationLike, task: int) -> dict[str, Any] | None:
     try:
         result: dict[str, Any] = parse_json(file.read_bytes())
         shards = [Shard.model_validate(shard) for shard in result["shards"]]
-        BadDocuments(None).merge(result["bad"])
         is_done = result["task"] == task and all(_is_intact(directory, shard) for shard in shards)
     except (ValueError, KeyError, TypeError):
         return None  # truncated by a crash, or damaged
@@ -147,12 +131,12 @@ def start(
         DataError: the directory contains a different dataset, a damaged manifest or unrelated files.
     """
     directory = Location.of(directory)
-    notes, tokenizer = directory / _NOTES_DIR, tokenizer_json(encoding)
+    notes = directory / _NOTES_DIR
     if (directory / MANIFEST_FILE).exists():
         manifest = read_manifest(directory)
         if manifest.source.get("plan_hash") != plan.hash:
             raise _another_dataset(directory, manifest.source.get("hub_commits"))
-        _repair_tokenizer(directory, tokenizer, log)
+        _repair_tokenizer(directory, encoding, log)
         sizes = dict(directory.files())
         damaged = [shard for shard in manifest.shards if sizes.get(shard.path) != shard.file_bytes]
         if not damaged:
@@ -174,9 +158,9 @@ def start(
         if (notes / _REPAIR_FILE).exists():
             raise _another_dataset(directory)
         _remove_named(directory, _FILE)
-        _remove_notes(directory)
+        (directory / _NOTES_DIR).remove()
     plan_file.write_text(plan.hash)
-    (directory / TOKENIZER_FILE).write_text(tokenizer)
+    (directory / TOKENIZER_FILE).write_text(tokenizer_json(encoding))
     return None
 
 
@@ -189,12 +173,12 @@ def _another_dataset(directory: Location, hub_commits: list[str] | None = None) 
     )
 
 
-def _repair_tokenizer(directory: Location, tokenizer: str, log: Log) -> None:
-    file = directory / TOKENIZER_FILE
-    with contextlib.suppress(FileNotFoundError, UnicodeDecodeError):
-        if file.read_text() == tokenizer:
+def _repair_tokenizer(directory: Location, encoding: tiktoken.Encoding, log: Log) -> None:
+    with contextlib.suppress(DataError):
+        if vocab_hash(read_tokenizer(directory)) == vocab_hash(encoding):
             return
-    file.write_text(tokenizer)
+    file = directory / TOKENIZER_FILE
+    file.write_text(tokenizer_json(encoding))
     log(f"{file} was missing or damaged and has been rewritten")
 
 
@@ -204,7 +188,7 @@ def _reopen(directory: Location, plan: Plan, manifest: Manifest, damaged: list[S
     A manifest lacks the bad documents and duplicates of each task, so with any of them all tasks rerun.
     """
     notes = directory / _NOTES_DIR
-    _remove_notes(directory)  # of a preparation killed after writing the manifest
+    notes.remove()  # of a preparation killed after writing the manifest
     task_shards: defaultdict[int, list[Shard]] = defaultdict(list)
     if not plan.dedupe and not manifest.source.get("bad_documents", 0):
         for shard in manifest.shards:
@@ -223,7 +207,6 @@ def finish(
     results: list[dict[str, Any]],
     source: dict[str, Any],
     max_bad_documents: int = 0,
-    log: Log = lambda line: None,
 ) -> Manifest:
     """Write the report of bad documents, then the manifest, which completes the dataset.
 
@@ -257,42 +240,16 @@ def finish(
         source={**source, **skipped, **plan.commits, "plan_hash": plan.hash},
     )
     if bad.count:
-        (directory / BAD_FILE).write_text(bad.report())
+        report = "".join(json.dumps(one) + "\n" for one in bad.kept)
+        (directory / BAD_FILE).write_text(report)
     _remove_named(directory, _UNFINISHED_FILE)  # of killed tasks
-    _compare_with_before(directory, manifest, log)
     write_manifest(directory, manifest)
-    _remove_notes(directory)
+    (directory / _NOTES_DIR).remove()
     return manifest
 
 
-def _remove_notes(directory: Location) -> None:
-    notes = directory / _NOTES_DIR
-    if not notes.is_local and all(map(_NOTE.fullmatch, notes.names())):
-        notes.remove()  # in few requests
-    else:
-        _remove_named(notes, _NOTE)
-        notes.remove_if_empty()
-
-
 def _remove_named(directory: Location, pattern: re.Pattern[str]) -> None:
-    """Remove the files whose names match, in order: the plan follows the results."""
+    """Remove the files whose names match."""
     for name in directory.names():
         if pattern.fullmatch(name) and (directory / name).is_file():
             (directory / name).remove()
-
-
-def _compare_with_before(directory: Location, manifest: Manifest, log: Log) -> None:
-    """Warn if a repair wrote different bytes."""
-    try:
-        content = (directory / _NOTES_DIR / _REPAIR_FILE).read_bytes()
-    except FileNotFoundError:
-        return
-    before = json.loads(content)  # checked by read_manifest when the repair started
-    if before["manifest_hash"] == manifest.hash:
-        return
-    hashes = {shard["path"]: shard["sha256"] for shard in before["shards"]}
-    changed = [shard.path for shard in manifest.shards if hashes.get(shard.path) != shard.sha256]
-    log(
-        f"the repair changed {count(len(changed), 'shard')} of {directory}, such as {changed[0]} "
-        "(different pyarrow version or edited source): runs that used the dataset will be refused"
-    )

@@ -14,8 +14,7 @@ from functools import partial
 import tiktoken
 
 from raytrain_gpt.config.call_options import PrepareOptions
-from raytrain_gpt.data.bad_documents import BadDocuments
-from raytrain_gpt.data.documents import Document, SourcePiece, read_documents
+from raytrain_gpt.data.documents import BadDocuments, Document, SourcePiece, read_documents
 from raytrain_gpt.data.duplicates import only_first
 from raytrain_gpt.data.imports import read_ids
 from raytrain_gpt.data.shards import ROW_GROUP_TOKENS

@@ -230,12 +230,7 @@ def read_manifest(directory: LocationLike) -> Manifest:
     advice = f"remove {directory} and repeat the command that prepared it"
     if not directory.exists():
         raise DataError(f"data_path {directory} does not exist; {prepare}")
-    if directory.is_file():
-        raise DataError(
-            f"data_path {directory} is a file, not a dataset; convert it with: raytrain-gpt prepare "
-            f"{shell(directory)} --out DIR"
-        )
-    if not path.exists():
+    if not path.is_file():
         raise DataError(
             f"{directory} has no {MANIFEST_FILE}, so it is not a finished dataset; {prepare}"
         )

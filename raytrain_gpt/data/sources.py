@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,16 +19,15 @@ import pyarrow.parquet as pq
 
 from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.documents import COMPRESSIONS, STDLIB, SourcePiece, stdlib_root
-from raytrain_gpt.data.imports import COLUMNS, Layout, id_column, read_layout
+from raytrain_gpt.data.imports import Layout, id_column, read_layout
 from raytrain_gpt.errors import DataError, failure_as
-from raytrain_gpt.format import Log, listed
+from raytrain_gpt.format import Log, count, listed
 from raytrain_gpt.storage.location import Location, is_url
 
 _TEXT = (".txt", ".txt.gz", ".txt.zst")
 _JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
 _SUFFIXES = (*_TEXT, *_JSON_LINES, ".parquet", ".bin", ".npy")
 """Suffixes of files to read in directories."""
-_SHOWN_SUFFIXES = 5
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
 _JSONL_PIECE_BYTES = 2**23
 _ID_PIECE_TOKENS = 2**22
@@ -37,28 +35,8 @@ _TEXT_PER_COMPRESSED_BYTE = 3
 """Estimate for web pages."""
 _TEXT_BYTES_PER_ID = 4
 
-
-class _SuffixFilter:
-    """Selection of a directory's files by suffix, with `more` as in text_suffixes; counts skipped ones."""
-
-    def __init__(self, more: str) -> None:
-        names = [name.strip(" .") for name in more.split(",")]
-        self._read = (*_SUFFIXES, *(f".{name}" for name in names if name))
-        self._skipped = Counter[str]()
-
-    def match(self, name: str) -> bool:
-        if name.endswith(self._read):
-            return True
-        path = Path(name)
-        suffixes = path.suffixes[-2:] if path.suffix in COMPRESSIONS else [path.suffix]
-        self._skipped["".join(suffixes) or "without a suffix"] += 1
-        return False
-
-    def skipped(self) -> str:
-        """Return counts such as `3 .md, 1 .pdf`, or nothing."""
-        most = self._skipped.most_common(_SHOWN_SUFFIXES)
-        rest = self._skipped.total() - sum(number for _, number in most)
-        return ", ".join(f"{n} {suffix}" for suffix, n in [*most, ("others", rest)] if n)
+_File = tuple[str, Location, int]
+"""Name below the source, place and size."""
 
 
 def find_pieces(sources: list[str], options: PrepareOptions, log: Log) -> list[SourcePiece]:
@@ -68,13 +46,15 @@ def find_pieces(sources: list[str], options: PrepareOptions, log: Log) -> list[S
         DataError: a source is missing or has no file, or text and token ids are mixed.
     """
     pieces: list[SourcePiece] = []
+    named = [name.strip(" .") for name in (options.text_suffixes or "").split(",")]
+    suffixes = (*_SUFFIXES, *(f".{name}" for name in named if name))
     for source in sources:
-        suffixes = _SuffixFilter(options.text_suffixes or "")
-        pieces += _source_pieces(source, options.text_field, suffixes)
-        if skipped := suffixes.skipped():
+        skipped: list[str] = []
+        pieces += _source_pieces(source, options.text_field, suffixes, skipped)
+        if skipped:
             log(
-                f"skipped in {source}: {skipped}; to read some as text, list their suffixes, "
-                "as in --text_suffixes .md,.rst"
+                f"skipped {count(len(skipped), 'file')} of {source}, such as {skipped[0]}; to read some as "
+                "text, list their suffixes, as in --text_suffixes .md,.rst"
             )
     if not any(piece.text_bytes for piece in pieces):
         raise DataError(f"no text in {' '.join(sources)}: all files are empty; add text")
@@ -100,106 +80,76 @@ def _with_unique_names(pieces: list[SourcePiece]) -> list[SourcePiece]:
     return named
 
 
-def _source_pieces(source: str, text_field: str, suffixes: _SuffixFilter) -> Iterator[SourcePiece]:
+def _source_pieces(
+    source: str, text_field: str, suffixes: tuple[str, ...], skipped: list[str]
+) -> Iterator[SourcePiece]:
+    """Yield the chunks of a source; names of a directory's files with other suffixes are `skipped`."""
     if source == STDLIB and not Path(source).exists():
         for name in _stdlib_names():
             size = (stdlib_root() / name).stat().st_size
             yield SourcePiece(name, Location(f"{STDLIB}:{name}"), 0, size, size)
         return
-    find = _stored_pieces if is_url(source) else _local_pieces
+    find = _stored_files if is_url(source) else _local_files
     with failure_as(DataError, f"cannot read source {source}"):
-        yield from find(source, text_field, suffixes)
+        files, is_directory = find(source)
+        read = [f for f in files if not is_directory or f[0].endswith(suffixes)]
+        skipped += [name for name, _, _ in files if is_directory and not name.endswith(suffixes)]
+        if not read:
+            raise DataError(
+                f"source {source} has no {', '.join(_SUFFIXES)} file, but {count(len(skipped), 'other')}; "
+                "select text files with a glob, or by suffix with --text_suffixes"
+                if skipped
+                else f"source {source} does not exist or has no file; check the path"
+            )
+        for name, file, size in read:
+            yield from _file_pieces(file, size, name, text_field)
 
 
-def _local_pieces(source: str, text_field: str, suffixes: _SuffixFilter) -> Iterator[SourcePiece]:
+def _local_files(source: str) -> tuple[list[_File], bool]:
+    """Find the files of a path or glob, following links; a file with several names has the first one."""
     root = Path(source)
-    paths: Iterable[Path]
-    if root.is_dir():
-        paths = (p for p in _files(root, ["**"], set(), hidden=True) if suffixes.match(p.name))
+    is_directory = root.is_dir()
+    if is_directory:
+        pattern = str(Path(glob.escape(source), "**"))
+        paths = glob.glob(pattern, recursive=True, include_hidden=True)
     elif root.is_file():
-        paths, root = [root], root.parent
+        paths, root = [source], root.parent
     else:
-        fixed, pattern = _cut_at_wildcard(Path(source).parts)
-        root = Path(*fixed)
-        paths = _files(root, pattern, set())
-    # The first name of each file; the others are links to it.
-    files = sorted({path.resolve(): path for path in sorted(paths, reverse=True)}.values())
-    if not files:
-        raise _nothing_in(source, suffixes)
-    for file in files:
-        name = file.name if root not in file.parents else str(file.relative_to(root))
-        yield from _file_pieces(Location.of(file), file.stat().st_size, name, text_field)
+        paths, root = glob.glob(source, recursive=True), Path(*_cut_at_wildcard(root.parts)[0])
+    found = [path for path in sorted(map(Path, paths), reverse=True) if path.is_file()]
+    # With its suffix: a link with a known one, as in the cache of the hub, may point to a file without.
+    files = sorted({(path.resolve(), path.suffix): path for path in found}.values())
+    return [
+        (str(file.relative_to(root)), Location.of(file), file.stat().st_size) for file in files
+    ], is_directory
 
 
-def _files(
-    directory: Path, pattern: list[str], seen: set[tuple[Path, int]], hidden: bool = False
-) -> Iterator[Path]:
-    """Yield the files below a directory that match the components of a glob, following links.
-
-    Links may form cycles, so each directory is searched once per rest of the pattern.
-    """
-    if not directory.is_dir() or (state := (directory.resolve(), len(pattern))) in seen:
-        return
-    seen.add(state)
-    first, *rest = pattern
-    if not glob.has_magic(first):
-        entries = [directory / first]
-    else:
-        entries = [
-            path for path in directory.iterdir() if _matches_name(path.name, first) or hidden
-        ]
-        entries.sort(key=lambda path: (path.is_symlink(), path.name))  # links last
-    if first == "**" and rest:
-        yield from _files(directory, rest, seen)
-    for path in entries:
-        if path.is_dir() and (first == "**" or rest):
-            yield from _files(path, pattern if first == "**" else rest, seen, hidden)
-        elif not rest and path.is_file():
-            yield path
-
-
-def _matches_name(name: str, pattern: str) -> bool:
-    """Match one path component like `glob`: hidden names need a pattern that starts with a dot."""
-    return name.startswith(".") == pattern.startswith(".") and fnmatchcase(name, pattern)
-
-
-def _nothing_in(source: str, suffixes: _SuffixFilter) -> DataError:
-    if skipped := suffixes.skipped():
-        return DataError(
-            f"source {source} has no {', '.join(_SUFFIXES)} file, but {skipped}; select text files with a "
-            "glob, or by suffix with --text_suffixes"
-        )
-    return DataError(f"source {source} does not exist or has no file; check the path")
-
-
-def _stored_pieces(source: str, text_field: str, suffixes: _SuffixFilter) -> Iterator[SourcePiece]:
-    """Yield the chunks of a file, directory or glob in a store, named as on a disk."""
+def _stored_files(source: str) -> tuple[list[_File], bool]:
+    """Find the files of a file, directory or glob in a store, named as on a disk."""
     scheme, _, key = source.partition("://")
     fixed, pattern = _cut_at_wildcard([name for name in key.split("/") if name])
     root = Location.of_source(f"{scheme}://{'/'.join(fixed)}").pinned()
     if not pattern and root.is_file():
-        yield from _file_pieces(root, root.size_bytes(), root.name, text_field)
-        return
+        return [(root.name, root, root.size_bytes())], False
+    found = root.files()
     if pattern:
-        files = [f for f in root.files() if _matches(f[0].split("/"), pattern)]
-    else:
-        files = [f for f in root.files() if suffixes.match(f[0])]
-    if not files:
+        found = [file for file in found if _matches(file[0].split("/"), pattern)]
+    if not found:
         root.exists()  # raises if the bucket is missing
-        raise _nothing_in(source, suffixes)
-    for name, size in files:
-        yield from _file_pieces(root / name, size, name, text_field)
+    return [(name, root / name, size) for name, size in found], not pattern
 
 
 def _matches(names: list[str], pattern: list[str]) -> bool:
     """Match a path like `glob`: `*` stays in one directory, `**` does not, hidden names are skipped."""
     if not pattern or not names:
         return not pattern and not names
-    first, *rest = pattern
+    (name, *below), (first, *rest) = names, pattern
+    is_match = name.startswith(".") == first.startswith(".") and fnmatchcase(name, first)
     if first == "**":
-        deeper = len(names) > 1 and _matches_name(names[0], first) and _matches(names[1:], pattern)
-        return deeper or _matches(names, rest or ["*"])
-    return _matches_name(names[0], first) and _matches(names[1:], rest)
+        return (bool(below) and is_match and _matches(below, pattern)) or _matches(
+            names, rest or ["*"]
+        )
+    return is_match and _matches(below, rest)
 
 
 def _cut_at_wildcard(names: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -246,9 +196,6 @@ def _parquet_pieces(piece: SourcePiece, text_field: str) -> Iterator[SourcePiece
             metadata = pq.read_metadata(file)
         schema = metadata.schema.to_arrow_schema()
     paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
-    names = (text_field, *COLUMNS)
-    if twice := [n for n in names if schema.names.count(n) > 1 or paths.count(n) > 1]:
-        raise DataError(f"source {path} has two columns {twice[0]}; rename or remove one")
     ids = None if "." in text_field and text_field in paths else id_column(schema, text_field)
     column = text_field if ids is None else ids
     leaves = [i for i, p in enumerate(paths) if p == column or p.startswith(f"{column}.")]

@@ -18,14 +18,14 @@ import numpy as np
 import tiktoken
 from numpy.typing import NDArray
 
-from raytrain_gpt.data.bad_documents import BadDocuments
-from raytrain_gpt.data.documents import Document, read_documents
+from raytrain_gpt.data.documents import BadDocuments, Document, read_documents
 from raytrain_gpt.data.duplicates import HASH_BYTES, hash_texts
 from raytrain_gpt.data.imports import read_ids
 from raytrain_gpt.data.preparation import read_result, task_file, write_result
 from raytrain_gpt.data.prepare_plan import Plan
 from raytrain_gpt.data.shards import SPLITS, ShardWriter, Split
-from raytrain_gpt.data.tokenizer import bytes_per_id, encode_document, read_tokenizer, token_dtype
+from raytrain_gpt.data.tokenizer import bytes_per_id, encode_document, token_dtype
+from raytrain_gpt.data.tokenizer_file import read_tokenizer
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.storage.location import Location, LocationLike
 

@@ -1,8 +1,8 @@
 """Tokenizers that travel with the data.
 
 A tokenizer is a `tiktoken.Encoding`: a named one of tiktoken, or the built-in byte-level `bytes` (256 bytes
-and `<|endoftext|>`). Every dataset and checkpoint stores its ranks, pattern and special tokens in
-`tokenizer.json`, so workers never download one.
+and `<|endoftext|>`). Every dataset and checkpoint stores its own, see `tokenizer_file`, so workers never
+download one.
 """
 
 from __future__ import annotations
@@ -21,13 +21,10 @@ import tiktoken
 from numpy.typing import NDArray
 from pydantic import AfterValidator
 
-from raytrain_gpt.errors import DataError, damage_as
+from raytrain_gpt.errors import DataError
 from raytrain_gpt.format import preview
-from raytrain_gpt.parsing import parse_json
-from raytrain_gpt.storage.location import Location, LocationLike
 
 EOT = "<|endoftext|>"
-TOKENIZER_FILE = "tokenizer.json"
 MAX_VOCAB_SIZE = 2**24
 _MAX_TOKEN_BYTES = 2**12
 MAX_NAME_LENGTH = 100
@@ -149,11 +146,7 @@ def decode_tokens(encoding: tiktoken.Encoding, tokens: Iterable[int]) -> str:
 
 
 def vocab_hash(encoding: tiktoken.Encoding) -> str:
-    return hashlib.sha256(tokenizer_json(encoding).encode()).hexdigest()
-
-
-def tokenizer_json(encoding: tiktoken.Encoding) -> str:
-    """Return the content of `tokenizer.json`, identical for identical vocabularies."""
+    """Hash name, pattern, tokens and their ids."""
     ranks = sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1])
     content = {
         "name": encoding.name,
@@ -161,7 +154,7 @@ def tokenizer_json(encoding: tiktoken.Encoding) -> str:
         "special_tokens": dict(sorted(encoding._special_tokens.items())),
         "ranks": [[base64.b64encode(token).decode(), rank] for token, rank in ranks],
     }
-    return json.dumps(content, separators=(",", ":"))
+    return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()
 
 
 def make_encoding(
@@ -195,18 +188,3 @@ def make_encoding(
     return tiktoken.Encoding(
         name=name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
     )
-
-
-def read_tokenizer(directory: LocationLike) -> tiktoken.Encoding:
-    """Read a dataset's or checkpoint's tokenizer; raises a DataError if it is missing or damaged."""
-    return read_tokenizer_file(Location.of(directory) / TOKENIZER_FILE)
-
-
-def read_tokenizer_file(path: Location) -> tiktoken.Encoding:
-    advice = "; repeat the command that prepared the dataset, or use a different checkpoint"
-    with damage_as(DataError, f"tokenizer {path}", advice):
-        content = parse_json(path.read_bytes())
-        ranks = {base64.b64decode(token): rank for token, rank in content["ranks"]}
-        if len(ranks) < len(content["ranks"]):
-            raise ValueError("it has a token twice")
-        return make_encoding(content["name"], content["pattern"], ranks, content["special_tokens"])

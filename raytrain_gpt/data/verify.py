@@ -1,18 +1,21 @@
-"""Checks of a dataset against its manifest."""
+"""Contents of a dataset, and checks of it against its manifest."""
 
 from __future__ import annotations
 
+import codecs
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from raytrain_gpt.data.shards import COLUMN, REPAIR, Manifest, Shard, read_row_group
-from raytrain_gpt.data.tokenizer import read_tokenizer, vocab_hash
-from raytrain_gpt.errors import DataError, failure_as
+from raytrain_gpt.data.documents import BAD_FILE
+from raytrain_gpt.data.shards import REPAIR, SPLITS, Manifest, Shard, read_row_group
+from raytrain_gpt.data.tokenizer import token_to_bytes, vocab_hash
+from raytrain_gpt.data.tokenizer_file import read_tokenizer
+from raytrain_gpt.errors import DataError
+from raytrain_gpt.format import Log, amount, count, size
 from raytrain_gpt.storage.location import Location, LocationLike
 
+SAMPLE_TOKENS = 60
 _CHECK_THREADS = 16
 """Shards of an object store checked concurrently, with three requests each."""
 
@@ -37,43 +40,66 @@ def check_shards(directory: LocationLike, manifest: Manifest, content: bool) -> 
 def check_shard(directory: LocationLike, manifest: Manifest, shard: Shard, content: bool) -> None:
     """Compare a shard with its manifest entry; raises a DataError with expected and actual value.
 
-    Without `content`, read only size and footer, whose statistics have the largest id of every row group.
+    Without `content`, look only at its size.
     """
     path = Location.of(directory) / shard.path
     replace = f"remove this file and {REPAIR}"
     try:
-        size = path.size_bytes()
+        num_bytes = path.size_bytes()
     except FileNotFoundError:
         raise DataError(f"shard {path} is missing; {REPAIR}") from None
-    if size != shard.file_bytes:
-        raise DataError(f"shard {path} has {size} bytes, expected {shard.file_bytes}; {REPAIR}")
-    problem = f"shard {path} is not a parquet file"
-    with failure_as(DataError, problem, f"; {replace}", pa.ArrowException), path.open() as file:
-        metadata = pq.read_metadata(file)
-    field = metadata.schema.to_arrow_schema()
-    if field.names != [COLUMN] or str(field.types[0]) != manifest.dtype:
+    if num_bytes != shard.file_bytes:
         raise DataError(
-            f"shard {path} has columns {dict(zip(field.names, map(str, field.types), strict=True))}, "
-            f"expected {{{COLUMN!r}: {manifest.dtype!r}}}; {replace}"
+            f"shard {path} has {num_bytes} bytes, expected {shard.file_bytes}; {REPAIR}"
         )
-    groups = -(-shard.tokens // manifest.row_group_tokens)
-    if (metadata.num_rows, metadata.num_row_groups) != (shard.tokens, groups):
-        raise DataError(
-            f"shard {path} has {metadata.num_rows} tokens in {metadata.num_row_groups} row groups, "
-            f"expected {shard.tokens} in {groups}; {replace}"
-        )
-    for i in range(groups):
-        statistics = metadata.row_group(i).column(0).statistics
-        has_top = statistics is not None and statistics.has_min_max
-        if has_top and statistics.max >= manifest.vocab_size:
-            raise DataError(
-                f"shard {path} has token id {statistics.max} in row group {i}, but the vocabulary of "
-                f"{manifest.tokenizer} ends at {manifest.vocab_size - 1}; {replace}"
-            )
     if content:
         if path.sha256() != shard.sha256:
             raise DataError(
                 f"shard {path} was changed: its SHA-256 differs from the manifest's; {replace}"
             )
-        for i in range(groups):
+        for i in range(-(-shard.tokens // manifest.row_group_tokens)):
             read_row_group(directory, manifest, shard, i)
+
+
+def describe_dataset(directory: Location, manifest: Manifest, say: Log) -> dict[str, Any]:
+    """Print the contents of a dataset, and return them as JSON types."""
+    splits: dict[str, Any] = {}
+    for split in SPLITS:
+        shards = manifest.split_shards(split)
+        splits[split] = {
+            "shards": len(shards),
+            "tokens": manifest.split_tokens(split),
+            "documents": sum(shard.documents for shard in shards),
+            "text_bytes": sum(shard.text_bytes for shard in shards),
+            "file_bytes": sum(shard.file_bytes for shard in shards),
+        }
+    say(
+        f"dataset {directory} | tokenizer {manifest.tokenizer}, {manifest.vocab_size} ids, {manifest.dtype}"
+    )
+    for name, one in splits.items():
+        say(
+            f"  {name:5} {amount(one['tokens'])} tokens in {count(one['documents'], 'document')}, "
+            f"{one['text_bytes'] / max(1, one['tokens']):.2f} bytes/token, {count(one['shards'], 'shard')}, "
+            f"{size(one['file_bytes'])}"
+        )
+    skipped = {name: manifest.source.get(name, 0) for name in ("bad_documents", "duplicates")}
+    if skipped["bad_documents"]:
+        say(f"  skipped: {skipped['bad_documents']} unreadable, see {directory / BAD_FILE}")
+    if skipped["duplicates"]:
+        say(f"  skipped: {count(skipped['duplicates'], 'duplicate')}")
+    first = manifest.split_shards("train")[0]
+    tokens = read_row_group(directory, manifest, first, 0)[:SAMPLE_TOKENS].tolist()
+    encoding, decoder = read_tokenizer(directory), codecs.getincrementaldecoder("utf-8")("replace")
+    # Without the bytes of an incomplete character at the end.
+    sample = decoder.decode(b"".join(token_to_bytes(encoding, token) for token in tokens))
+    say(f"  starts with {sample!r}")
+    return {
+        "path": str(directory),
+        "tokenizer": manifest.tokenizer,
+        "vocab_size": manifest.vocab_size,
+        "dtype": manifest.dtype,
+        "manifest_hash": manifest.hash,
+        "splits": splits,
+        "left_out": skipped,
+        "sample": sample,
+    }

@@ -34,7 +34,7 @@ from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.kinds import DECIDES_WEIGHTS, SECTIONS, Kind
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.kv_cache import KVCache
+from raytrain_gpt.core.generate import KVCache
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.registry import new_model
 from raytrain_gpt.core.state import MODEL_FILE
@@ -142,7 +142,7 @@ def _causality(kind: Kind, config: Config) -> str:
     for row, expected in zip(ids, together, strict=True):
         cache = KVCache(model.shape, 1, _SEQ_LEN, model.device)
         for at in range(_SEQ_LEN):
-            attend = cache.decode([at]) if at else cache.prefill(0)
+            attend = cache.decode(at) if at else cache.prefill(0)
             hidden = model.hidden_with_cache(row[None, at : at + 1], torch.full((1, 1), at), attend)
             gap = float((hidden[0, 0] - expected[at]).abs().max())
             if not gap <= 1e-4 * max(1.0, float(expected.abs().max())):

@@ -29,13 +29,8 @@ from raytrain_gpt.core.registry import configured_model
 from raytrain_gpt.core.state import check_model_size, load_model
 from raytrain_gpt.data.locations import read_data, recorded, recorded_data
 from raytrain_gpt.data.mixture import Mixture, check_val_split, check_vocabulary
-from raytrain_gpt.data.tokenizer import (
-    TOKENIZER_FILE,
-    decode_tokens,
-    prompt_tokens,
-    read_tokenizer,
-    token_to_bytes,
-)
+from raytrain_gpt.data.tokenizer import decode_tokens, prompt_tokens, token_to_bytes
+from raytrain_gpt.data.tokenizer_file import TOKENIZER_FILE, read_tokenizer
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
 from raytrain_gpt.evaluate.evaluation import Evaluation, check_evaluations
 from raytrain_gpt.format import Log, shell

@@ -7,6 +7,7 @@ Source: ggml, "GGUF", and llama.cpp's `llama-vocab.cpp`.
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,12 @@ from gguf.tensor_mapping import get_tensor_name_map
 from raytrain_gpt.config import kinds
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.data.tokenizer import EOT
+from raytrain_gpt.data.tokenizer_file import GPT2_PATTERN, tokenizer_json
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
 from raytrain_gpt.evaluate.inference import open_checkpoint
-from raytrain_gpt.export.hf_config import mapping_of
-from raytrain_gpt.export.hf_weights import unpadded
+from raytrain_gpt.export.hf_weights import mapping_of, unpadded
 from raytrain_gpt.export.huggingface import DType, shape_line, staging_dir
 from raytrain_gpt.format import Log
-from raytrain_gpt.ingest.hf_tokenizer import GPT2_PATTERN, merges_of, printable
 from raytrain_gpt.storage.location import Location, force_to_disk, is_url
 
 _SUFFIX = ".gguf"
@@ -74,7 +74,6 @@ def export_gguf(path: str | Path, out: str | Path, dtype: DType, log: Log) -> Pa
         writer.write_tensors_to_file()
         writer.close()
         force_to_disk(file)
-        _check_new(place)  # again, since a rename would replace a new file
         file.rename(place.path)
     log(
         f"exported {checkpoint.path}: {shape_line(model.shape)}, {dtype}, tokenizer {encoding.name}"
@@ -101,26 +100,25 @@ def _add_tokenizer(writer: GGUFWriter, encoding: tiktoken.Encoding) -> None:
     llama.cpp refuses a vocabulary without merges such as `bytes`, so add one that never applies, since words
     are split into single bytes first.
     """
-    ranks, special = encoding._mergeable_ranks, encoding._special_tokens
-    merges = merges_of(ranks)
-    is_complete = all(len(token) == 1 or token in merges for token in ranks)
-    if not is_complete or (merges and encoding._pat_str != GPT2_PATTERN):
+    has_merges = any(len(token) > 1 for token in encoding._mergeable_ranks)
+    is_like_gpt2 = not has_merges or encoding._pat_str == GPT2_PATTERN
+    model = json.loads(tokenizer_json(encoding))["model"] if is_like_gpt2 else {}
+    if not is_like_gpt2 or model["ignore_merges"]:
         raise DataError(
             f"tokenizer {encoding.name} is not GPT-2 style BPE, the only kind llama.cpp tokenizes "
             "identically; use --format hf"
         )
+    merges = [" ".join(pair) for pair in model["merges"]]
     tokens = [f"[UNUSED_{i}]" for i in range(encoding.n_vocab)]
     types = [TokenType.UNUSED] * encoding.n_vocab
-    for token, i in ranks.items():
-        tokens[i], types[i] = printable(token), TokenType.NORMAL
-    for text, i in special.items():
-        tokens[i], types[i] = text, TokenType.CONTROL
-    pairs = [f"{printable(left)} {printable(right)}" for left, right in merges.values()]
+    for text, i in model["vocab"].items():
+        is_special = text in encoding._special_tokens
+        tokens[i], types[i] = text, TokenType.CONTROL if is_special else TokenType.NORMAL
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_token_merges(pairs or [f"{EOT} {EOT}"])
+    writer.add_token_merges(merges or [f"{EOT} {EOT}"])
     writer.add_bos_token_id(encoding.eot_token)
     writer.add_eos_token_id(encoding.eot_token)
     writer.add_add_bos_token(False)

@@ -27,26 +27,29 @@ from raytrain_gpt.core.model import GPT, GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.registry import count_model, new_model
 from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.data.order import ORDER_VERSION
-from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, load_tokenizer, tokenizer_json, vocab_hash
+from raytrain_gpt.data.tokenizer import load_tokenizer, make_encoding, vocab_hash
+from raytrain_gpt.data.tokenizer_file import (
+    IMPORTED,
+    TOKENIZER_FILE,
+    open_tokenizer,
+    read_tokenizer_file,
+    tokenizer_json,
+)
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError, failure_as
 from raytrain_gpt.evaluate.inference import open_checkpoint
-from raytrain_gpt.export.hf_config import HF_CONFIG_FILE, hf_config_files, read_hf_config
 from raytrain_gpt.export.hf_gpt2 import shape_of_tensors
 from raytrain_gpt.export.hf_weights import (
+    HF_CONFIG_FILE,
     HF_WEIGHTS_FILE,
     find_hf_weights,
+    hf_config_files,
     hf_tensors,
     model_of,
+    read_hf_config,
     read_hf_weights,
 )
 from raytrain_gpt.export.model_card import CARD_FILE, IMPORT_EVENT, model_card
 from raytrain_gpt.format import Log, amount
-from raytrain_gpt.ingest.hf_tokenizer import (
-    hf_tokenizer_files,
-    open_tokenizer,
-    read_hf_tokenizer,
-    with_last_id,
-)
 from raytrain_gpt.storage.location import Location, force_to_disk, is_url
 from raytrain_gpt.tracking.mlflow_run import track_export
 
@@ -82,7 +85,7 @@ def export_checkpoint(path: str | Path, out: str | Path, dtype: DType, log: Log)
     num_parameters = sum(tensor.numel() for tensor in tensors.values())
     texts = {
         **config_files,
-        **hf_tokenizer_files(encoding, model.shape.seq_len),
+        TOKENIZER_FILE: tokenizer_json(encoding),
         CARD_FILE: model_card(
             checkpoint, config, encoding.name, model.shape, num_parameters, dtype
         ),
@@ -166,13 +169,15 @@ def import_weights(
 
 
 def _tokenizer(source: Path, name: str | None, vocab_size: int, log: Log) -> tiktoken.Encoding:
-    encoding = (
-        read_hf_tokenizer(Location.of(source), log) if name is None else open_tokenizer(name, log)
-    )
-    if encoding is not None and name is None and encoding.n_vocab < vocab_size:
-        log(f"{vocab_size - encoding.n_vocab} rows of the embedding have no token")
-        encoding = with_last_id(encoding, vocab_size - 1)
-    if encoding is None:
+    file = Location.of(source) / TOKENIZER_FILE
+    if name is not None:
+        encoding = open_tokenizer(name, log)
+    elif file.is_file():
+        encoding = read_tokenizer_file(file, log)
+        if encoding.n_vocab < vocab_size:
+            log(f"{vocab_size - encoding.n_vocab} rows of the embedding have no token")
+            encoding = _with_last_id(encoding, vocab_size - 1)
+    else:
         guess = _GUESSED_TOKENIZERS.get(vocab_size)
         if guess is None:
             raise DataError(
@@ -189,6 +194,12 @@ def _tokenizer(source: Path, name: str | None, vocab_size: int, log: Log) -> tik
             f"{vocab_size}; set --tokenizer to the one they were trained with"
         )
     return encoding
+
+
+def _with_last_id(encoding: tiktoken.Encoding, last_id: int) -> tiktoken.Encoding:
+    """Add a special token as the last id, for an embedding with more rows; ids between have no text."""
+    special = {**encoding._special_tokens, f"<|unused_{last_id}|>": last_id}
+    return make_encoding(IMPORTED, encoding._pat_str, encoding._mergeable_ranks, special)
 
 
 def _cropped(model: GPT, seq_len: int | None, where: str) -> GPT:

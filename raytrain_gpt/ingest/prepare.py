@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -21,10 +20,8 @@ import tiktoken
 
 from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.config.call_options import PrepareOptions
-from raytrain_gpt.data.bad_documents import BadDocuments
 from raytrain_gpt.data.duplicates import find_duplicates
 from raytrain_gpt.data.preparation import (
-    done_tasks,
     finish,
     prepared_tokenizer,
     start,
@@ -34,9 +31,9 @@ from raytrain_gpt.data.prepare_plan import Plan, make_plan
 from raytrain_gpt.data.shards import Manifest
 from raytrain_gpt.data.tokenize import hash_task, run_task
 from raytrain_gpt.data.tokenizer import vocab_hash
+from raytrain_gpt.data.tokenizer_file import open_tokenizer
 from raytrain_gpt.errors import DataError, failure_as
 from raytrain_gpt.format import Log, amount, count, duration
-from raytrain_gpt.ingest.hf_tokenizer import open_tokenizer
 from raytrain_gpt.ingest.train_tokenizer import new_vocab_size, train_on_plan
 from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
 from raytrain_gpt.storage.location import Location, LocationLike
@@ -93,7 +90,7 @@ def prepare(
             source["val"] = options.val
         with cluster:  # after all checks: it takes ten seconds or more to start
             results = _run_tasks(directory, plan, options.max_bad_documents, run, log)
-        return finish(directory, plan, results, source, options.max_bad_documents, log)
+        return finish(directory, plan, results, source, options.max_bad_documents)
 
 
 def _plan_and_tokenizer(
@@ -117,23 +114,22 @@ def _run_tasks(
     rows: list[Row] = [{"task": task} for task in range(len(plan.tasks))]
     fixed: dict[str, Any] = {"directory": directory, "plan": plan, "max_bad": max_bad}
     if plan.dedupe:
-        progress = _Progress("hash", plan, done_tasks(directory, ".hashes"), log)
+        progress = _Progress("hash", plan, log)
         for row in run(partial(_hash_row, **fixed), rows):
             progress.add(row["task"], row["documents"])
         files = [task_file(directory, task, ".hashes") for task in range(len(plan.tasks))]
-        duplicates = find_duplicates(files, log=log)
+        duplicates = find_duplicates(files)
         for row, mask in zip(rows, duplicates, strict=True):
             row["duplicates"] = np.packbits(mask).tobytes()
         log(
             f"skipping {count(sum(int(mask.sum()) for mask in duplicates), 'duplicate')} among "
             f"{count(sum(map(len, duplicates)), 'document')}"
         )
-    progress = _Progress("prepare", plan, done_tasks(directory, ".json"), log)
-    results, bad = [], BadDocuments(max_bad)
+    progress = _Progress("prepare", plan, log)
+    results = []
     for row in run(partial(_task_row, **fixed), rows):
         result = row["result"]
         results.append(result)
-        bad.merge(result["bad"])
         progress.add(result["task"], result["documents"], result["tokens"])
     progress.end()
     return results
@@ -170,43 +166,34 @@ def _task_row(row: Row, directory: Location, plan: Plan, max_bad: int) -> Row:
 
 
 class _Progress:
-    """Logs the progress of the tasks; its rates exclude tasks of earlier runs."""
+    """Logs the progress of the tasks."""
 
-    def __init__(self, what: str, plan: Plan, done_before: set[int], log: Log) -> None:
-        self._what, self._log, self._done_before = what, log, done_before
+    def __init__(self, what: str, plan: Plan, log: Log) -> None:
+        self._what, self._log = what, log
         self._task_bytes = [
             sum(piece.text_bytes for piece in plan.pieces[first:stop]) for first, stop in plan.tasks
         ]
-        self._done, self._new = Counter[str](), Counter[str]()
+        self._done, self._documents, self._tokens = 0, 0, 0
         self._started = self._shown = time.monotonic()
 
     def add(self, task: int, documents: int, tokens: int = 0) -> None:
         """Count a finished task."""
-        amounts = {"bytes": self._task_bytes[task], "documents": documents, "tokens": tokens}
-        self._done.update(amounts)
-        if task not in self._done_before:
-            self._new.update(amounts)
-        now, total, done = time.monotonic(), sum(self._task_bytes), self._done["bytes"]
-        if now - self._shown < PROGRESS_EVERY_S or done >= total:
-            return
-        self._shown, seconds = now, now - self._started
-        eta = ""
-        if new := self._new["bytes"]:
-            eta = f" | eta {duration((total - done) * seconds / new)}"
-        self._log(f"{self._what} {done / total:4.0%} | {self._amounts(seconds)}{eta}")
+        self._done += self._task_bytes[task]
+        self._documents, self._tokens = self._documents + documents, self._tokens + tokens
+        now, total = time.monotonic(), sum(self._task_bytes)
+        if now - self._shown >= PROGRESS_EVERY_S and 0 < self._done < total:
+            self._shown = now
+            eta = duration((total - self._done) * (now - self._started) / self._done)
+            self._log(f"{self._what} {self._done / total:4.0%} | {self._amounts()} | eta {eta}")
 
     def end(self) -> None:
         """Log the totals."""
-        seconds = max(1e-3, time.monotonic() - self._started)
-        before = f", {count(len(self._done_before), 'task')} before" if self._done_before else ""
-        self._log(f"{self._what} done in {duration(seconds)}{before} | {self._amounts(seconds)}")
+        seconds = time.monotonic() - self._started
+        self._log(f"{self._what} done in {duration(seconds)} | {self._amounts()}")
 
-    def _amounts(self, seconds: float) -> str:
-        names = ["documents", "tokens"] if self._done["tokens"] else ["documents"]
-        return " | ".join(
-            f"{amount(self._done[name])} {name}, {amount(round(self._new[name] / seconds))}/s"
-            for name in names
-        )
+    def _amounts(self) -> str:
+        tokens = f", {amount(self._tokens)} tokens" if self._tokens else ""
+        return f"{amount(self._documents)} documents{tokens}"
 
 
 def _storage_errors(directory: Location) -> AbstractContextManager[None]:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, wait
 
 import regex  # type: ignore[import-untyped]
 import tiktoken
@@ -25,9 +23,9 @@ from raytrain_gpt.data.documents import SourcePiece
 from raytrain_gpt.data.prepare_plan import Plan, reader
 from raytrain_gpt.data.split import ReadDocuments, document_hash
 from raytrain_gpt.data.tokenizer import EOT, make_encoding
+from raytrain_gpt.data.tokenizer_file import GPT2_PATTERN, token_ranks
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.format import Log, count, duration, size
-from raytrain_gpt.ingest.hf_tokenizer import GPT2_PATTERN, token_ranks
 
 _PREFIX = "bpe:"
 _MAX_VOCAB_SIZE = 1_000_000
@@ -112,13 +110,11 @@ def _train_texts(plan: Plan, i: int, piece: SourcePiece, read: ReadDocuments) ->
                 yield text
 
 
-def _pieces(texts: Iterable[str], stopped: threading.Event) -> Iterator[str]:
+def _pieces(texts: Iterable[str]) -> Iterator[str]:
     """Cut texts to _TEXT_CHARACTERS, and a word at the end of each _WORD_CHARACTERS that it fills."""
     for text in texts:
         start = 0
         for stop in range(_WORD_CHARACTERS, len(text) + 1, _WORD_CHARACTERS):
-            if stopped.is_set():
-                raise KeyboardInterrupt
             word = _WORD.match(text, stop - _WORD_CHARACTERS, stop)
             if word.end() == stop or stop - start >= _TEXT_CHARACTERS:
                 yield text[start:stop]
@@ -143,24 +139,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tiktoken.Encoding:
         max_token_length=_MOST_TOKEN_BYTES,
         show_progress=False,
     )
-    result, stopped = Future[None](), threading.Event()
-
-    def train() -> None:
-        try:
-            tokenizer.train_from_iterator(_pieces(texts, stopped), trainer)
-            result.set_result(None)
-        except BaseException as error:
-            result.set_exception(error)
-
-    try:
-        # Python handles Ctrl+C only in the main thread, and not while `tokenizers` runs there.
-        threading.Thread(target=train, daemon=True).start()
-        result.result()
-    except BaseException:
-        stopped.set()
-        # If the thread still read texts when Python exits, the process would abort.
-        wait([result], 1)
-        raise
+    tokenizer.train_from_iterator(_pieces(texts), trainer)
     ranks = token_ranks(tokenizer.get_vocab())
     if len(ranks) < vocab_size - 1:
         raise DataError(

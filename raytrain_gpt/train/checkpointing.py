@@ -18,7 +18,7 @@ from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.checkpoint.writer import CheckpointWriter
 from raytrain_gpt.core.device import numerics_environment
 from raytrain_gpt.data.order import ORDER_VERSION
-from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, tokenizer_json
+from raytrain_gpt.data.tokenizer_file import TOKENIZER_FILE, tokenizer_json
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.storage.lease import LEASE_FILE, still_held
 from raytrain_gpt.storage.location import Location

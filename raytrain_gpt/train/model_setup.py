@@ -26,9 +26,8 @@ from raytrain_gpt.config.sections import TrainSection
 from raytrain_gpt.core.accumulation import Accumulation, ExactAccumulator, FloatAccumulator
 from raytrain_gpt.core.device import make_autocast, matmul_dtype, resolve_precision
 from raytrain_gpt.core.loop import Autocast
-from raytrain_gpt.core.loss_scale import LossScale, loss_scale_for
 from raytrain_gpt.core.model import GPT
-from raytrain_gpt.core.optim import Optimizer
+from raytrain_gpt.core.optim import LossScale, Optimizer, loss_scale_for
 from raytrain_gpt.core.parallel import (
     gathered_weights,
     mesh_of,
@@ -40,7 +39,7 @@ from raytrain_gpt.core.registry import build_optimizer, configured_model, init_w
 from raytrain_gpt.core.state import load_model, load_optimizer
 from raytrain_gpt.data.locations import location
 from raytrain_gpt.data.mixture import Mixture
-from raytrain_gpt.data.tokenizer import read_tokenizer
+from raytrain_gpt.data.tokenizer_file import read_tokenizer
 
 
 @dataclass(frozen=True)

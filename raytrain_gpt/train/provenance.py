@@ -19,7 +19,8 @@ from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.data.locations import make_order, read_data, recorded, recorded_data
 from raytrain_gpt.data.order import Ids, batches_to_read
 from raytrain_gpt.data.shards import read_row_group
-from raytrain_gpt.data.tokenizer import decode_tokens, read_tokenizer, token_to_bytes
+from raytrain_gpt.data.tokenizer import decode_tokens, token_to_bytes
+from raytrain_gpt.data.tokenizer_file import read_tokenizer
 from raytrain_gpt.errors import ConfigError, DataError
 from raytrain_gpt.format import Log, amount, count, preview
 from raytrain_gpt.storage.location import Location

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from raytrain_gpt.checkpoint.catalog import HASHES_FILE, ROWS_FILE, STATE_FILE, Catalog
 from raytrain_gpt.core.state import MODEL_FILE
-from raytrain_gpt.data.tokenizer import TOKENIZER_FILE
+from raytrain_gpt.data.tokenizer_file import TOKENIZER_FILE
 from raytrain_gpt.evaluate.inference import open_checkpoint, sample_checkpoint
 from raytrain_gpt.export.model_card import model_card
 from raytrain_gpt.storage.location import Location

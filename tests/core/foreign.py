@@ -84,64 +84,9 @@ def two_rates(parameters, settings, peak_lr):
 def rate_in_tensor(parameters, settings, peak_lr):
     return torch.optim.AdamW(parameters, torch.tensor(2 * peak_lr), foreach=False)
 
-class Outside(Lion):
-    def __init__(self, parameters, lr, place):
-        super().__init__(parameters, lr)
-        self.place, self.number, self.tensor, self.constant = place, 0, torch.zeros(2), 3.5
-        self.param_groups[0]["scale"] = torch.ones(())
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        super().step()
-        match self.place:
-            case "self.number":
-                self.number += 1
-            case "self.tensor":
-                self.tensor.add_(1)
-            case "self.late":
-                self.late = torch.zeros(2)
-            case "param_groups[0]['scale']":
-                self.param_groups[0]["scale"].mul_(2)
-
-class OutsideSettings(Settings):
-    place: str = "nowhere"
-
-@optimizer("outside", OutsideSettings)
-def outside(parameters, settings, peak_lr):
-    return Outside(parameters, peak_lr, settings.place)
-
-class Second(Lion):
-    def __init__(self, parameters, lr, share):
-        super().__init__(parameters, lr)
-        self.parts = [torch.optim.SGD(parameters, lr, momentum=0.9)]
-        if share:
-            self.parts[0].state = self.state
-
-@optimizer("second")
-def second(parameters, settings, peak_lr):
-    return Second(parameters, peak_lr, False)
-
-@optimizer("shares")
-def shares(parameters, settings, peak_lr):
-    return Second(parameters, peak_lr, True)
-
-class Odd(Lion):
-    def step(self, closure=None):
-        super().step()
-        for state in self.state.values():
-            state["odd"] = {"a": 1}
-
-@optimizer("odd")
-def odd(parameters, settings, peak_lr):
-    return Odd(parameters, peak_lr)
-
 @optimizer("no_rate")
 def no_rate(parameters, settings, peak_lr):
     return Lion(parameters, None)
-
-@optimizer("lbfgs")
-def lbfgs(parameters, settings, peak_lr):
-    return torch.optim.LBFGS(parameters, peak_lr)
 
 @optimizer("forgets")
 def forgets(parameters, settings, peak_lr):

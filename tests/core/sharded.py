@@ -18,8 +18,8 @@ from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.accumulation import FloatAccumulator
 from raytrain_gpt.core.device import make_autocast, matmul_dtype
 from raytrain_gpt.core.loop import Autocast, MicroBatch, warm_up_ddp_buckets
-from raytrain_gpt.core.loss_scale import loss_scale_for
 from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.core.optim import loss_scale_for
 from raytrain_gpt.core.parallel import full_tensor, gathered_weights, mesh_of, shard, unsharded_twin
 from raytrain_gpt.core.registry import build_optimizer, new_model
 from raytrain_gpt.core.state import HostSnapshot, load_model, load_optimizer
@@ -53,12 +53,10 @@ CASES = {
     "bf16": Case(precision="bf16"),
     "fp16": Case(precision="fp16"),
     "bf16, selective": Case(precision="bf16", recompute="selective", dropout=0.1),
-    "fp32, full": Case(recompute="full", dropout=0.1),
     "bf16, documents": Case(precision="bf16", recompute="full", document_end=50),
     "qwen3, bf16, selective": Case("bf16", "selective", document_end=50, shape=QWEN3),
     "muon": Case(optim=MUON),
     "muon, odd": Case(shape=ODD, optim=MUON),
-    "muon, odd, bf16": Case(precision="bf16", shape=ODD, optim=MUON),
 }
 MUON_CASES = [name for name, case in CASES.items() if case.optim is MUON]
 

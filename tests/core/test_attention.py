@@ -19,8 +19,6 @@ from raytrain_gpt.core.attention import (
     block_sparse_attention,
     causal_attention,
     document_starts,
-    last_document,
-    without_cudnn_sdpa,
 )
 from raytrain_gpt.core.loop import MicroBatch
 from raytrain_gpt.core.loss import IGNORE_INDEX
@@ -77,7 +75,7 @@ def random_model(
     return model
 
 
-@pytest.fixture(params=[256, 10, 1])
+@pytest.fixture(params=[256, 10])
 def queries_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute attention for all queries at once, in several blocks, or one query at a time."""
     monkeypatch.setattr(attention, "_QUERIES_AT_ONCE", request.param)
@@ -96,27 +94,6 @@ def test_a_document_starts_behind_the_end_of_the_one_before() -> None:
         [0, 1, 1, 1, 1, 1, 1, 1],
     ]
     assert document_starts(ids[:, :1], END).tolist() == [[0], [0]]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "last"),
-    [
-        ([5], [5]),
-        ([END], [END]),
-        ([5, 6, END], [5, 6, END]),
-        ([5, END, 6, 7], [6, 7]),
-        ([END, END], [END]),
-        ([END, 5, END, 6, END], [6, END]),
-    ],
-    ids=str,
-)
-def test_the_last_document_is_what_the_last_token_may_see(
-    tokens: list[int], last: list[int]
-) -> None:
-    assert last_document(tokens, END) == last
-    starts = document_starts(torch.tensor([tokens]), END)
-    assert tokens[starts[0, -1] :] == last
-    assert last_document(tokens, None) == tokens
 
 
 @BOTH
@@ -154,11 +131,15 @@ def test_gradients_are_the_sum_of_those_of_the_documents_alone(architecture: str
         assert (ours - theirs).abs().max() <= 1e-5 * max(1, theirs.abs().max().item())
 
 
-@BOTH
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("document_end", [None, END])
+@pytest.mark.parametrize(
+    ("architecture", "recompute", "dropout", "bf16", "document_end"),
+    [
+        ("gpt2", "selective", 0.2, True, END),
+        ("gpt2", "full", 0.0, False, None),
+        ("qwen3", "selective", 0.0, False, None),
+        ("qwen3", "full", 0.2, True, END),
+    ],
+)
 @pytest.mark.parametrize("queries_at_once", [10], indirect=True)
 @pytest.mark.usefixtures("queries_at_once")
 def test_activation_checkpointing_gives_the_same_gradients(
@@ -177,21 +158,8 @@ def test_activation_checkpointing_gives_the_same_gradients(
         assert torch.equal(one, other)
 
 
-@BOTH
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bits_give_nearly_the_same(architecture: str, dtype: torch.dtype) -> None:
-    model = random_model(architecture).eval()
-    with torch.no_grad():
-        expected = model.logits(IDS)
-        with torch.autocast("cpu", dtype):
-            found = model.logits(IDS)
-    assert found.dtype == dtype
-    assert (found.float() - expected).abs().mean() < 0.02 * expected.abs().mean()
-
-
 @pytest.mark.slow
-@BOTH
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(("architecture", "recompute"), [("gpt2", "selective"), ("qwen3", "none")])
 def test_one_graph_is_compiled_for_all_layouts(
     architecture: str, recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,8 +209,7 @@ def by_torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("tokens", [1, 10, 128, 129, 300])
+@pytest.mark.parametrize(("tokens", "kv_heads"), [(1, 4), (128, 1), (300, 2)])
 def test_causal_attention_on_a_cpu_is_that_of_torch(
     tokens: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,30 +229,6 @@ def test_causal_attention_on_a_cpu_is_that_of_torch(
         torch.testing.assert_close(found, true)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "dtype", "dropout", "fused"),
-    [
-        (1024, torch.bfloat16, 0.0, False),
-        (1025, torch.bfloat16, 0.0, True),
-        (1024, torch.float32, 0.0, True),
-        (1024, torch.bfloat16, 0.1, True),
-    ],
-)
-def test_the_fused_kernel_is_left_only_where_products_are_faster(
-    tokens: int, dtype: torch.dtype, dropout: float, fused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = []
-
-    def counted(*args: Tensor, **kwargs: object) -> Tensor:
-        calls.append(kwargs)
-        return args[0]
-
-    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", counted)
-    q = torch.zeros(1, 1, tokens, 2, dtype=dtype)
-    assert causal_attention(q, q, q, dropout).shape == (1, 1, tokens, 2)
-    assert calls == [{"dropout_p": dropout, "is_causal": True}] * fused
-
-
 BLOCK_STARTS = torch.tensor([[0] * 300, [0] * 40 + [40] * 200 + [240] * 60])
 """Document starts (2, 300) that span several blocks; the last block is partial."""
 
@@ -302,24 +245,6 @@ def test_the_blocks_that_are_left_out_are_those_in_which_nothing_may_be_seen(
     kept = padded.unflatten(2, (-1, size)).unflatten(1, (-1, size)).any(-1).any(2)
     assert not kept.all()
     assert torch.equal(blocks.to_dense()[:, 0].bool(), kept)
-
-
-def test_only_on_gpus_the_kernel_that_plans_each_shape_is_left_out_for_a_while() -> None:
-    def enabled() -> list[bool]:
-        cuda = torch.backends.cuda
-        others = [
-            cuda.flash_sdp_enabled(),
-            cuda.mem_efficient_sdp_enabled(),
-            cuda.math_sdp_enabled(),
-        ]
-        return [cuda.cudnn_sdp_enabled(), *others]
-
-    assert enabled() == [True] * 4
-    with without_cudnn_sdpa(torch.device("cuda", 1)):
-        assert enabled() == [False, True, True, True]
-    assert enabled() == [True] * 4
-    with without_cudnn_sdpa(torch.device("cpu")):
-        assert enabled() == [True] * 4
 
 
 def test_the_configuration_decides() -> None:

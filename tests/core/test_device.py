@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -12,8 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from raytrain_gpt.config.built_in import Qwen3Settings
-from raytrain_gpt.core import device
-from raytrain_gpt.core.device import inference_autocast, peak_flops, resolve_precision
+from raytrain_gpt.core.device import peak_flops, resolve_precision
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.registry import count_model, new_model
 
@@ -36,11 +34,10 @@ def counted_flops(shape: GPTShape, num_sequences: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_sequences", [1, 3])
-@pytest.mark.parametrize("more", [{}, QWEN3, UNTIED], ids=str)
 @pytest.mark.parametrize(
-    "sizes",
-    [(1, 1, 32, 16, 100), (2, 4, 64, 48, 257), (3, 2, 48, 7, 64), (12, 12, 768, 1024, 50_257)],
+    ("sizes", "more", "num_sequences"),
+    [((2, 4, 64, 48, 257), {}, 3), ((3, 2, 48, 7, 64), QWEN3, 1), ((1, 1, 32, 16, 100), UNTIED, 3)],
+    ids=["gpt2", "qwen3", "untied"],
 )
 def test_flops_are_those_that_torch_counts(
     sizes: tuple[int, ...], more: dict[str, Any], num_sequences: int
@@ -61,8 +58,6 @@ def test_flops_are_those_that_torch_counts(
     ("name", "peak"),
     [
         ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H200", 989e12),
         ("NVIDIA H200 NVL", 835e12),
         ("NVIDIA L4", 121e12),
         ("NVIDIA L40S", 362e12),
@@ -95,22 +90,3 @@ def test_auto_is_bf16_on_a_cpu_that_multiplies_it_natively(
     cpu = torch.device("cpu")
     assert resolve_precision("auto", cpu) == precision
     assert [resolve_precision(asked, cpu) for asked in ("fp32", "bf16")] == ["fp32", "bf16"]
-
-
-@pytest.mark.parametrize(("has_bf16", "entered"), [(True, [("cuda", torch.bfloat16)]), (False, [])])
-def test_samples_are_drawn_in_bf16_only_on_gpus_that_have_it(
-    has_bf16: bool, entered: list[tuple[str, torch.dtype]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[str, torch.dtype]] = []
-
-    def autocast(device_type: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
-        asked.append((device_type, dtype))
-        return contextlib.nullcontext()
-
-    monkeypatch.setattr(torch, "autocast", autocast)
-    monkeypatch.setattr(device, "has_bf16", lambda _: has_bf16)
-    for other in ("cpu", "mps"):
-        with inference_autocast(torch.device(other)):
-            assert not asked
-    with inference_autocast(torch.device("cuda")):
-        assert asked == entered

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import random
@@ -18,15 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from raytrain_gpt.config.built_in import Qwen3Settings
 from raytrain_gpt.config.call_options import SamplingOptions
-from raytrain_gpt.core import generate, kv_cache
-from raytrain_gpt.core.attention import attention, without_cudnn_sdpa
+from raytrain_gpt.core import generate
+from raytrain_gpt.core.attention import attention
 from raytrain_gpt.core.generate import draw_tokens, sample_tokens
 from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.registry import new_model
-from tests.core.conftest import BOTH, QWEN3, TINY, WAYS
+from tests.core.conftest import QWEN3, TINY, WAYS
 
 END = 99
 LONG = [*range(40)]
@@ -90,83 +88,58 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[torch.Size, torch.S
         found[q.shape, k.shape] += 1
         return attention(q, k, v, **options)
 
-    monkeypatch.setattr(kv_cache, "attention", spy)
+    monkeypatch.setattr(generate, "attention", spy)
     return found
 
 
 @pytest.mark.slow
-@BOTH
 def test_as_on_a_gpu_few_shapes_occur_and_the_tokens_stay_the_same(
-    shape: GPTShape, shapes: Counter[tuple[torch.Size, torch.Size]], monkeypatch: pytest.MonkeyPatch
+    shapes: Counter[tuple[torch.Size, torch.Size]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = random_model(replace(shape, seq_len=160))
-    options = sampling(100, top_k=20)
+    model = random_model(replace(QWEN3, seq_len=160))
+    options = sampling(80, top_k=20)
     prompt = [*range(60)]
     wanted = sample_tokens(model, None, prompt, 3, options)
-    assert len(shapes) == 100  # the prompt, then a new number of keys per token
+    assert len(shapes) == 80  # the prompt, then a new number of keys per token
     shapes.clear()
-    monkeypatch.setitem(kv_cache._KEY_MULTIPLES, "cpu", 64)
+    monkeypatch.setitem(generate._KEY_MULTIPLES, "cpu", 64)
     assert sample_tokens(model, None, prompt, 3, options) == wanted
     assert [keys[2] for _, keys in shapes] == [60, 64, 128, 160]
-    assert set(shapes.values()) == {2, 2 * 4, 2 * 64, 2 * 31}  # in two layers
+    assert set(shapes.values()) == {2, 2 * 4, 2 * 64, 2 * 11}  # in two layers
     assert wanted == references(model, prompt, 3, options)
 
 
-def test_decoding_runs_in_kernels_for_any_shape_and_the_head_outside_autocast(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def as_on_a_gpu(_: torch.device) -> contextlib.AbstractContextManager[object]:
-        return without_cudnn_sdpa(torch.device("cuda"))
-
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        is_head = weight is MODEL.head_weight
-        assert torch.is_autocast_enabled("cuda") is not is_head
-        assert torch.backends.cuda.cudnn_sdp_enabled() is is_head
-        heads.append(is_head)
-        return of_torch(x, weight, bias)
-
-    heads: list[bool] = []
-    of_torch = torch.nn.functional.linear
-    wanted = sample_tokens(MODEL, None, [1, 2], 1, sampling())
-    monkeypatch.setattr(generate, "without_cudnn_sdpa", as_on_a_gpu)
-    monkeypatch.setattr(torch.nn.functional, "linear", linear)
-    torch.set_autocast_enabled("cuda", True)
-    try:
-        assert sample_tokens(MODEL, None, [1, 2], 1, sampling()) == wanted
-    finally:
-        torch.set_autocast_enabled("cuda", False)
-    assert sum(heads) == 20 < len(heads)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("multiple", [1, 8])
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "shape",
-    [TINY, GPTShape(3, 4, 64, 33, 257), GPTShape(1, 1, 8, 1, 70), QWEN3],
+    ("shape", "way", "multiple"),
+    [
+        (TINY, "greedy", 1),
+        (TINY, "top_p", 8),
+        (GPTShape(1, 1, 8, 1, 70), "all", 1),
+        (QWEN3, "top_k", 8),
+    ],
     ids=str,
 )
 def test_tokens_are_those_without_a_cache_also_past_the_context(
     shape: GPTShape, way: str, multiple: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(kv_cache._KEY_MULTIPLES, "cpu", multiple)
-    model, options = random_model(shape), sampling(12, **WAYS[way])
-    for prompt in ([7], [*range(12)], [*range(33)], LONG, [5] * 15, [5] * 16, [5] * 17):
+    monkeypatch.setitem(generate._KEY_MULTIPLES, "cpu", multiple)
+    model, options = random_model(shape), sampling(6, **WAYS[way])
+    for prompt in ([7], LONG, [5] * 12, [5] * 16):
         wanted = references(model, prompt, 2, options)
         assert sample_tokens(model, None, prompt, 2, options) == wanted
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [TINY, QWEN3], ids=str)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("shape", "way"), [(TINY, "greedy"), (QWEN3, "all")], ids=str)
 def test_a_document_begins_anew_where_attention_stays_within_documents(
     way: str, shape: GPTShape
 ) -> None:
-    plain, options = random_model(shape), sampling(**WAYS[way])
+    plain, options = random_model(shape), sampling(10, **WAYS[way])
     end = reference(plain, [7], options)[4]
     model = random_model(shape, end)
     differs = False
-    for prompt in ([7], [end], [end, end], [1, end, 2], [*range(12), end], [*LONG, end, 5], LONG):
+    for prompt in ([7], [end], [1, end, 2], [*LONG, end, 5]):
         found = sample_tokens(model, None, prompt, 2, options)
         assert found == references(model, prompt, 2, options)
         assert prompt != [7] or end in found[0][:5]
@@ -175,7 +148,7 @@ def test_a_document_begins_anew_where_attention_stays_within_documents(
 
 
 @pytest.mark.slow
-@settings(max_examples=25)
+@settings(max_examples=5)
 @given(
     length=st.integers(1, 20),
     num=st.integers(0, 12),
@@ -228,52 +201,11 @@ def test_seed_and_index_alone_decide_what_is_drawn_and_nothing_of_the_process_ch
     assert all(a != b for a, b in itertools.combinations(others, 2))
 
 
-def test_a_compiled_model_is_run_eagerly(model: GPT) -> None:
-    def backend(*_: object) -> None:
-        pytest.fail("the model was compiled")
-
-    options = sampling(temperature=0)
-    wanted = reference(model, [1, 2], options)
-    model.compile(backend=backend)
-    assert sample_tokens(model, None, [1, 2], 1, options) == [wanted]
-
-
-@pytest.mark.parametrize("model", [MODEL, random_model(QWEN3)], ids=["gpt2", "qwen3"])
-def test_in_bf16_nearly_the_same_is_computed(model: GPT) -> None:
-    options = sampling(8, temperature=0)
-    with torch.autocast("cpu", torch.bfloat16):
-        (found,) = sample_tokens(model, None, [1, 2], 1, options)
-    assert found[0] == reference(model, [1, 2], options)[0]
-    assert len(found) == 8
-
-
 def test_dropout_is_off_while_sampling() -> None:
     model, options = GPT2(replace(TINY, dropout=0.5)), sampling(temperature=0)
     model.load_state_dict(MODEL.state_dict())
     found = sample_tokens(model.train(), None, [1, 2, 3], 1, options)
     assert found == [reference(MODEL, [1, 2, 3], options)]
-
-
-GPT2_124M = GPTShape(12, 12, 768, 1024, 50_257)
-GPT2_1_5B = GPTShape(48, 25, 1600, 1024, 50_257)
-
-
-@pytest.mark.parametrize(
-    ("shape", "longest", "expected"),
-    [
-        (GPTShape(2, 2, 32, 16, 100), 10**9, 64),
-        (GPT2_124M, 10**9, 28),
-        (GPT2_124M, 256, 64),
-        (GPT2_1_5B, 256, 13),
-        (replace(GPT2_1_5B, architecture="qwen3", settings=Qwen3Settings(num_kv_heads=5)), 256, 64),
-        (GPTShape(1000, 1, 4096, 8192, 50_257), 8192, 1),
-    ],
-    ids=str,
-)
-def test_as_many_at_a_time_as_their_cache_has_memory(
-    shape: GPTShape, longest: int, expected: int
-) -> None:
-    assert generate._max_sequences(shape, longest) == expected
 
 
 @pytest.mark.parametrize(
@@ -301,18 +233,3 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(
     tokens = draw_tokens(LOGITS.expand(rows, -1), sampling(**{"top_k": None, **changes}), uniforms)
     shares = [tokens.count(token) / rows for token in (3, 20, 41, 60)]
     assert shares == pytest.approx(expected, abs=2e-4)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_number_next_to_1_does_not_lead_out_of_the_likely_tokens(way: str) -> None:
-    for token in draw_tokens(
-        LOGITS.expand(2, -1), sampling(**WAYS[way]), [math.nextafter(1, 0), 0]
-    ):
-        assert LOGITS[token] > -math.inf
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_model_that_is_not_finite_draws_tokens_that_exist(way: str) -> None:
-    logits = torch.tensor([[math.nan], [math.inf], [-math.inf]]).expand(-1, 100)
-    for token in draw_tokens(logits, sampling(**WAYS[way]), [0.5] * 3):
-        assert 0 <= token < 100

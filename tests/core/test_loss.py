@@ -55,7 +55,7 @@ def results(
     return [value.detach(), hidden.grad, weight.grad]
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 17, 50, 51])
+@pytest.mark.parametrize("tokens", [1, 17, 51])
 def test_chunks_give_the_loss_and_gradients_of_all_at_once(chunk_of: SetChunk, tokens: int) -> None:
     chunk_of(tokens)
     for found, expected in zip(results(False), results(True), strict=True):

@@ -18,7 +18,7 @@ from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.optim import update
 from raytrain_gpt.core.parallel import full_tensor, gathered_weights, mesh_of, shard, unsharded_twin
-from raytrain_gpt.core.registry import build_optimizer, count_model, new_model
+from raytrain_gpt.core.registry import build_optimizer, new_model
 from tests.core.conftest import QWEN3, TINY
 
 pytestmark = pytest.mark.long
@@ -29,7 +29,7 @@ SHAPES = {
     "qwen3": replace(QWEN3, vocab_size=1000, num_layers=3),
 }
 """Shapes with 1,024 embedding rows, two per rank; most ranks have no row of any other parameter."""
-RANKS = (0, 1, 2, 31, 400, WORLD_SIZE - 1)
+RANKS = (0, 1, 31, WORLD_SIZE - 1)
 CPU = torch.device("cpu")
 
 
@@ -94,8 +94,7 @@ def rows_of(rank: int, rows: int) -> int:
     return max(0, min(most, rows - rank * most))
 
 
-@pytest.mark.parametrize("architecture", SHAPES)
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(("architecture", "optimizer"), [("gpt2", "adamw"), ("qwen3", "muon")])
 def test_512_ranks_shard_update_and_gather(
     architecture: str, optimizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,20 +123,3 @@ def test_512_ranks_shard_update_and_gather(
     for ours, theirs in ((a, b) for a in RANKS for b in RANKS):
         sent = [sizes[theirs] for sizes in exchanges[ours].sent]
         assert sent == [sizes[ours] for sizes in exchanges[theirs].got]
-
-
-def test_whole_matrices_travel_once_however_many_ranks_there_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sizes: dict[int, list[int]] = {}
-
-    def broadcast(tensor: Tensor, group: Any, group_src: int) -> None:
-        sizes[world_size].append(tensor.numel())
-
-    monkeypatch.setattr(dist, "broadcast", broadcast)
-    for world_size in (2, 8, WORLD_SIZE):
-        sizes[world_size] = []
-        with as_rank(world_size - 1, world_size):
-            train(model_of("gpt2"), "muon")
-    matrices = SHAPES["gpt2"].num_layers * count_model(SHAPES["gpt2"]).block_matrix_parameters
-    assert {sum(found) for found in sizes.values()} == {2 * matrices}  # over two updates

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import pytest
@@ -15,13 +14,11 @@ from torch import Tensor
 from raytrain_gpt.config.built_in import Qwen3Settings
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.sections import OptimSection
-from raytrain_gpt.core import attention, memory, muon
+from raytrain_gpt.core import attention, memory
 from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.loss import chunk_tokens
-from raytrain_gpt.core.memory import MemoryModel, _Allocations
+from raytrain_gpt.core.memory import MemoryModel
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.core.muon import Muon
-from raytrain_gpt.core.optim import update
 from raytrain_gpt.core.registry import build_optimizer, count_model, new_model
 
 SHAPE = GPTShape(3, 2, 64, 32, 257)
@@ -56,9 +53,11 @@ def kept_bytes(shape: GPTShape, num_sequences: int, bf16: bool, recompute: str) 
     return sum(event.self_cpu_memory_usage for event in profile.key_averages())
 
 
-@BOTH
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("num_sequences", [1, 5])
+@pytest.mark.parametrize(
+    ("shape", "bf16", "num_sequences"),
+    [(SHAPE, True, 1), (NARROW, False, 5)],
+    ids=["gpt2", "qwen3"],
+)
 def test_activations_are_those_that_a_real_forward_pass_keeps(
     shape: GPTShape, num_sequences: int, bf16: bool
 ) -> None:
@@ -68,9 +67,11 @@ def test_activations_are_those_that_a_real_forward_pass_keeps(
 
 
 @pytest.mark.slow
-@BOTH
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize(
+    ("shape", "bf16", "recompute"),
+    [(SHAPE, False, "selective"), (NARROW, True, "full")],
+    ids=["gpt2", "qwen3"],
+)
 def test_recomputing_takes_what_is_kept_and_the_rest_of_one_block(
     shape: GPTShape, recompute: str, bf16: bool
 ) -> None:
@@ -85,106 +86,23 @@ def test_recomputing_takes_what_is_kept_and_the_rest_of_one_block(
     assert counted.activations == pytest.approx(expected, rel=0.03)
 
 
-@BOTH
-def test_selective_keeps_attention_and_all_linear_layers_but_the_last(shape: GPTShape) -> None:
-    """An extra block keeps its input, matrix outputs, attention, and each head's log-sum-exp."""
-    more, less = (
-        kept_bytes(replace(shape, num_layers=layers), 10, False, "selective") for layers in (4, 3)
-    )
-    linear = sum(rows for rows, _ in count_model(shape).block_matrices[:-1])
-    channels = shape.embd_size + linear + shape.embd_size + shape.num_heads
-    assert more - less == 10 * shape.seq_len * channels * 4
-
-
-def update_bytes(shape: GPTShape) -> int:
-    return Muon.update_bytes(count_model(shape).matrices, 1)
-
-
-class Peak(_Allocations):
-    """Recorder of the peak number of live bytes, for tensors allocated inside the context."""
-
-    def __init__(self, state: list[Tensor]) -> None:
-        super().__init__()
-        self.state, self.most = state, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = super().__torch_dispatch__(func, types, args, kwargs)
-        self.most = max(self.most, self.alive_bytes(without=self.state))
-        return results
-
-
-ALIKE = {
-    "gpt2": replace(SHAPE, vocab_size=20),
-    "qwen3": GPTShape(
-        3, 2, 64, 32, 20, architecture="qwen3", settings=Qwen3Settings(num_kv_heads=1, mlp_size=100)
-    ),
-}
-
-
-@pytest.mark.parametrize("matrices_per_stack", [9, 2])
-@pytest.mark.parametrize("architecture", ALIKE)
-def test_an_update_takes_what_a_real_one_has_at_its_peak(
-    architecture: str, matrices_per_stack: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shape = ALIKE[architecture]
-    monkeypatch.setattr(
-        muon,
-        "STACK_ELEMENTS",
-        matrices_per_stack * max(map(prod, count_model(shape).block_matrices)),
-    )
-
-    def peak_bytes(optim: OptimSection, dtype: torch.dtype | None = None) -> int:
-        model = new_model(shape)
-        model.init_weights(0)
-        optimizer = build_optimizer(model, optim, dtype)
-        for _ in range(2):  # AdamW allocates its moments in the first update
-            for parameter in model.parameters():
-                parameter.grad = torch.randn_like(parameter)
-            state = [*model.parameters()]
-            state += [tensor for p in state for tensor in optimizer.state[p].values()]
-            with Peak(state) as peak:
-                update(optimizer, list(model.parameters()), 1e-3, 1.0)
-        return peak.most
-
-    by_muon, counted = OptimSection(optimizer="muon"), update_bytes(shape)
-    assert counted == pytest.approx(peak_bytes(by_muon), rel=1e-3)
-    assert counted / 2 < peak_bytes(by_muon, torch.bfloat16) < counted
-    assert peak_bytes(OptimSection()) < 1000
-
-
-def test_an_update_finds_the_memory_of_activations_free() -> None:
-    adamw, muon = (
-        MemoryModel(replace(SHAPE, seq_len=1), False, optim=OptimSection(optimizer=name))
-        for name in ("adamw", "muon")
-    )
-    few, many = (muon.predict(sequences, "none") for sequences in (1, 10_000))
-    free = few.activations + few.logits
-    assert few.update == update_bytes(SHAPE) - free > 0
-    assert many.update == 0
-    by_muon = 3 * count_model(SHAPE).block_matrix_parameters
-    for sequences, more in ((1, few.update), (10_000, 0)):
-        totals = [memory.predict(sequences, "none").total for memory in (adamw, muon)]
-        assert totals[1] - totals[0] == more - 4 * by_muon
-
-
 @pytest.mark.slow
 def test_logits_are_those_of_a_chunk_once_there_are_more() -> None:
-    few, many, more = (MemoryModel(SMALL, True).predict(n, "none").logits for n in (1, 8, 80))
+    few, many, more = (MemoryModel(SMALL, True)._logits(1024 * n) for n in (1, 8, 80))
     assert few == 1024 * (50_304 * (2 + 8) + 768 * 2) + 50_304 * 768 * 2
     of_chunk = chunk_tokens(50_304, "cuda") * 50_304 * (2 + 4 + 4)
     assert of_chunk < many < of_chunk + 0.5e9
     assert more - many == 72 * 1024 * 768 * 4  # the gradient of the hidden states
-    compiled = MemoryModel(SMALL, True, compiled=True).predict(80, "none").logits
+    compiled = MemoryModel(SMALL, True, compiled=True)._logits(1024 * 80)
     assert 1 < compiled / (80 * 1024 * 50_304 * 2) < 1.1
 
 
 @pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "sequences", "mode", "peak_mb"),
     [
         ("gpt2-124m", 32, "none", 16_751),
-        ("gpt2-124m", 32, "selective", 12_241),
-        ("modern-124m", 32, "none", 18_197),
         ("modern-124m", 32, "selective", 12_689),
         ("modern-124m", 32, "full", 6_424),
     ],
@@ -198,6 +116,7 @@ def test_a_compiled_model_takes_what_was_measured_on_a_gpu(
     assert model.predict(sequences, mode).total == pytest.approx(peak_mb * 1e6, rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_traced_counts_as_if_compiling_saved_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -214,8 +133,9 @@ def test_a_model_that_cannot_be_traced_counts_as_if_compiling_saved_nothing(
     assert compiled.activations == eager.activations
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@BOTH
+@pytest.mark.parametrize(
+    ("shape", "optimizer"), [(SHAPE, "adamw"), (NARROW, "muon")], ids=["gpt2", "qwen3"]
+)
 def test_the_counted_state_is_that_of_a_built_optimizer(shape: GPTShape, optimizer: Any) -> None:
     states = build_optimizer(new_model(shape), OptimSection(optimizer=optimizer)).state.values()
     built = sum(tensor.nbytes for state in states for tensor in state.values() if tensor.dim())

@@ -34,21 +34,14 @@ def test_parameters_are_those_of_the_released_sizes(name: str) -> None:
     assert count_model(shape).num_parameters == released + padding
 
 
-@pytest.mark.parametrize(
-    ("vocab_size", "padded"), [(50_257, 50_304), (257, 320), (64, 64), (65, 128), (1, 64)]
-)
-def test_the_embedding_has_a_multiple_of_64_rows(vocab_size: int, padded: int) -> None:
-    assert GPTShape(1, 1, 8, 8, vocab_size).padded_vocab_size == padded
-
-
 def test_a_shape_follows_the_configuration() -> None:
     config = Config().updated({"num_layers": 3, "dropout": 0.1, "seq_len": 64})
     assert GPTShape.of(config, 257) == GPTShape(3, 4, 128, 64, 257, 0.1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [GPTShape(4, 4, 128, 64, 257), GPTShape(2, 12, 768, 64, 50_257)])
-def test_the_first_loss_is_that_of_guessing(shape: GPTShape) -> None:
+def test_the_first_loss_is_that_of_guessing() -> None:
+    shape = GPTShape(4, 4, 128, 64, 257)
     model = GPT2(shape)
     model.init_weights(1337)
     ids = torch.randint(0, shape.vocab_size, (4, 65), generator=torch.Generator().manual_seed(0))

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core import muon
-from raytrain_gpt.core.loss_scale import LossScale
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.muon import newton_schulz, newton_schulz_flops
-from raytrain_gpt.core.optim import AdamW, update
+from raytrain_gpt.core.optim import AdamW, LossScale, update
 from raytrain_gpt.core.registry import build_optimizer, new_model
 from tests.core.conftest import QWEN3, TINY
 from tests.core.test_optim import all_equal, put_gradients
@@ -99,7 +95,7 @@ def trained_with_torchs(model: GPT, num_steps: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "num_steps", "close"), [
-    (torch.float32, 50, 2e-6), (torch.bfloat16, 5, 0.02)
+    (torch.float32, 15, 2e-6), (torch.bfloat16, 5, 0.02)
 ])  # fmt: skip
 def test_steps_are_those_of_torchs_muon(
     make: Callable[[], GPT],
@@ -136,10 +132,15 @@ def test_all_but_the_blocks_matrices_get_exactly_adamws_steps(make: Callable[[],
     assert kept == [True] * len(by_muon) != []
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("place", ["h.1.mlp", "h.0.attn", "ln_f.weight", "wte.weight"])
-@pytest.mark.parametrize("steps_before", [0, 2])
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    ("kind", "bad", "place", "steps_before"),
+    [
+        ("adamw", math.nan, "h.1.mlp", 2),
+        ("muon", math.nan, "h.0.attn", 0),
+        ("muon", math.inf, "h.1.mlp", 2),
+        ("muon", -math.inf, "wte.weight", 2),
+    ],
+)
 def test_a_broken_gradient_changes_nothing(
     make: Callable[[], GPT], kind: str, bad: float, place: str, steps_before: int
 ) -> None:
@@ -199,43 +200,6 @@ def test_how_many_matrices_are_stacked_changes_no_bit(
     assert all_equal(states[0], states[2])
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize("elements", [1, 1000, muon.STACK_ELEMENTS // 2, 3 * muon.STACK_ELEMENTS])
-def test_matrices_at_once_are_few_and_as_many_on_every_rank(num_ranks: int, elements: int) -> None:
-    found = muon.matrices_per_stack(elements, num_ranks)
-    assert found % num_ranks == 0
-    assert found == num_ranks or found * elements <= muon.STACK_ELEMENTS
-    assert found > 0
-
-
-class Operators(TorchDispatchMode):
-    """Counts operators by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(("kind", "most"), [("adamw", 30), ("muon", 350)])
-def test_an_update_has_few_operators_however_many_layers(kind: str, most: int) -> None:
-    """Launches of small kernels would keep a fast GPU waiting for its host."""
-
-    def num_operators(num_layers: int) -> int:
-        model = new_model(replace(SHAPES["qwen3"], num_layers=num_layers))
-        model.init_weights(0)
-        optimizer = build_optimizer(model, OptimSection(optimizer=kind), torch.bfloat16)
-        put_gradients(model, 0, 1.0)
-        with Operators() as operators:
-            update(optimizer, list(model.parameters()), 0.01, 1.0)
-        return operators.counts.total()
-
-    assert num_operators(4) == num_operators(12) <= most
-
-
 @pytest.mark.parametrize("shape", [(24, 72), (72, 24)])
 def test_singular_values_become_about_one(shape: tuple[int, int]) -> None:
     stack = torch.randn(4, *shape, generator=torch.Generator().manual_seed(0))
@@ -245,7 +209,7 @@ def test_singular_values_become_about_one(shape: tuple[int, int]) -> None:
     assert torch.equal(newton_schulz(torch.zeros(2, *shape)), torch.zeros(2, *shape))
 
 
-@pytest.mark.parametrize("shape", [(32, 32), (96, 32), (32, 96)])
+@pytest.mark.parametrize("shape", [(32, 32), (32, 96)])
 def test_operations_are_those_that_torch_counts(shape: tuple[int, int]) -> None:
     with FlopCounterMode(display=False) as counted:
         newton_schulz(torch.randn(5, *shape))

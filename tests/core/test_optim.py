@@ -110,7 +110,7 @@ def test_rates_of_the_other_schedules(
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
-@pytest.mark.parametrize("warmup_steps", [0, 1, 9, 10, 11, 500])
+@pytest.mark.parametrize("warmup_steps", [0, 9, 500])
 @pytest.mark.parametrize("max_steps", [1, 10])
 def test_any_warm_up_gives_rates_up_to_the_peak(
     schedule: str, warmup_steps: int, max_steps: int

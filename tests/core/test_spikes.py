@@ -51,7 +51,7 @@ def rising_and_falling(step: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.slow
-@settings(max_examples=15)
+@settings(max_examples=5)
 @given(
     start=st.floats(0.1, 50),
     floor=st.floats(0, 20),
@@ -65,26 +65,6 @@ def test_nothing_is_bad_on_smooth_falling_curves(
     at = np.arange(1.0, 401)
     for curve in (floor + start * 0.5 ** (at / half_life), floor + start * at**-power):
         assert judged(numbered(curve, curve), spike_window_steps=window) == []
-
-
-@pytest.mark.parametrize(("first", "factor"), [(WINDOW // 4, 10.0), (WINDOW, 4.0), (700, 1.5)])
-def test_single_spikes_are_marked_with_their_scores(first: int, factor: float) -> None:
-    """Early spikes must be larger, because the steep curve has a large standard deviation."""
-    losses = noisy(falling, 1100, 0.01, seed=3)
-    norms = noisy(rising_and_falling, 1100, 0.05, seed=4)
-    spiked = [first, first + 20, first + 300]
-    for i in spiked:
-        losses[i] *= factor
-    norms[first + 100] *= 10
-    bad = judged(numbered(losses, norms))
-    assert [b.step for b in bad] == sorted([i + 1 for i in spiked] + [first + 101])
-    assert all(b.finite for b in bad)
-    for b in bad:
-        by_loss = b.step - 1 in spiked
-        assert b.loss_zscore is not None
-        assert b.grad_norm_zscore is not None
-        assert (b.loss_zscore > 6) == by_loss
-        assert (b.grad_norm_zscore > 6) == (not by_loss)
 
 
 def test_scores_are_deviations_above_the_mean_of_the_good_steps_before() -> None:
@@ -120,7 +100,7 @@ def test_only_values_far_above_a_known_mean_are_spikes(
     assert [b.step for b in judged(numbered(values, values), **changes)] == found
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(length=st.integers(1, 3 * WINDOW), height=st.floats(1.3, 1e6))
 def test_a_long_spike_does_not_make_itself_normal(length: int, height: float) -> None:
     losses = noisy(falling, 400, 0.01, seed=7)
@@ -132,8 +112,9 @@ def test_a_long_spike_does_not_make_itself_normal(length: int, height: float) ->
     assert {b.loss_zscore for b in bad} == {bad[0].loss_zscore}
 
 
-@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("where", ["loss", "norm", "both"])
+@pytest.mark.parametrize(
+    ("where", "broken"), [("loss", math.nan), ("norm", math.inf), ("both", -math.inf)]
+)
 def test_what_is_not_finite_is_bad_and_stays_out_of_the_window(broken: float, where: str) -> None:
     losses, norms = noisy(falling, 300, 0.01, 8), noisy(rising_and_falling, 300, 0.05, 9)
     spiked = [*losses, 2 * losses[-1]]
@@ -159,20 +140,6 @@ def test_a_streak_of_bad_losses_gives_up(kind: str) -> None:
         assert detector.judge(301 + i, math.nan if broken else 50.0, 1.0) is not None
         assert detector.streak == list(range(301, 302 + i))
     assert detector.out_of_patience
-
-
-@settings(max_examples=30)
-@given(st.lists(st.integers(1, 2 * PATIENCE), min_size=1, max_size=6))
-def test_one_good_step_ends_a_streak(lengths: list[int]) -> None:
-    detector = SpikeDetector(SpikesSection())
-    judged(numbered([3.0] * 200), detector)
-    for length in lengths:
-        for step in range(length):
-            detector.judge(step, 30.0, 1.0)
-            assert detector.out_of_patience == (step + 1 >= PATIENCE)
-        assert detector.judge(99, 3.0, 1.0) is None
-        assert detector.streak == []
-        assert not detector.out_of_patience
 
 
 def test_large_gradient_norms_alone_never_give_up_and_become_normal() -> None:
@@ -230,7 +197,7 @@ def as_rows(steps: Steps) -> list[tuple[int, float | None, float | None, None]]:
 
 
 @pytest.mark.slow
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(runs(), st.data())
 def test_a_run_that_goes_on_judges_like_an_unbroken_one(run: Steps, data: st.DataObject) -> None:
     unbroken = SpikeDetector(SpikesSection())
@@ -243,20 +210,3 @@ def test_a_run_that_goes_on_judges_like_an_unbroken_one(run: Steps, data: st.Dat
         (resumed.judge(*step), list(resumed.streak), resumed.out_of_patience) for step in run[at:]
     ]
     assert found == expected[at:]
-
-
-@pytest.mark.parametrize("length", [1, PATIENCE - 1])
-def test_two_windows_of_steps_before_are_as_good_as_all(length: int) -> None:
-    """A resumed run provides only two windows of steps.
-
-    Bad steps among them either follow good ones, or no longer matter.
-    """
-    count = 3 * WINDOW
-    good = noisy(lambda step: 3 + 0 * step, count, 0.01, seed=11)
-    for at in range(0, count - length, 29):
-        losses = good.copy()
-        losses[at : at + length] = 30.0
-        before = as_rows(numbered(losses))
-        unbroken = SpikeDetector(SpikesSection(), before)
-        resumed = SpikeDetector(SpikesSection(), before[-2 * WINDOW :])
-        assert resumed.judge(count + 1, 3.5, 1.0) == unbroken.judge(count + 1, 3.5, 1.0), at

@@ -27,14 +27,8 @@ from raytrain_gpt.data.shards import (
     write_manifest,
 )
 from raytrain_gpt.data.tokenize import hash_task, run_task
-from raytrain_gpt.data.tokenizer import (
-    TOKENIZER_FILE,
-    load_tokenizer,
-    read_tokenizer,
-    token_dtype,
-    tokenizer_json,
-    vocab_hash,
-)
+from raytrain_gpt.data.tokenizer import load_tokenizer, token_dtype, vocab_hash
+from raytrain_gpt.data.tokenizer_file import TOKENIZER_FILE, read_tokenizer, tokenizer_json
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import LocationLike
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from raytrain_gpt.data.describe import SAMPLE_TOKENS
+from raytrain_gpt.data.verify import SAMPLE_TOKENS
 from tests.conftest import RunCli
 from tests.data.shard_tools import prepare_here
 

@@ -7,24 +7,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.documents import read_documents
 from raytrain_gpt.data.duplicates import find_duplicates, hash_texts, only_first
-from raytrain_gpt.data.preparation import finish, start, task_file
 from raytrain_gpt.data.sources import find_pieces
-from raytrain_gpt.data.tokenize import hash_task, run_task
-from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.storage.location import Location
 from tests.conftest import raises_line
 from tests.data.shard_tools import (
     all_tokens,
     documents,
-    files,
-    plan_of,
     prepare_here,
     write_jsonl,
     write_parquet,
@@ -53,26 +48,6 @@ def test_of_equal_documents_the_first_in_source_order_stays(tmp_path: Path) -> N
     assert not (out / "unfinished").exists()
 
 
-@pytest.mark.usefixtures("small_tasks")
-def test_tasks_may_run_in_any_order_and_be_cut_off(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    whole = prepare_here([source], tmp_path / "whole", "bytes", val_tokens=60, dedupe="exact")
-    encoding, out = load_tokenizer("bytes"), tmp_path / "out"
-    plan = plan_of([source], encoding, val_tokens=60, dedupe="exact")
-    tasks = range(len(plan.tasks))
-    assert len(tasks) > 3
-    start(out, plan, encoding)
-    counts = [hash_task(out, plan, task) for task in reversed(tasks)]
-    assert sum(counts) == len(TEXTS)
-    (out / "unfinished" / "00001.hashes").unlink()
-    start(out, plan, encoding)  # stopped and restarted
-    assert [hash_task(out, plan, task) for task in tasks] == counts[::-1]
-    left_out = find_duplicates([task_file(out, task, ".hashes") for task in tasks])
-    results = [run_task(out, plan, task, 0, left_out[task]) for task in reversed(tasks)]
-    assert finish(out, plan, results, {"sources": [source]}) == whole
-    assert files(out) == files(tmp_path / "whole")
-
-
 def test_what_differs_in_a_byte_stays(tmp_path: Path) -> None:
     texts = ["a", "a ", "A", "", "\u00e9", "e\u0301", "a"] * 20
     source, out = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "out"
@@ -91,8 +66,9 @@ def test_bad_documents_are_no_duplicates_of_each_other(tmp_path: Path) -> None:
     assert (made.source["bad_documents"], made.source["duplicates"]) == (60, 88)
 
 
-@pytest.mark.parametrize("num_texts", [25, 120])
-@pytest.mark.parametrize("options", [{}, {"val_fraction": 0.01}, {"val_tokens": 30}])
+@pytest.mark.parametrize(
+    ("num_texts", "options"), [(25, {}), (120, {"val_fraction": 0.01}), (120, {"val_tokens": 30})]
+)
 def test_a_split_is_made_of_documents_that_stay(
     tmp_path: Path, num_texts: int, options: dict[str, float]
 ) -> None:
@@ -122,40 +98,23 @@ def test_only_the_first_is_read_however_often(tmp_path: Path) -> None:
         assert [[d.text for d in read(piece)] for piece in pieces] == [["one", "two"], []]
 
 
-@pytest.mark.usefixtures("small_tasks")
-def test_hashes_that_were_cut_off_are_written_again(tmp_path: Path) -> None:
-    source, out = write_jsonl(tmp_path / "a.jsonl", TEXTS), tmp_path / "out"
-    encoding = load_tokenizer("bytes")
-    plan = plan_of([source], encoding, dedupe="exact")
-    start(out, plan, encoding)
-    count = hash_task(out, plan, 0)
-    file = out / "unfinished" / "00000.hashes"
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-5])
-    assert hash_task(out, plan, 0) == count
-    assert file.read_bytes() == whole
-
-
 def test_a_hash_is_blake2b_of_the_text() -> None:
     texts = ["one", "日本", "\ud800"]
     parts = [hashlib.blake2b(t, digest_size=16).digest() for t in (b"one", "日本".encode(), b"?")]
     assert hash_texts(texts) == b"".join(parts)
 
 
-@pytest.mark.slow
-@given(
-    tasks=st.lists(st.lists(st.integers(0, 20), max_size=30), min_size=1, max_size=5),
-    part_hashes=st.sampled_from([1, 7, 1000]),
-)
-def test_any_number_of_parts_finds_the_same(
-    tmp_path_factory: pytest.TempPathFactory, tasks: list[list[int]], part_hashes: int
+@settings(max_examples=20)
+@given(tasks=st.lists(st.lists(st.integers(0, 20), max_size=30), min_size=1, max_size=5))
+def test_all_but_the_first_are_marked(
+    tmp_path_factory: pytest.TempPathFactory, tasks: list[list[int]]
 ) -> None:
     directory = Location.of(tmp_path_factory.mktemp("hashes"))
     paths = [directory / f"{i}" for i in range(len(tasks))]
     for path, task in zip(paths, tasks, strict=True):
         path.write_bytes(hash_texts(str(text) for text in task))
     seen: set[int] = set()
-    for task, found in zip(tasks, find_duplicates(paths, part_hashes), strict=True):
+    for task, found in zip(tasks, find_duplicates(paths), strict=True):
         assert len(found) == len(task)
         for text, is_duplicate in zip(task, found, strict=True):
             assert bool(is_duplicate) is (text in seen)

@@ -13,15 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain_gpt.data.describe import describe_dataset
 from raytrain_gpt.data.mixture import check_val_split, read_mixture
 from raytrain_gpt.data.shards import MANIFEST_FILE, read_manifest
-from raytrain_gpt.data.tokenizer import (
-    TOKENIZER_FILE,
-    encode_document,
-    read_tokenizer,
-)
-from raytrain_gpt.data.verify import check_shards, check_tokenizer
+from raytrain_gpt.data.tokenizer import encode_document
+from raytrain_gpt.data.tokenizer_file import TOKENIZER_FILE, read_tokenizer
+from raytrain_gpt.data.verify import check_shards, check_tokenizer, describe_dataset
 from raytrain_gpt.storage.location import Location
 from tests.data.shard_tools import write_dataset
 from tests.fuzz import Damage, bounded_work, damage_file, damages, works_or_says_why

@@ -10,8 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain_gpt.data.order import Order
-from raytrain_gpt.data.reader import READ_AHEAD, READ_THREADS, _ahead, read_sequences
+from raytrain_gpt.data.reader import READ_THREADS, _ahead, read_sequences
 from raytrain_gpt.data.shards import Manifest, Shard, Split
 from raytrain_gpt.data.tokenizer import Tokens
 from raytrain_gpt.errors import DataError
@@ -33,9 +32,10 @@ def plain_sequences(
     return sequences
 
 
-@pytest.mark.parametrize("seq_len", [1, 7, 16, 32])
-@pytest.mark.parametrize("vocab_size", [257, 100_000])
-@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize(
+    ("seq_len", "vocab_size", "split"),
+    [(1, 257, "val"), (7, 257, "train"), (16, 100_000, "train"), (32, 257, "train")],
+)
 def test_sequences_are_those_of_a_plain_reading(
     tmp_path: Path, seq_len: int, vocab_size: int, split: Split
 ) -> None:
@@ -60,15 +60,6 @@ def test_places_without_a_sequence_stay_empty(tmp_path: Path) -> None:
         assert tokens[place].tolist() == (expected[i] if i >= 0 else [0] * 17)
 
 
-def test_no_ids_read_nothing(tmp_path: Path) -> None:
-    manifest = write_dataset(tmp_path / "d", train=[200])
-    tokens, delivered = read_sequences(
-        tmp_path / "d", manifest, "train", 16, np.array([], np.int64)
-    )
-    assert tokens.shape == (0, 17)
-    assert delivered.shape == (0,)
-
-
 def test_only_the_row_groups_that_are_needed_are_read(tmp_path: Path) -> None:
     manifest = write_dataset(tmp_path / "d", train=[66, 66])
     (tmp_path / "d" / "train-00001.parquet").unlink()
@@ -76,22 +67,6 @@ def test_only_the_row_groups_that_are_needed_are_read(tmp_path: Path) -> None:
     assert delivered.tolist() == [0, 1, 2, 3]
     with raises_line(DataError, "train-00001.parquet"):
         read_sequences(tmp_path / "d", manifest, "train", 16, np.arange(5))
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
-def test_ranks_read_an_epoch_once_for_each_world_size(tmp_path: Path, world_size: int) -> None:
-    manifest = write_dataset(tmp_path / "d", train=[1500, 33, 700])
-    order = Order(manifest.row_group_sequences("train", 8), 12, 8, seed=5, window_tokens=400)
-    expected = plain_sequences(tmp_path / "d", manifest, "train", 8)
-    read: list[int] = []
-    for batch in range(order.batches_per_epoch):
-        ids = order.batch_ids(batch)
-        for share in np.split(ids, world_size):
-            tokens, delivered = read_sequences(tmp_path / "d", manifest, "train", 8, share)
-            assert tokens.tolist() == [expected[i] for i in delivered]
-            read += delivered.tolist()
-        assert read[-12:] == ids.tolist()
-    assert len(set(read)) == len(read) == len(expected) - order.remainder_sequences
 
 
 # --- read-ahead
@@ -111,34 +86,3 @@ def test_row_groups_are_read_together_and_come_in_order() -> None:
 
     groups = _ahead(read, row_groups(6 * READ_THREADS))
     assert [int(group[0]) for group in groups] == list(range(6 * READ_THREADS))
-
-
-def test_only_a_few_row_groups_are_ahead() -> None:
-    begun: list[int] = []
-
-    def read(shard: Shard, index: int) -> Tokens:
-        begun.append(index)
-        return np.array([index], np.uint16)
-
-    for taken, _ in enumerate(_ahead(read, row_groups(10 * READ_AHEAD))):
-        assert len(begun) <= taken + READ_AHEAD
-
-
-def test_an_error_comes_in_its_place_and_waits_for_nothing() -> None:
-    failed, begun = threading.Event(), []
-
-    def read(shard: Shard, index: int) -> Tokens:
-        begun.append(index)
-        if index == 5:
-            raise DataError("the fifth")
-        if index > 5:
-            assert failed.wait(60)
-        return np.array([index], np.uint16)
-
-    groups = _ahead(read, row_groups(10 * READ_AHEAD))
-    assert [int(next(groups)[0]) for _ in range(5)] == [0, 1, 2, 3, 4]
-    with pytest.raises(DataError, match="the fifth"):
-        next(groups)
-    assert not failed.is_set()
-    failed.set()
-    assert len(begun) <= 5 + READ_AHEAD

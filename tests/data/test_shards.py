@@ -116,8 +116,6 @@ def path(tmp_path: Path) -> Path:
 def test_what_is_no_dataset_is_refused_with_the_way_to_one(path: Path) -> None:
     with raises_line(DataError, "does not exist", "raytrain-gpt prepare"):
         read_manifest(path.parent / "none")
-    with raises_line(DataError, "is a file, not a dataset", f"raytrain-gpt prepare {path} --out"):
-        read_manifest(path)
     path.unlink()
     with raises_line(DataError, "not a finished dataset", "raytrain-gpt prepare"):
         read_manifest(path.parent)
@@ -160,17 +158,13 @@ def restated(manifest: Path, changed: dict[str, object]) -> None:
     ("changed", "words"),
     [
         ({"row_group_tokens": 0}, "row_group_tokens: must be greater than or equal to 1"),
-        ({"row_group_tokens": -5}, "row_group_tokens"),
         ({"split": "val"}, "the train split has no shards"),
         ({"tokens": -1}, "shards: 0: tokens"),
         ({"tokens": 10**15}, "more than 16777216 row groups"),
-        ({"tokens": 10**30}, "shards: 0: tokens"),
         ({"path": "../../outside"}, "shards: 0: path"),
         ({"vocab_size": 10**12}, "vocab_size"),
-        ({"dtype": "uint32"}, "do not fit vocab_size=257"),
         ({"eot_token": 257}, "do not fit vocab_size=257"),
         ({"source": {"hub_commits": 5}}, "must be a list"),
-        ({"source": {"duplicates": "5\nnext: x"}}, "must be an integer"),
         ({"tokenizer": "bytes\nnext: x"}, "unprintable characters"),
         ({"tokenizer": "b" * 101}, "tokenizer"),
         ({"vocab_hash": "<img>"}, "vocab_hash: a hash must have at most 64"),
@@ -191,9 +185,7 @@ def test_a_row_group_of_another_size_than_the_manifest_says_is_refused(path: Pat
         read_row_group(path.parent, manifest, manifest.shards[0], 0)
 
 
-@pytest.mark.parametrize(
-    "content", ["", "[]", "3", "{}", '{"format_version": 1}', "{\n\n", "[" * 20_000]
-)
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format_version": 1}', "[" * 20_000])
 def test_a_damaged_manifest_is_refused(path: Path, content: str) -> None:
     path.write_text(content)
     with raises_line(DataError, MANIFEST_FILE, f"remove {path.parent} and repeat the command"):

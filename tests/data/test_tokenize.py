@@ -15,20 +15,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.documents import SourcePiece, read_documents
-from raytrain_gpt.data.preparation import done_tasks, finish, start
+from raytrain_gpt.data.preparation import finish, start
 from raytrain_gpt.data.prepare_plan import Plan
 from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, read_manifest
-from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.data.split import SplitRule
 from raytrain_gpt.data.tokenize import run_task
-from raytrain_gpt.data.tokenizer import (
-    load_tokenizer,
-    make_encoding,
-    read_tokenizer,
-    vocab_hash,
-)
+from raytrain_gpt.data.tokenizer import load_tokenizer, make_encoding, vocab_hash
+from raytrain_gpt.data.tokenizer_file import read_tokenizer
 from raytrain_gpt.data.verify import check_shard
 from raytrain_gpt.errors import DataError, UserError
 from raytrain_gpt.storage.location import Location
@@ -38,7 +32,6 @@ from tests.data.shard_tools import (
     all_tokens,
     documents,
     files,
-    made_text,
     plan_of,
     prepare_here,
     row_groups,
@@ -75,40 +68,28 @@ def dealt(plan: Plan) -> dict[str, list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_tasks")
-def test_every_document_comes_back_in_order(tmp_path: Path, tokenizer: str) -> None:
+def test_every_document_comes_back_in_order(tmp_path: Path) -> None:
     texts = [*TEXTS.values(), *MANY, ""]
     sources = [
         write_jsonl(tmp_path / "a.jsonl", texts[:150]),
         write_parquet(tmp_path / "a.parquet", texts[150:], rows=20),
     ]
-    manifest = prepare_here(sources, tmp_path / "out", tokenizer, val_tokens=100)
+    manifest = prepare_here(sources, tmp_path / "out", "bytes", val_tokens=100)
     val, train = (documents(tmp_path / "out", manifest, split) for split in ("val", "train"))
     assert len(manifest.shards) > 3
     assert [*val, *train] == [text.encode() for text in texts]
 
 
-@pytest.mark.slow
-def test_txt_files_come_back_whole(tmp_path: Path, tokenizer: str, test_data: Path | None) -> None:
-    if test_data is None:
-        for i in range(3):
-            (tmp_path / f"{i}.txt").write_text(made_text(200_000, seed=i), "utf-8")
-    directory = tmp_path if test_data is None else test_data / "text"
-    manifest = prepare_here([str(directory)], tmp_path / "out", tokenizer)
-    texts = [path.read_bytes() for path in sorted(directory.glob("*.txt"))]
-    assert b"".join(both_splits(tmp_path / "out", manifest)) == b"".join(texts)
-    assert sum(shard.text_bytes for shard in manifest.shards) == sum(map(len, texts))
-
-
-STORIES = [f"Story {i}.\n\n日本 " + "x" * (i * 37 % 90) for i in range(3000)]
+STORIES = [f"Story {i}.\n\n日本 " + "x" * (i * 37 % 90) for i in range(600)]
 EOT = "<|endoftext|>"
 
 
 def write_stories(directory: Path) -> str:
     """Write stories to three files, one of them compressed; return the directory."""
     directory.mkdir()
-    for name, first in (("a.txt", 0), ("b.txt.gz", 1000), ("c.txt", 2000)):
-        text = f"\n{EOT}\n".join(STORIES[first : first + 1000]) + "\n"
-        content = text.encode() if first % 2000 else text.encode() + EOT.encode() + b"\n"
+    for name, first in (("a.txt", 0), ("b.txt.gz", 200), ("c.txt", 400)):
+        text = f"\n{EOT}\n".join(STORIES[first : first + 200]) + "\n"
+        content = text.encode() if first % 400 else text.encode() + EOT.encode() + b"\n"
         (directory / name).write_bytes(gzip.compress(content) if ".gz" in name else content)
     return str(directory)
 
@@ -119,19 +100,9 @@ def test_stories_between_separators_are_split_one_by_one(tmp_path: Path) -> None
     manifest = prepare_here([source], out, "bytes", val_fraction=0.1, document_separator=EOT)
     train, val = (documents(out, manifest, split) for split in ("train", "val"))
     assert sorted([*train, *val]) == sorted(story.encode() for story in STORIES)
-    assert len(manifest.split_shards("val")) == 3
-    assert len(val) == pytest.approx(300, abs=60)
+    assert len(manifest.split_shards("val")) > 1
+    assert len(val) == pytest.approx(60, abs=30)
     assert sum(shard.documents for shard in manifest.shards) == len(STORIES)
-
-
-@pytest.mark.usefixtures("small_tasks")
-def test_stories_keep_their_order(tmp_path: Path) -> None:
-    source = write_stories(tmp_path / "text")
-    options: dict[str, Any] = {"val_tokens": 90_000, "dedupe": "exact", "document_separator": EOT}
-    whole = prepare_here([source, source], tmp_path / "whole", "bytes", **options)
-    val, train = (documents(tmp_path / "whole", whole, split) for split in ("val", "train"))
-    assert [*val, *train] == [story.encode() for story in STORIES]
-    assert 90_000 <= sum(len(story) + 1 for story in val) < 90_200
 
 
 @pytest.mark.slow
@@ -236,18 +207,7 @@ def test_the_source_of_val_validates_and_trains_nothing(tmp_path: Path) -> None:
         plan_of([val], encoding, val=val)
 
 
-def test_of_few_documents_the_end_of_the_text_validates_from_a_line_end(tmp_path: Path) -> None:
-    texts = [made_text(1000, seed=i) for i in range(99)]
-    source = write_jsonl(tmp_path / "a.jsonl", texts)
-    split = dealt(plan_of([source], load_tokenizer("bytes"), val_fraction=0.1))
-    train, val = "".join(split["train"]), "".join(split["val"])
-    whole = "".join(texts)
-    assert train + val == whole
-    assert train.endswith("\n")
-    assert 0 <= len(val.encode()) - 0.1 * len(whole.encode()) < 200
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     texts=st.lists(st.text("ab\né日😀", max_size=12), min_size=1, max_size=5),
     fraction=st.sampled_from([0.01, 0.3, 0.5, 0.99]),
@@ -275,8 +235,8 @@ def write_named_alike(directory: Path, num: int) -> list[str]:
     return [str(directory / f"{i:03d}" / "text.txt") for i in range(num)]
 
 
-@pytest.mark.parametrize(("num", "num_val"), [(120, 12), (1000, 100)])
-def test_files_of_one_name_are_split_as_others(tmp_path: Path, num: int, num_val: int) -> None:
+def test_files_of_one_name_are_split_as_others(tmp_path: Path) -> None:
+    num, num_val = 120, 12
     splits = []
     for place in ("here", "there/deeper"):
         named = write_named_alike(tmp_path / place, num)
@@ -286,7 +246,7 @@ def test_files_of_one_name_are_split_as_others(tmp_path: Path, num: int, num_val
     assert len(splits[0]["val"]) + len(splits[0]["train"]) == num
 
 
-@pytest.mark.parametrize("val_tokens", [1, 50, 1000])
+@pytest.mark.parametrize("val_tokens", [1, 1000])
 def test_val_tokens_are_the_first_documents(tmp_path: Path, source: str, val_tokens: int) -> None:
     manifest = prepare_here([source], tmp_path / "out", "bytes", val_tokens=val_tokens)
     ends = np.cumsum([len(text.encode()) + 1 for text in MANY])
@@ -320,25 +280,12 @@ def test_a_split_that_would_be_empty_is_refused(
 
 
 @pytest.mark.usefixtures("small_tasks")
-def test_sources_elsewhere_give_the_same_shards(tmp_path: Path) -> None:
-    shards = []
-    for place in ("here", "there"):
-        (tmp_path / place).mkdir()
-        write_jsonl(tmp_path / place / "a.jsonl", MANY)
-        out = tmp_path / f"{place} out"
-        shards.append(prepare_here([str(tmp_path / place)], out, "bytes").shards)
-    assert shards[0] == shards[1]
-
-
-@pytest.mark.usefixtures("small_tasks")
-@pytest.mark.parametrize("order", ["forward", "backward"])
-def test_tasks_may_run_in_any_order(tmp_path: Path, source: str, order: str) -> None:
+def test_tasks_may_run_in_any_order(tmp_path: Path, source: str) -> None:
     whole = prepare_here([source], tmp_path / "whole", "bytes")
     encoding, out = load_tokenizer("bytes"), tmp_path / "out"
     plan = plan_of([source], encoding)
     assert start(out, plan, encoding) is None
-    tasks = range(len(plan.tasks))
-    results = [run_task(out, plan, t) for t in (tasks if order == "forward" else reversed(tasks))]
+    results = [run_task(out, plan, t) for t in reversed(range(len(plan.tasks)))]
     assert finish(out, plan, results, {"sources": [source]}).hash == whole.hash
     assert files(out) == files(tmp_path / "whole")
 
@@ -355,7 +302,7 @@ def interrupted(out: Path, source: str, num_tasks: int) -> Plan:
 
 
 @pytest.mark.usefixtures("small_tasks")
-@pytest.mark.parametrize("num_tasks", [0, 1, 3])
+@pytest.mark.parametrize("num_tasks", [0, 3])
 def test_an_interrupted_preparation_goes_on_to_the_same_bytes(
     tmp_path: Path, source: str, out: Path, num_tasks: int
 ) -> None:
@@ -366,22 +313,6 @@ def test_an_interrupted_preparation_goes_on_to_the_same_bytes(
     assert prepare_here([source], out, "bytes") == whole
     assert files(out) == files(tmp_path / "whole")
     assert {path: path.stat().st_mtime_ns for path in done} == done
-
-
-@pytest.mark.usefixtures("small_tasks")
-def test_a_task_whose_end_was_not_noted_is_done_again(
-    tmp_path: Path, source: str, out: Path
-) -> None:
-    prepare_here([source], tmp_path / "whole", "bytes")
-    interrupted(out, source, 3)
-    (out / "unfinished" / "00001.json").rename(
-        out / "unfinished" / "00001.json.0123abcd.unfinished"
-    )
-    (out / "tokenizer.json.0123abcd.unfinished").write_text("{")
-    (out / "train-00001.parquet").write_bytes(b"half")
-    assert done_tasks(out, ".json") == {0, 2}
-    prepare_here([source], out, "bytes")
-    assert files(out) == files(tmp_path / "whole")
 
 
 def test_a_task_that_fails_leaves_no_file(tmp_path: Path) -> None:
@@ -408,13 +339,6 @@ def test_a_document_that_loses_text_is_named(tmp_path: Path) -> None:
     assert not list(out.glob("*.parquet"))
 
 
-def test_a_finished_preparation_is_not_done_again(source: str, out: Path) -> None:
-    manifest = prepare_here([source], out, "bytes")
-    times = {path: path.stat().st_mtime_ns for path in out.iterdir()}
-    assert prepare_here([source], out, "bytes") == manifest
-    assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == times
-
-
 def test_another_dataset_is_not_overwritten(source: str, out: Path) -> None:
     prepare_here([source], out, "bytes")
     before = files(out)
@@ -422,14 +346,6 @@ def test_another_dataset_is_not_overwritten(source: str, out: Path) -> None:
         with raises_line(DataError, "already contains another dataset", "--out"):
             prepare_here([source], out, "bytes", **options)
     assert files(out) == before
-
-
-def test_a_directory_with_other_files_is_not_touched(tmp_path: Path, source: str) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.tex").write_text("years of work")
-    with raises_line(DataError, "not empty", "--out"):
-        prepare_here([source], tmp_path / "out", "bytes")
-    assert files(tmp_path / "out") == {"thesis.tex": b"years of work"}
 
 
 def test_a_plan_holds_all_that_decides_the_shards(source: str) -> None:
@@ -452,13 +368,3 @@ def test_a_plan_keeps_the_hash_that_is_in_older_manifests() -> None:
     piece = SourcePiece("a.txt", Location("/a.txt"), 0, 9, 9)
     plan = Plan((piece,), ((0, 1),), "text", SplitRule(), "v", 4, False)
     assert plan.hash == "4d61201076b982d2eaceb82da3eaa4c50f8f47fcb657dd5acf770b3244d90ce2"
-
-
-def test_a_corpus_is_cut_into_tasks_of_a_shard(tmp_path: Path) -> None:
-    source = write_parquet(tmp_path / "a.parquet", MANY, rows=10)
-    pieces = find_pieces([source], PrepareOptions(), print)
-    plan = plan_of([source], load_tokenizer("bytes"), shard_tokens=3000)
-    assert [i for first, stop in plan.tasks for i in range(first, stop)] == list(range(len(pieces)))
-    for first, stop in plan.tasks[:-1]:
-        sizes = [piece.text_bytes for piece in pieces[first:stop]]
-        assert sum(sizes) >= 3000 > sum(sizes[:-1])

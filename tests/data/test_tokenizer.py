@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import unicodedata
 from pathlib import Path
@@ -14,15 +13,12 @@ import raytrain_gpt
 from raytrain_gpt.data.tokenizer import (
     EOT,
     PROBE,
-    TOKENIZER_FILE,
     bytes_per_id,
     decode_tokens,
     encode_document,
     load_tokenizer,
     make_encoding,
-    read_tokenizer,
     token_dtype,
-    tokenizer_json,
     vocab_hash,
 )
 from raytrain_gpt.errors import DataError
@@ -41,8 +37,8 @@ def test_a_document_comes_back_closed_by_eot(tokenizer: str, text: str) -> None:
 
 def test_a_very_long_word_comes_back(tokenizer: str) -> None:
     encoding = load_tokenizer(tokenizer)
-    tokens = encode_document(encoding, "x" * 1_000_000)
-    assert encoding.decode_bytes(tokens[:-1].tolist()) == b"x" * 1_000_000
+    tokens = encode_document(encoding, "x" * 100_000)
+    assert encoding.decode_bytes(tokens[:-1].tolist()) == b"x" * 100_000
 
 
 def test_bytes_are_their_own_ids() -> None:
@@ -103,16 +99,6 @@ def test_an_id_that_the_vocabulary_leaves_out_has_no_text() -> None:
     assert decode_tokens(encoding, [104, 280, 105, 0xC3]) == "hi\ufffd"
 
 
-def test_the_carried_tokenizer_is_the_same(tokenizer: str, tmp_path: Path) -> None:
-    encoding = load_tokenizer(tokenizer)
-    (tmp_path / TOKENIZER_FILE).write_text(tokenizer_json(encoding), "utf-8")
-    carried = read_tokenizer(tmp_path)
-    assert vocab_hash(carried) == vocab_hash(encoding)
-    assert (carried.name, carried.n_vocab) == (encoding.name, encoding.n_vocab)
-    text = made_text(5000, seed=1)
-    assert (encode_document(carried, text) == encode_document(encoding, text)).all()
-
-
 def test_gpt2_ids_are_those_of_the_released_model(gpt2: tiktoken.Encoding) -> None:
     tokens = encode_document(gpt2, "Hello, I am a language model,").tolist()
     assert tokens == [15496, 11, 314, 716, 257, 3303, 2746, 11, 50256]
@@ -138,44 +124,3 @@ def test_ids_are_uint16_where_the_vocabulary_fits() -> None:
 def test_an_unknown_tokenizer_is_named_with_those_there_are() -> None:
     with raises_line(DataError, "gpt3", "bytes", "gpt2", "cl100k_base"):
         load_tokenizer("gpt3")
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "words"),
-    [
-        ("name", "a\nb", "100 printable characters"),
-        ("name", "\x1b[31m", "100 printable characters"),
-        ("name", "", "100 printable characters"),
-        ("name", "n" * 101, "100 printable characters"),
-        ("name", 5, "100 printable characters"),
-        ("pattern", "", "matches empty text"),
-        ("pattern", "x*", "matches empty text"),
-        ("pattern", "(", "position"),
-        ("pattern", r" ?\p{L}+|\p{N}+", "drops text such as"),
-        ("pattern", r"\d{1,3}", "drops text such as 'A'"),
-        ("special_tokens", {}, f"no {EOT}"),
-        ("special_tokens", {EOT: 255}, "must be distinct numbers"),
-        ("special_tokens", {EOT: 10**9}, "must be distinct numbers"),
-        ("special_tokens", {EOT: -1}, "must be distinct numbers"),
-        ("special_tokens", {EOT: "256"}, "must be distinct numbers"),
-        ("ranks", [], "256 bytes"),
-        ("ranks", [["AA==", 0], ["AA==", 1]], "twice"),
-    ],
-)
-def test_a_tokenizer_whose_parts_do_not_fit_is_refused(
-    tmp_path: Path, key: str, value: object, words: str
-) -> None:
-    content = json.loads(tokenizer_json(load_tokenizer("bytes"))) | {key: value}
-    (tmp_path / TOKENIZER_FILE).write_text(json.dumps(content))
-    with raises_line(DataError, TOKENIZER_FILE, words):
-        read_tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "content", [None, "", "[]", "{}", '{"name": "bytes", "ranks": 3}', "[" * 20_000]
-)
-def test_a_damaged_carried_tokenizer_is_refused(tmp_path: Path, content: str | None) -> None:
-    if content is not None:
-        (tmp_path / TOKENIZER_FILE).write_text(content)
-    with raises_line(DataError, TOKENIZER_FILE, "repeat the command that prepared the dataset"):
-        read_tokenizer(tmp_path)

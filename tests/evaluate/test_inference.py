@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from raytrain_gpt.core import generate, kv_cache
+from raytrain_gpt.core import generate
 from raytrain_gpt.core.attention import attention
 from raytrain_gpt.evaluate import inference
 from raytrain_gpt.evaluate.inference import RULE, sample_checkpoint
@@ -21,13 +21,13 @@ def test_the_first_sample_is_shown_while_it_is_generated(
 ) -> None:
     write_checkpoint(tmp_path / "run", 10, 3.0)
     events: list[str] = []
-    step = generate._Batch.step
+    draw = generate.draw_tokens
 
-    def counted(batch: generate._Batch) -> None:
+    def counted(*args: Any) -> list[int]:
         events.append("step")
-        step(batch)
+        return draw(*args)
 
-    monkeypatch.setattr(generate._Batch, "step", counted)
+    monkeypatch.setattr(generate, "draw_tokens", counted)
     texts = sample_checkpoint(
         tmp_path / "run", "a\nb", print, num_samples=3, max_new_tokens=40, show=events.append
     )
@@ -64,7 +64,7 @@ def test_as_on_a_gpu_samples_are_drawn_in_bf16(
         return attention(q, k, v, **options)
 
     types: list[torch.dtype] = []
-    monkeypatch.setattr(kv_cache, "attention", spy)
+    monkeypatch.setattr(generate, "attention", spy)
     write_checkpoint(tmp_path / "run", 10, 3.0)
     sample_checkpoint(tmp_path / "run", "a", print, num_samples=1, max_new_tokens=8)
     assert set(types) == {torch.float32}

@@ -15,11 +15,16 @@ from torch import Tensor
 
 from raytrain_gpt.config.built_in import Qwen3Settings
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.core.registry import new_model, resolved_shape
+from raytrain_gpt.core.registry import resolved_shape
 from raytrain_gpt.errors import CheckpointError
-from raytrain_gpt.export.hf_config import hf_config_files, read_hf_config
 from raytrain_gpt.export.hf_gpt2 import shape_of_tensors
-from raytrain_gpt.export.hf_weights import hf_tensors, model_of, read_hf_weights
+from raytrain_gpt.export.hf_weights import (
+    hf_config_files,
+    hf_tensors,
+    model_of,
+    read_hf_config,
+    read_hf_weights,
+)
 from tests.conftest import raises_line
 
 ODD = [GPTShape(1, 1, 8, 3, 65), GPTShape(3, 5, 40, 33, 257), GPTShape(2, 12, 96, 17, 1000)]
@@ -40,9 +45,6 @@ QWEN3 = [
     GPTShape(2, 4, 96, 17, 1000, 0.0, "qwen3", OF_QWEN3),
 ]
 ONE_CHANNEL_PAIR = resolved_shape(GPTShape(1, 1, 2, 1, 65, 0.0, "qwen3"))
-AS_WIDE_AS_GPT2 = resolved_shape(
-    GPTShape(1, 12, 768, 700, 300, 0.0, "qwen3", Qwen3Settings(num_kv_heads=4))
-)
 PLAIN = {"gpt2": ODD[1], "qwen3": QWEN3[2]}
 
 
@@ -70,7 +72,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [*ODD, *QWEN3, ONE_CHANNEL_PAIR, AS_WIDE_AS_GPT2], ids=str)
+@pytest.mark.parametrize("shape", [ODD[1], *QWEN3[1:], ONE_CHANNEL_PAIR], ids=str)
 def test_an_imported_model_has_the_logits_and_gradients_of_transformers(shape: GPTShape) -> None:
     """The embedding's gradient depends on those of all layers."""
     reference = hf_model(shape)
@@ -86,18 +88,6 @@ def test_an_imported_model_has_the_logits_and_gradients_of_transformers(shape: G
     ours = model.wte.weight.grad
     assert ours is not None
     assert (ours[: shape.vocab_size] - wanted).norm() <= 1e-5 * wanted.norm()
-
-
-@pytest.mark.parametrize("shape", ODD + QWEN3, ids=str)
-def test_a_model_of_ours_goes_out_and_comes_back(shape: GPTShape) -> None:
-    model = new_model(shape)
-    model.init_weights(3)
-    out = hf_tensors(model, torch.float32)
-    back = model_of(out, "here", shape)
-    assert max(map(len, out.values())) == max(shape.vocab_size, 4 * shape.embd_size)
-    for (name, ours), theirs in zip(model.named_parameters(), back.parameters(), strict=True):
-        rows = shape.vocab_size if name in ("wte.weight", "lm_head.weight") else len(ours)
-        assert torch.equal(ours[:rows], theirs[:rows]), name
 
 
 def plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -120,15 +110,6 @@ def test_all_ways_of_writing_it_are_the_same_model(
     tensors = saved(hf_model(ODD[1]), tmp_path)
     model = model_of(written(tensors), "here", ODD[1])
     assert equal(hf_tensors(model, torch.float32), tensors)
-
-
-@pytest.mark.parametrize("shape", [ODD[1], QWEN3[2]], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_becomes_fp32(dtype: torch.dtype, shape: GPTShape, tmp_path: Path) -> None:
-    tensors = {k: t.to(dtype) for k, t in saved(hf_model(shape), tmp_path).items()}
-    model = model_of(tensors, "here", shape)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert equal(hf_tensors(model, dtype), tensors)
 
 
 def test_padded_rows_take_no_probability_from_a_trained_model() -> None:
@@ -185,16 +166,13 @@ THREE = torch.zeros(3)
     [
         ("gpt2", {WTE: None}, ["3 layers and wte.weight missing", "3 and (257, 40)"]),
         ("gpt2", {FC: None}, ["h.1.mlp.c_fc.weight missing", "a GPT-2", "(160, 40)"]),
-        ("gpt2", {FC: torch.zeros(160, 40)}, ["h.1.mlp.c_fc.weight (40, 160)", "(160, 40)"]),
         ("gpt2", {FC: torch.zeros(40, 160).char()}, ["torch.int8", "fp32, fp16 and bf16"]),
         ("gpt2", {FC: torch.full((40, 160), torch.nan)}, ["h.1.mlp.c_fc.weight", "not finite"]),
         ("gpt2", {"transformer.h.1.rotary": THREE}, ["h.1.rotary (3,)", "no such tensor"]),
         ("gpt2", {"transformer.h.999999999.x": THREE}, ["4 layers", "has 3"]),
         ("gpt2", {HEAD: torch.zeros(257, 40)}, [f"{HEAD} that differs from its embedding"]),
-        ("qwen3", {GATE: None}, ["h.1.mlp.gate_proj.weight missing", "a Qwen3", "(64, 96)"]),
         ("qwen3", {GATE: torch.zeros(96, 64)}, ["h.1.mlp.gate_proj.weight (96, 64)", "(64, 96)"]),
         ("qwen3", {K_NORM: torch.zeros(128)}, ["h.0.k_norm.weight (128,)", "(24,)"]),
-        ("qwen3", {HEAD: None}, [f"{HEAD} missing", "(1000, 96)"]),
         ("qwen3", {HEAD: torch.zeros(999, 96)}, [f"{HEAD} (999, 96)", "(1000, 96)"]),
         ("qwen3", {EMBED: torch.zeros(999, 96)}, ["(999, 96)", "2 and (1000, 96)"]),
         ("qwen3", {Q_BIAS: torch.zeros(96)}, ["h.1.attn.q_proj.bias"]),
@@ -308,14 +286,8 @@ def test_rotary_positions_are_read_as_old_and_new_versions_write_them(
     [
         ("gpt2", "model_type", "llama"),
         ("gpt2", "activation_function", "relu"),
-        ("gpt2", "scale_attn_by_inverse_layer_idx", True),
-        ("gpt2", "scale_attn_weights", False),
-        ("gpt2", "add_cross_attention", True),
         ("gpt2", "layer_norm_epsilon", 1e-6),
         ("gpt2", "n_inner", 80),
-        ("qwen3", "hidden_act", "gelu"),
-        ("qwen3", "rms_norm_eps", 1e-5),
-        ("qwen3", "attention_bias", True),
         ("qwen3", "use_sliding_window", True),
         ("qwen3", "layer_types", ["sliding_attention", "full_attention"]),
         ("qwen3", "rope_scaling", {"rope_type": "yarn", "factor": 4.0}),

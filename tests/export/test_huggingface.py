@@ -26,7 +26,8 @@ from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.registry import new_model, resolved_shape
 from raytrain_gpt.data.reader import read_sequences
 from raytrain_gpt.data.shards import read_manifest
-from raytrain_gpt.data.tokenizer import load_tokenizer, tokenizer_json, vocab_hash
+from raytrain_gpt.data.tokenizer import load_tokenizer, vocab_hash
+from raytrain_gpt.data.tokenizer_file import tokenizer_json
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
 from raytrain_gpt.evaluate.inference import evaluate_checkpoint
 from raytrain_gpt.export import huggingface
@@ -139,11 +140,8 @@ def refused(run_cli: RunCli, tmp_path: Path) -> Refused:
     ("tokenizer", "dtype", "sizes"),
     [
         ("bytes", "fp32", {}),
-        ("bytes", "bf16", {}),
-        ("gpt2", "fp32", {}),
-        ("bytes", "fp32", QWEN3),
-        ("bytes", "bf16", UNTIED),
-        ("gpt2", "fp32", UNTIED),
+        ("bytes", "bf16", QWEN3),
+        pytest.param("gpt2", "fp32", UNTIED, marks=pytest.mark.slow),
     ],
     indirect=["tokenizer"],
 )
@@ -265,15 +263,15 @@ def test_a_full_disk_leaves_nothing_behind(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_empty_directory_is_taken(exported: Exported, tmp_path: Path) -> None:
-    export_checkpoint(exported[1].parent / "run", tmp_path, "bf16", print)
-    assert len({file.stat().st_mode for file in tmp_path.iterdir()}) == 1
-    assert (tmp_path / "config.json").is_file()
-
-
-@pytest.mark.parametrize("in_shards", [False, True])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("shape", [ODD[1], *(replace(one, vocab_size=257) for one in OF_QWEN3)])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "in_shards"),
+    [
+        (ODD[1], "bf16", True),
+        (replace(OF_QWEN3[1], vocab_size=257), "fp32", True),
+        (replace(OF_QWEN3[2], vocab_size=257), "bf16", False),
+    ],
+    ids=["gpt2", "tied", "untied"],
+)
 def test_what_is_imported_is_exported_bit_for_bit(
     shape: GPTShape, dtype: huggingface.DType, in_shards: bool, tmp_path: Path
 ) -> None:
@@ -338,18 +336,12 @@ DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
     ("sizes", "changed", "words"),
     [
         ({}, {"n_layer": float("inf")}, ["is damaged"]),
-        ({}, {"n_embd": float("nan")}, ["is damaged"]),
         ({}, {"n_layer": 10**9}, ["num_layers=1000000000"]),
         ({}, dict.fromkeys(DROPOUTS, 2.0), ["a dropout of 2.0"]),
-        ({}, dict.fromkeys(DROPOUTS, float("nan")), ["dropout of nan"]),
         (QWEN3, {"num_key_value_heads": 3}, ["num_kv_heads=3 does not divide num_heads=4"]),
-        (QWEN3, {"num_attention_heads": 32, "head_dim": 1}, ["odd head size"]),
-        (QWEN3, {"num_hidden_layers": 10**9}, ["num_layers=1000000000"]),
         (QWEN3, {"num_hidden_layers": 10**4}, ["2 layers", "10000"]),
-        (QWEN3, {"vocab_size": 10**30}, ["wte.weight (257, 32)"]),
         (QWEN3, {"intermediate_size": 10**20}, ["mlp_size=1000"]),
         (QWEN3, {"rope_theta": 0.5, "rope_parameters": None}, ["rope_theta=0.5"]),
-        (QWEN3, {"attention_dropout": float("nan")}, ["dropout of nan"]),
         (QWEN3, {"num_attention_heads": 0}, ["is damaged"]),
     ],
     ids=str,
@@ -464,8 +456,7 @@ def test_a_tokenizer_of_another_size_is_refused(
     line = refused("import", hf, "--tokenizer", "gpt2")
     assert "gpt2 has 50257 ids" in line
     assert "have 257; set --tokenizer" in line
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (hf / name).unlink()
+    (hf / "tokenizer.json").unlink()
     change_config(hf, vocab_size=256)
     tensors = load_file(hf / "model.safetensors")
     tensors["transformer.wte.weight"] = tensors["transformer.wte.weight"][:256].clone()
@@ -499,23 +490,6 @@ def test_init_from_refuses_what_does_not_fit(
     other = manifest.model_copy(update={"vocab_hash": "other"})
     with raises_line(DataError, "prepare the data with the same tokenizer"):
         check_init_from(config, other)
-
-
-@pytest.mark.slow
-def test_training_starts_from_imported_weights_with_a_shorter_context(
-    exported: Exported, make_config: MakeConfig, tmp_path: Path
-) -> None:
-    model, out = exported
-    place, _ = import_weights(out, tmp_path / "checkpoint", print)
-    still = {"peak_lr": 1e-9, "min_lr": 1e-9, "max_steps": 1, "weight_decay": 0.0}
-    summary = train(
-        make_config(run_name="from-import", init_from=str(place), seq_len=32, **still), print
-    )
-    assert summary.checkpoint is not None
-    weights = load_file(summary.checkpoint.path.path / "model.safetensors")
-    for name, parameter in model.named_parameters():
-        rows = {"wpe.weight": 32, "wte.weight": 257}.get(name, len(parameter))
-        assert torch.allclose(weights[name][:rows], parameter[:rows], rtol=0, atol=1e-7), name
 
 
 @pytest.mark.long

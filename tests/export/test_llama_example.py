@@ -29,25 +29,23 @@ class Mine(GPT2):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.slow
 def test_llama_3_trains_resumes_and_exports(
-    tied: bool, make_config: MakeConfig, tmp_path: Path, run_cli: RunCli
+    make_config: MakeConfig, tmp_path: Path, run_cli: RunCli
 ) -> None:
     kinds.set_user_code(Code.read(LLAMA))
     fields = {
-        "architecture": "llama3", "num_kv_heads": 1, "tied_embeddings": tied, "optimizer": "muon",
-        "max_steps": 20, "document_mask": True, "activation_checkpointing": "selective",
+        "architecture": "llama3", "num_kv_heads": 1, "tied_embeddings": False, "optimizer": "muon",
+        "max_steps": 6, "document_mask": True, "activation_checkpointing": "selective",
         "storage_path": str(tmp_path), "peak_lr": 0.02, "min_lr": 0.0,
     }  # fmt: skip
     whole = train(make_config(run_name="whole", **fields), print)
     assert whole.checkpoint.state.config["model"]["rope_theta"] == 500_000.0
-    cut = restarted_from(whole, 10, tmp_path, "cut")
+    cut = restarted_from(whole, 3, tmp_path, "cut")
     train(make_config(run_name="cut", **fields), print)
     assert_same(cut, whole)
 
     code, run = ("--code", LLAMA), whole.run_dir.path
-    prompt = ("--prompt", "To be", "--num_samples", "1", "--max_new_tokens", "8")
-    assert "To be" in run_cli.succeeds("sample", run, *prompt, *code)
     run_cli.succeeds("export", run, "--out", tmp_path / "hf", *code)
     run_cli.succeeds("export", run, "--out", tmp_path / "l.gguf", "--format", "gguf", *code)
     kinds.set_user_code(Code.read(LLAMA))

@@ -96,16 +96,6 @@ def test_an_unreadable_shard_ends_the_reading_with_its_error(
         next(chunks_in_process(spec, 4, 0))
 
 
-def test_a_row_has_its_ranks_share_of_tokens_that_are_not_copied(spec: IngestSpec) -> None:
-    chunk = read_chunk(spec, ReadRange("train", 2, 4), range(WORLD_SIZE))
-    rows = chunk.to_table()
-    assert rows["tokens"].chunk(0).buffers()[2].address == chunk.tokens.ctypes.data
-    for rank in range(WORLD_SIZE):
-        row = RankChunk.from_table(rows.slice(rank, 1), spec.seq_len, spec.data.dtype)
-        assert row.ranks == range(rank, rank + 1)
-        assert np.array_equal(row.tokens, chunk.tokens[rank * 2 : rank * 2 + 2])
-
-
 @pytest.mark.parametrize(
     ("rank", "ranges", "words"),
     [

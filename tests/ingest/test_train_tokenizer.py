@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -17,21 +15,16 @@ from tokenizers import Tokenizer
 from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.prepare_plan import make_plan
 from raytrain_gpt.data.shards import read_manifest
-from raytrain_gpt.data.tokenizer import (
-    TOKENIZER_FILE,
-    read_tokenizer,
-    tokenizer_json,
-    vocab_hash,
-)
-from raytrain_gpt.errors import DataError
-from raytrain_gpt.ingest.hf_tokenizer import (
+from raytrain_gpt.data.tokenizer import vocab_hash
+from raytrain_gpt.data.tokenizer_file import (
     GPT2_PATTERN,
-    HF_TOKENIZER_CONFIG_FILE,
-    HF_TOKENIZER_FILE,
-    hf_tokenizer_files,
+    TOKENIZER_FILE,
     merges_of,
     open_tokenizer,
+    read_tokenizer,
+    tokenizer_json,
 )
+from raytrain_gpt.errors import DataError
 from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.ingest.train_tokenizer import _pieces, sample, train_bpe
 from tests.conftest import RunCli, raises_line
@@ -54,7 +47,7 @@ def encoding() -> tiktoken.Encoding:
 
 
 def test_ids_are_those_of_tokenizers_and_every_id_is_made(encoding: tiktoken.Encoding) -> None:
-    theirs = Tokenizer.from_str(hf_tokenizer_files(encoding, 64)[HF_TOKENIZER_FILE])
+    theirs = Tokenizer.from_str(tokenizer_json(encoding))
     assert encoding.n_vocab == 600
     assert encoding.eot_token == 599
     assert len(merges_of(encoding._mergeable_ranks)) == 600 - 257
@@ -75,37 +68,11 @@ def test_ids_are_those_of_tokenizers_and_every_id_is_made(encoding: tiktoken.Enc
 def test_words_for_training_are_cut(word: str) -> None:
     ordinary = f"def f(x):\n    return {'x' * 200}\n" * 200
     text = f"{ordinary}{word * 20_000}{ordinary}"
-    cut = list(_pieces([text], threading.Event()))
+    cut = list(_pieces([text]))
     assert "".join(cut) == text
     words = [found[0] for one in cut for found in regex.finditer(GPT2_PATTERN, one)]
     assert max(map(len, words)) <= 3 * 256
-    assert [*_pieces([ordinary], threading.Event())] == [ordinary], "ordinary words stay whole"
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_training() -> None:
-    code = (
-        "import random\n"
-        "from raytrain_gpt.ingest.train_tokenizer import train_bpe\n"
-        "def texts():\n"
-        "    yield ''.join(random.choices('abcdefghijklmnopqrstuvwxyz', k=3_000_000))\n"
-        "    print('read', flush=True)\n"
-        "train_bpe(texts(), 30_000)\n"  # takes half a minute
-        "print('trained', flush=True)\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "read\n"
-        process.send_signal(signal.SIGINT)
-        shown, errors = process.communicate()
-    assert (shown, errors.splitlines()[-1]) == ("", "KeyboardInterrupt")
-
-
-def test_merges_of_very_long_tokens_are_refused() -> None:
-    with raises_line(DataError, "squared lengths of tokens sum to", "above"):
-        merges_of({b"a" * length: length for length in range(1, 800)})
+    assert [*_pieces([ordinary])] == [ordinary], "ordinary words stay whole"
 
 
 @pytest.mark.slow
@@ -144,7 +111,7 @@ def test_the_sample_is_bounded_and_leaves_out_validation(tmp_path: Path) -> None
     assert some == list(sample(plan, options, max_bytes=10_000))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_copy_of_a_validation_document_does_not_train(tmp_path: Path, seed: int) -> None:
     """With `dedupe`, the first of equal documents counts, which may be for validation."""
     texts = [f"seed {seed} document {i} " * 20 for i in range(150)]
@@ -188,18 +155,16 @@ def test_a_dataset_has_its_own_tokenizer_and_trains_it_once(tmp_path: Path) -> N
 def test_a_second_dataset_takes_the_tokenizer_of_a_file(
     encoding: tiktoken.Encoding, tmp_path: Path, run_cli: RunCli
 ) -> None:
-    (tmp_path / "ours.json").write_text(tokenizer_json(encoding))
-    for name, content in hf_tokenizer_files(encoding, 64).items():
-        (tmp_path / name).write_text(content)
-    for name in ("ours.json", HF_TOKENIZER_FILE, "."):
+    (tmp_path / TOKENIZER_FILE).write_text(tokenizer_json(encoding))
+    for name in (TOKENIZER_FILE, "."):
         assert vocab_hash(open_tokenizer(str(tmp_path / name), print)) == vocab_hash(encoding)
-    (tmp_path / HF_TOKENIZER_CONFIG_FILE).unlink()
-    nameless = open_tokenizer(str(tmp_path), print)
+    Tokenizer.from_str(tokenizer_json(encoding)).save(str(tmp_path / "saved.json"))
+    nameless = open_tokenizer(str(tmp_path / "saved.json"), print)
     assert nameless.name == "imported"
     assert nameless._mergeable_ranks == encoding._mergeable_ranks
     (tmp_path / "book.txt").write_text("to be\n" * 100)
     out = tmp_path / "data"
-    flags = ["--out", str(out), "--tokenizer", str(tmp_path / "ours.json")]
+    flags = ["--out", str(out), "--tokenizer", str(tmp_path)]
     run_cli.succeeds("prepare", tmp_path / "book.txt", *flags)
     assert read_manifest(out).vocab_hash == vocab_hash(encoding)
 

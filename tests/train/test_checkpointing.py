@@ -16,7 +16,7 @@ from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.config.resolved import ResolvedConfig, RunPlan
 from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.data.locations import read_data
-from raytrain_gpt.data.tokenizer import read_tokenizer
+from raytrain_gpt.data.tokenizer_file import read_tokenizer
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
 from raytrain_gpt.storage.location import Location

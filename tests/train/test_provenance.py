@@ -14,7 +14,7 @@ import pytest
 
 from raytrain_gpt import batch_at
 from raytrain_gpt.data.order import Ids
-from raytrain_gpt.data.tokenizer import read_tokenizer
+from raytrain_gpt.data.tokenizer_file import read_tokenizer
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.ingest.ray_dataset import RankChunk
 from raytrain_gpt.tracking.summary import RunSummary
