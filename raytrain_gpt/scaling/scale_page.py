@@ -7,13 +7,11 @@ from functools import partial
 
 import numpy as np
 
-from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.format import amount
-from raytrain_gpt.scaling.forecasts import BestRun, Forecasts, variants
+from raytrain_gpt.scaling.forecasts import BestRun, Forecasts
 from raytrain_gpt.scaling.law import Floats, Law
-from raytrain_gpt.scaling.law_file import LawFile, RunResult, Verdict
-from raytrain_gpt.scaling.plan import Size, StudyPlan
+from raytrain_gpt.scaling.law_file import LawFile, Verdict
+from raytrain_gpt.scaling.plan import RunResult
 from raytrain_gpt.tracking.charts import Chart, Curve
 from raytrain_gpt.tracking.page import page
 from raytrain_gpt.tracking.report import curve_style
@@ -38,9 +36,8 @@ def scale_page(
         doubts: Doubts about the forecast, one line each.
         verdict: Content of `validation.json`, or None.
     """
-    file, plan = forecasts.file, forecasts.plan
+    file = forecasts.file
     names, *budgets = forecasts.table()
-    inner = {size.parameters: _inner(plan, size) for size in (*plan.sizes, best.size)}
     return page(
         "scaling/scale_template.html",
         file=file,
@@ -58,13 +55,7 @@ def scale_page(
             *_hold_out(law),
             _rates(file),
         ],
-        variants=variants(file, best, inner),
     )
-
-
-def _inner(plan: StudyPlan, size: Size) -> float:
-    counts = count_model(GPTShape.of(plan.base.updated(size.fields), plan.vocab_size))
-    return counts.num_parameters - counts.embedding_parameters
 
 
 def _by_size(runs: Iterable[RunResult], x: str) -> Iterator[tuple[int, float, Floats, Floats]]:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from raytrain_gpt.sweep.history import Trial, best_trial, value_text
-from raytrain_gpt.sweep.rules import OBJECTIVES
 from raytrain_gpt.sweep.space import is_number
+from raytrain_gpt.sweep.spec import OBJECTIVES
 from raytrain_gpt.tracking.charts import Chart, Curve, Floats
 from raytrain_gpt.tracking.report import curve_style
 

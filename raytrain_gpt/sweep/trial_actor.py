@@ -19,12 +19,12 @@ from ray.tune.result import DONE
 from raytrain_gpt.cluster.connection import connect
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.config.resolved import FittedConfig, decided
-from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.core.device import forget_peak_memory
 from raytrain_gpt.errors import Diverged, UserError
+from raytrain_gpt.parsing import parse_yaml
 from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN
 from raytrain_gpt.sweep.scheduler import REPORTED_TOKENS
-from raytrain_gpt.sweep.trial_plan import shapes_of
 from raytrain_gpt.sweep.trial_run import Report, TrialContext, TrialRun
 
 END_KEY = "ended"
@@ -56,7 +56,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
                 self._run = self._start()
             else:
                 self._run.continue_run()
-            return {**self._run.next_report(), "values": self._shown_values}
+            return self._run.next_report()
         except (Diverged, UserError) as error:
             ended = {"state": "failed", "error": root_cause(error)}
             if isinstance(error, Diverged):
@@ -76,16 +76,15 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
 
     def _start(self) -> TrialRun:
         connect(0, print)
-        values = self.config["values"]
-        config = self._context.trials.config(values)
-        self._shown_values = self._context.trials.shown(values)
+        config = parse_config(parse_yaml(self.config["config"]), self.trial_name)
         self._forget_other_graphs(config)
-        config = decided(FittedConfig, config, run_name=self.trial_name)
-        return TrialRun(config, self._context, self.config[REPORTED_TOKENS])
+        return TrialRun(decided(FittedConfig, config), self._context, self.config[REPORTED_TOKENS])
 
     def _forget_other_graphs(self, config: Config) -> None:
         """Drop compiled graphs of other shapes: beyond a limit, torch silently stops to compile."""
-        compiled = shapes_of(config)
+        train, sizes = config.train, (config.model, config.data.seq_len)
+        how = train.micro_batch_sequences, train.precision, train.activation_checkpointing
+        compiled = repr([*sizes, *how])
         if self._compiled not in (None, compiled) and "torch._dynamo" in sys.modules:
             torch._dynamo.reset()
         self._compiled = compiled

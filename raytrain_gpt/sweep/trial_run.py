@@ -8,58 +8,42 @@ reported, not repeated.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import queue
 import threading
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from math import fsum
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.cluster.capacity import Resources
 from raytrain_gpt.cluster.connection import cluster_resources
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
-from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import read_data, run_location
 from raytrain_gpt.errors import Diverged, Interrupted, TrainingFailed
 from raytrain_gpt.format import own_scores
-from raytrain_gpt.sweep.hang_timer import HangTimer
-from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN, Trial
+from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN
 from raytrain_gpt.tracking.run_files import Row, merge_rows, read_rows
 from raytrain_gpt.tracking.sync import RunSync
 from raytrain_gpt.train.attempt import RayBackend
 from raytrain_gpt.train.local_mode import InProcess, LaunchRanks, in_local_mode
 from raytrain_gpt.train.supervisor import Run, TrainLoop, TrialHooks
 
+_LOOK_EVERY_S = 1.0
+
 Report = dict[str, Any]
-
-
-class TrialSet(Protocol):
-    """Trials of a sweep, or runs of a study, by their values."""
-
-    @property
-    def objective(self) -> str: ...
-
-    def config(self, values: dict[str, Any]) -> Config:
-        """Return a trial's configuration, without a name, every `auto` resolved and paths absolute.
-
-        Raises:
-            ConfigError: the values are incompatible.
-        """
-
-    def shown(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return the values to show; raises like `config`."""
-
-    def progress(self, trials: list[Trial]) -> str:
-        """Format the state of all; its first line has the counts."""
 
 
 @dataclass(frozen=True)
 class TrialContext:
-    trials: TrialSet
+    """What all trials have in common; the code of `base` comes along with it."""
+
+    base: FittedConfig
+    objective: str
     tracker_tags: dict[str, str]
     train_loop: TrainLoop
 
@@ -80,7 +64,6 @@ class TrialRun:
 
     def __init__(self, config: FittedConfig, context: TrialContext, reported_tokens: int) -> None:
         self._config, self._context = config, context
-        self._objective = context.trials.objective
         self._reported_tokens = reported_tokens
         self._batch_tokens = config.train.global_batch_tokens
         self._all_tokens = config.train.max_steps * self._batch_tokens
@@ -92,7 +75,7 @@ class TrialRun:
         self._killed = threading.Event()
         self._reports: queue.SimpleQueue[Report | BaseException] = queue.SimpleQueue()
         self._continue = threading.Semaphore(0)
-        self._hang_timer: HangTimer | None = None
+        self._pauses = False
         self._error: TrainingFailed | None = None
         self._thread = threading.Thread(target=self._train, name="trial", daemon=True)
         self._thread.start()
@@ -119,8 +102,9 @@ class TrialRun:
         self._thread.join()
 
     def _progress(self) -> int | None:
+        """Return a count that grows with work, or None while it may stand still."""
         control = self._place.control
-        return control.progress if control.is_training else None
+        return control.progress if control.is_training and not self._pauses else None
 
     def _train(self) -> None:
         try:
@@ -142,9 +126,8 @@ class TrialRun:
         if config.cluster.is_local:
             if (timeout_s := config.cluster.hang_timeout_s) is not None:
                 stacks = self._sync.work_dir / f"stacks-{os.getpid()}.txt"
-                self._hang_timer = timer = HangTimer(timeout_s, stacks, self._progress)
-                watch = partial(timer.watch, threading.current_thread())
-                threading.Thread(target=watch, name="hang timer", daemon=True).start()
+                watched = threading.current_thread(), self._progress, timeout_s, stacks
+                threading.Thread(target=_end_if_it_hangs, args=watched, daemon=True).start()
             in_local_mode(Run(config, 1, data, self._place, *shared).train)
         else:
             Run(config, config.cluster.num_workers, data, RayBackend(), *shared).train()
@@ -156,13 +139,13 @@ class TrialRun:
             tokens = row["step"] * self._batch_tokens
             if "val/loss" not in row or tokens <= self._reported_tokens:
                 continue
-            if row.get(self._objective) is None:
+            if row.get(self._context.objective) is None:
                 self._error = Diverged(
-                    f"{self._objective} is not finite at step {row['step']}, after {tokens} tokens"
+                    f"{self._context.objective} is not finite at step {row['step']}, after {tokens} tokens"
                 )
-                if self._objective not in row:
+                if self._context.objective not in row:
                     keys = ", ".join(own_scores(row)) or "this row"
-                    self._error = TrainingFailed(f"no key {self._objective} in {keys}")
+                    self._error = TrainingFailed(f"no key {self._context.objective} in {keys}")
                 self._killed.set()  # trackers shall not count such a trial as finished
                 self._signals.stop.set()
                 return
@@ -170,8 +153,9 @@ class TrialRun:
             self._reported_tokens = tokens
             self._reports.put(report)
             if tokens < self._all_tokens:
-                with self._hang_timer.paused() if self._hang_timer else nullcontext():
-                    self._continue.acquire()
+                self._pauses = True
+                self._continue.acquire()
+                self._pauses = False
             if self._signals.stop.is_set():
                 return
 
@@ -190,10 +174,33 @@ class TrialRun:
         return {
             "step": row["step"],
             TOKENS_SEEN: row["step"] * self._batch_tokens,
-            OBJECTIVE: row[self._objective],
+            OBJECTIVE: row[self._context.objective],
             "tokens_per_s": self._batch_tokens * len(recent) / fsum(recent) if recent else None,
             "elapsed_s": fsum(r["perf/step_time_s"] for r in steps)
             + fsum(r["perf/eval_s"] for r in evaluations),
             "run_dir": str(self.run_dir),
             "done": row["step"] == self._config.train.max_steps,
         }
+
+
+def _end_if_it_hangs(
+    thread: threading.Thread, progress: Callable[[], int | None], timeout_s: float, stacks: Path
+) -> None:
+    """End this process if a thread makes no progress; the timer needs no lock of Python, which it may hold.
+
+    Args:
+        stacks: File for the stacks of all threads; removed at the end.
+    """
+    seen = file = None
+    while thread.is_alive():
+        if (now := progress()) is None:
+            faulthandler.cancel_dump_traceback_later()
+        elif now != seen:
+            file = file or stacks.open("w")
+            faulthandler.dump_traceback_later(timeout_s, exit=True, file=file)
+        seen = now
+        thread.join(_LOOK_EVERY_S)
+    faulthandler.cancel_dump_traceback_later()
+    if file is not None:
+        file.close()
+        stacks.unlink()

@@ -49,7 +49,7 @@ def run(tmp_path: Any) -> Callable[..., TrialRun]:
     ) -> TrialRun:
         kind = type("Known", (Replayed,), {"before": before, "after": after})
         changes = {"max_steps": STEPS, "storage_path": str(tmp_path)}
-        context = SimpleNamespace(trials=SimpleNamespace(objective=objective))
+        context = SimpleNamespace(objective=objective)
         made: TrialRun = kind(Config().updated(changes), context, reported_tokens)
         return made
 
