@@ -31,7 +31,7 @@ from raytrain_gpt.scaling.plan import PlannedRun, RunResult, StudyPlan, check_ep
 from raytrain_gpt.scaling.rates import RateRule, around, fit_rates
 from raytrain_gpt.scaling.study_file import Study
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.sweep.campaign import Campaign, CampaignKind
+from raytrain_gpt.sweep.campaign import Campaign
 from raytrain_gpt.sweep.halving import Rule
 from raytrain_gpt.sweep.history import Trial
 from raytrain_gpt.train.supervisor import TrainLoop
@@ -39,12 +39,6 @@ from raytrain_gpt.train.worker import train_worker
 
 _PAGE_FILE = "scale.html"
 _FORECAST_FILE, _VALIDATION_FILE = "forecast.json", "validation.json"
-STUDY = CampaignKind(
-    "study",
-    "runs.jsonl",
-    "runs",
-    frozenset({"max_concurrent_runs", "base", "overrides", "target", "peak_lrs"}),
-)
 
 
 def run_study(
@@ -66,7 +60,7 @@ def run_study(
     """
     with StopSignals("interrupted before the first run") as signals:
         base = study_base(study)
-        campaign = Campaign(STUDY, study, base, signals, log, train_loop, resume=resume)
+        campaign = Campaign(study, base, signals, log, train_loop, resume=resume)
         plan = StudyPlan(study, campaign.base, campaign.data.vocab_size)
         plan.check(campaign.data.split_tokens("train"))
         check_shares(plan.base, campaign.base.cluster.num_workers)
@@ -149,11 +143,13 @@ class _StudyRun:
         return found
 
     def _result(self, run: PlannedRun, trials: dict[str, Trial]) -> RunResult:
-        trial, left_out = trials[run.name], ""
+        plan, trial, left_out = self.plan, trials[run.name], ""
         if trial.diverged or (run.trunk and trials[run.trunk].diverged):
             left_out = "diverged"
         elif trial.state == "finished":
-            newest = Catalog(self.campaign.directory / STUDY.trials_dir / run.name).complete()[-1]
+            newest = Catalog(self.campaign.directory / plan.study.runs_dir / run.name).complete()[
+                -1
+            ]
             left_out = "was rolled back" if newest.state.skipped_batches else ""
         return RunResult(
             name=run.name,

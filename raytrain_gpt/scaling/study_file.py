@@ -22,8 +22,6 @@ from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import count
 from raytrain_gpt.sweep.spec import Base, CampaignFile, load_file
 
-STUDY_FILE = "study.yaml"
-"""The resolved study in its directory."""
 STUDY_FLAGS = ("study_name", "max_concurrent_runs")
 """Fields that can be set on the command line, besides all of the configuration."""
 _DECAY = "runs decay linearly to 0 over their last fifth, so that short ones branch from long ones"
@@ -55,6 +53,8 @@ class Target(Strict):
 
 class Study(CampaignFile):
     set_by_file = SET_BY_STUDY
+    may_change = ("max_concurrent_runs", "base", "overrides", "target", "peak_lrs")
+    history_file, runs_dir = "runs.jsonl", "runs"
 
     study_name: Name = Field(max_length=190)
     """Name of the study and its directory; default: the file's name."""

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,7 @@ from raytrain_gpt.sweep.history import ENDED, REPORTED, TOKENS_SEEN, History
 from raytrain_gpt.sweep.results import counts_text
 from raytrain_gpt.sweep.scheduler import InPlannedOrder, PlannedTrials
 from raytrain_gpt.sweep.spec import CampaignFile
-from raytrain_gpt.sweep.trial_actor import END_KEY, TrialActor
-from raytrain_gpt.sweep.trial_run import TrialContext
+from raytrain_gpt.sweep.trial_run import END_KEY, TrialActor, TrialContext
 from raytrain_gpt.tracking.configured import tracker_warnings
 from raytrain_gpt.tracking.mlflow_run import ParentRun, mark_interrupted, tracking_uri
 from raytrain_gpt.tracking.run_files import CONFIG_FILE
@@ -70,28 +69,6 @@ _TUNE_ENVIRONMENT = {
     # We handle signals.
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
 }
-
-
-@dataclass(frozen=True)
-class CampaignKind:
-    """A kind of campaign: sweeps or studies.
-
-    Attributes:
-        name: Of the kind, its file and the field of its name.
-        trials_dir: Directory of the trials' runs.
-        may_change: Fields of its file that may differ on `--resume`; for base and overrides, their
-            configuration is compared.
-    """
-
-    name: str
-    history_file: str
-    trials_dir: str
-    may_change: frozenset[str]
-
-    @property
-    def file(self) -> str:
-        """Name of the resolved file."""
-        return f"{self.name}.yaml"
 
 
 class Campaign:
@@ -118,7 +95,6 @@ class Campaign:
 
     def __init__(
         self,
-        kind: CampaignKind,
         definition: CampaignFile,
         base: Config,
         signals: StopSignals,
@@ -127,15 +103,14 @@ class Campaign:
         *,
         resume: bool,
     ) -> None:
-        self.kind, self.definition = kind, definition
+        self.definition, self.title = definition, definition.title
         self.signals, self.log, self._train_loop = signals, log, train_loop
         sized = one_worker_for_auto(base)
         preflight.prepare_default_data(sized, log)
         self.base: SizedConfig = preflight.absolute_paths(sized)
         self.data = read_data(self.base)  # its errors come before a cluster
-        self.title = definition.title
         self.directory = location(self.base, self.base.run.storage_path) / definition.name
-        check_unchanged(kind, definition, self.base, self.directory, resume)
+        check_unchanged(definition, self.base, self.directory, resume)
         for line in tracker_warnings(self.base):
             log(line)
 
@@ -147,7 +122,7 @@ class Campaign:
             number: Trials.
             most: Most of them at the same time, or None for as many as fit.
         """
-        kind, base = self.kind, self.base
+        definition, base = self.definition, self.base
         with connected(fit_here(base, number, most) * trial_cpus(base), self.log) as resources:
             resources = replace(resources, data_cpus=data_cpus(base))
             fitted, _ = fit_to_cluster(base, resources)
@@ -158,11 +133,10 @@ class Campaign:
                 (self.directory / BASE_FILE).write_text(base.to_yaml())
                 if base.code:
                     (self.directory / CODE_FILE).write_text(base.code.text)
-                (self.directory / kind.file).write_text(to_yaml(self.definition))
-                self.fitted = _for_trials(fitted, self.directory / kind.trials_dir)
-                self.history = History(self.directory, maximize, kind.history_file)
-                settings = self.definition.model_dump()
-                self.parent = ParentRun(self.directory, base, settings, self.log)
+                (self.directory / definition.file).write_text(to_yaml(definition))
+                self.fitted = _for_trials(fitted, self.directory / definition.runs_dir)
+                self.history = History(self.directory, maximize, definition.history_file)
+                self.parent = ParentRun(self.directory, base, definition.model_dump(), self.log)
                 with self.parent.ended_by_errors():
                     yield
 
@@ -213,7 +187,7 @@ class Campaign:
 
     def _mark_interrupted(self) -> None:
         running = [trial.name for trial in self.history.trials() if trial.state == "running"]
-        runs = self.directory / self.kind.trials_dir
+        runs = self.directory / self.definition.runs_dir
         for directory in (self.directory, *(runs / name for name in running)):
             mark_interrupted(directory, self.fitted)
 
@@ -231,7 +205,7 @@ class Campaign:
         if cluster.is_local:
             resources |= {"cpu": cluster.cpus_per_worker, "gpu": cluster.num_gpus}
         filesystem, path = (self.directory / _TUNE_DIR).ray_filesystem()
-        tags = {**self.parent.child_tags, self.kind.name: self.definition.name}
+        tags = {**self.parent.child_tags, self.definition.kind(): self.definition.name}
         context = TrialContext(self.fitted, objective, tags, self._train_loop)
         # Not a Tuner, which pickles all its arguments for restarts that we do ourselves.
         tune.run(
@@ -270,31 +244,28 @@ def to_yaml(file: CampaignFile) -> str:
 
 
 def check_unchanged(
-    kind: CampaignKind, definition: CampaignFile, base: Config, directory: Location, resume: bool
+    definition: CampaignFile, base: Config, directory: Location, resume: bool
 ) -> None:
     """Raise a ConfigError if a campaign exists and `resume` is false, or it was changed since."""
-    title = definition.title
-    another = f"start a new one with a different --{kind.name}_name"
+    title, file = definition.title, directory / definition.file
+    another = f"start a new one with a different --{definition.kind()}_name"
     if (directory / CONFIG_FILE).is_file():
-        raise ConfigError(f"{directory} is already a run; set a different {kind.name}_name")
-    if not (directory / kind.file).is_file():
+        raise ConfigError(f"{directory} is already a run; {another}")
+    if not file.is_file():
         return
     if not resume:
-        raise ConfigError(
-            f"{title} already exists in {directory}; continue it with --resume, or {another}"
-        )
-    before, now = _kept(directory / kind.file), definition.model_dump(mode="json")
+        raise ConfigError(f"{title} already exists in {directory}; use --resume, or {another}")
+    before, now = _kept(file), definition.model_dump(mode="json")
     changed = [
         f"{key} {before.get(key)} -> {now.get(key)}"
         for key in now
-        if before.get(key) != now.get(key) and key not in kind.may_change
+        if before.get(key) != now.get(key) and key not in definition.may_change
     ]
     first = parse_config(without_removed(_kept(directory / BASE_FILE)), BASE_FILE)
     measured = {*_CHANGES_LOSS, *dict(first.eval), *dict(base.eval)}
-    differs = changed_fields(first.field_values(), base.field_values())
     changed += [
         f"{name} {values}"
-        for name, values in differs.items()
+        for name, values in changed_fields(first.field_values(), base.field_values()).items()
         if name in measured or changes_math(name, first, base)
     ]
     code = directory / CODE_FILE

@@ -29,6 +29,7 @@ from raytrain_gpt.config.schema import FIELDS, Config, field_section
 from raytrain_gpt.config.wording import MAX_SHOWN, refusal, suggestion
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import preview
+from raytrain_gpt.sweep.history import HISTORY_FILE
 from raytrain_gpt.sweep.space import (
     Domain,
     Grid,
@@ -115,6 +116,11 @@ class CampaignFile(Strict):
 
     set_by_file: ClassVar[dict[str, str]]
     """Field that the file sets in every run -> what to do instead of setting it."""
+    may_change: ClassVar[tuple[str, ...]]
+    """Fields that may differ on `--resume`; for base and overrides, their configuration is compared."""
+    history_file: ClassVar[str]
+    runs_dir: ClassVar[str]
+    """Directory of the runs, in that of the sweep or study."""
 
     base: Base
     """Base configuration of all runs: {preset: NAME} or {config: FILE}."""
@@ -139,6 +145,11 @@ class CampaignFile(Strict):
         return cls.__name__.lower()
 
     @property
+    def file(self) -> str:
+        """Name of the resolved file."""
+        return f"{self.kind()}.yaml"
+
+    @property
     def name(self) -> str:
         """Value of `sweep_name` or `study_name`."""
         return str(getattr(self, f"{self.kind()}_name"))
@@ -150,6 +161,8 @@ class CampaignFile(Strict):
 
 class Sweep(CampaignFile):
     set_by_file = SET_BY_SWEEP
+    may_change = ("max_concurrent_trials", "base", "overrides")
+    history_file, runs_dir = HISTORY_FILE, "trials"
 
     sweep_name: Name = Field(max_length=190)
     """Name of the sweep and its directory; default: the file's name."""

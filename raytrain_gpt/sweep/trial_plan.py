@@ -17,8 +17,17 @@ from raytrain_gpt.config.arithmetic import nearest_multiples
 from raytrain_gpt.config.batch import check_shares
 from raytrain_gpt.config.schema import FIELDS, Config, check_kinds
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.sweep.history import value_text
-from raytrain_gpt.sweep.space import Grid, SampledDomain, with_expressions
+from raytrain_gpt.sweep.history import ENDED, History, value_text
+from raytrain_gpt.sweep.space import (
+    Choice,
+    Domain,
+    Grid,
+    LogUniform,
+    RandInt,
+    SampledDomain,
+    Uniform,
+    with_expressions,
+)
 from raytrain_gpt.sweep.spec import OBJECTIVES, Sweep
 
 _MAX_CORNERS = 2000
@@ -138,3 +147,43 @@ def _reachable(sweep: Sweep) -> Iterator[dict[str, Any]]:
     for corner in islice(corners, _MAX_CORNERS):
         yield dict(zip(domains, corner, strict=True))
     yield from (_draw(sweep, index) for index in range(_NUM_DRAWS_CHECKED))
+
+
+def sampled_values(sweep: Sweep, history: History, name: str) -> dict[str, Any]:
+    """Return Optuna's values of a trial that starts, or of its earlier start (TPE; Bergstra et al., 2011).
+
+    They follow from seed, trial and ended trials, without a state, so a killed sweep resumes with the same.
+    """
+    import optuna  # here: few sweeps use it
+
+    trials = {trial.name: trial for trial in history.trials()}
+    if name in trials and (started := trials[name].values):
+        return {one: started[one] for one in sweep.searched}
+    domains = {one: _distribution(sweep.space[one]) for one in sweep.searched}
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    seed = random.Random(f"{sweep.sweep_seed}/{name}").randrange(2**32)
+    modes = optuna.study.StudyDirection
+    direction = modes.MAXIMIZE if sweep.mode == "max" else modes.MINIMIZE
+    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed), direction=direction)
+    for trial in trials.values():
+        if trial.state in ENDED and trial.score is not None:
+            point = {one: trial.values[one] for one in domains}
+            known = optuna.trial.create_trial(
+                params=point, distributions=domains, value=trial.score
+            )
+            study.add_trial(known)
+    sampled: dict[str, Any] = study.ask(domains).params
+    return sampled
+
+
+def _distribution(domain: Domain) -> Any:
+    from optuna import distributions
+
+    if isinstance(domain, Uniform):
+        return distributions.FloatDistribution(*domain.uniform)
+    if isinstance(domain, LogUniform):
+        return distributions.FloatDistribution(*domain.loguniform, log=True)
+    if isinstance(domain, RandInt):
+        return distributions.IntDistribution(*domain.randint)
+    assert isinstance(domain, Choice)
+    return distributions.CategoricalDistribution(domain.choice)

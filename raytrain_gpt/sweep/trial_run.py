@@ -1,38 +1,55 @@
-"""The run of a trial, in a thread that pauses at every evaluation.
+"""One trial in Ray Tune: a run in a thread that pauses at every evaluation for the sweep's decision.
 
-A trial of one worker trains in that thread, as in local mode; more workers are Ray Train's. At an evaluation
-the state is saved, the ranks wait, and the report goes to Ray Tune. So a trial that is stopped has seen
-exactly the tokens of its report, and one that continues loses none. After a restart, finished evaluations are
-reported, not repeated.
+1. Ray Tune runs `TrialActor`: `step` lets the run continue to its next evaluation, where the state is saved,
+   the ranks wait, and the report goes to Ray Tune. So a trial that is stopped has seen exactly the tokens of
+   its report, and one that continues loses none. After a restart, finished evaluations are reported, not
+   repeated.
+2. A trial of one worker trains in the thread, as in local mode; more workers are Ray Train's.
+3. A process whose trial has ended, or waits for others, gets the next one by `reset_config`: its imports, its
+   GPU context and, for equal shapes, its compiled graphs stay.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import fsum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import torch
+from ray import tune
+from ray.tune.result import DONE
 
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.cluster.capacity import Resources
-from raytrain_gpt.cluster.connection import cluster_resources
+from raytrain_gpt.cluster.connection import cluster_resources, connect
+from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.signals import StopSignals
-from raytrain_gpt.config.resolved import FittedConfig
+from raytrain_gpt.config.resolved import FittedConfig, decided
+from raytrain_gpt.config.schema import Config, parse_config
+from raytrain_gpt.core.device import forget_peak_memory
 from raytrain_gpt.data.locations import read_data, run_location
-from raytrain_gpt.errors import Diverged, Interrupted, TrainingFailed
+from raytrain_gpt.errors import Diverged, Interrupted, TrainingFailed, UserError
 from raytrain_gpt.format import own_scores
+from raytrain_gpt.parsing import parse_yaml
 from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN
+from raytrain_gpt.sweep.scheduler import REPORTED_TOKENS
 from raytrain_gpt.tracking.run_files import Row, merge_rows, read_rows
 from raytrain_gpt.tracking.sync import RunSync
 from raytrain_gpt.train.attempt import RayBackend
 from raytrain_gpt.train.local_mode import InProcess, LaunchRanks, in_local_mode
 from raytrain_gpt.train.supervisor import Run, TrainLoop, TrialHooks
 
+END_KEY = "ended"
+"""Key of a report without an evaluation: state and error of a trial that cannot continue."""
 _LOOK_EVERY_S = 1.0
 
 Report = dict[str, Any]
@@ -181,6 +198,65 @@ class TrialRun:
             "run_dir": str(self.run_dir),
             "done": row["step"] == self._config.train.max_steps,
         }
+
+
+class TrialActor(tune.Trainable):  # type: ignore[misc]
+    """Ray Tune's trainable."""
+
+    def setup(self, config: dict[str, Any], context: TrialContext) -> None:
+        """Store the trial's definition; the run starts with the first step."""
+        self._context = context
+        self._compiled: str | None = None
+        self._run: TrialRun | None = None
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """End the trial before; `config` has the next one's definition."""
+        self.cleanup()
+        gc.collect()
+        gc.freeze()  # the next collection need not look at what the imports made
+        torch.use_deterministic_algorithms(False)
+        forget_peak_memory()
+        return True
+
+    def step(self) -> Report:
+        """Return the next evaluation's report, or one with `END_KEY` if the trial cannot continue."""
+        try:
+            if self._run is None:
+                self._run = self._start()
+            else:
+                self._run.continue_run()
+            return self._run.next_report()
+        except (Diverged, UserError) as error:
+            ended = {"state": "failed", "error": root_cause(error)}
+            if isinstance(error, Diverged):
+                ended = {"state": "diverged", "error": str(error)}
+            reported = self.config[REPORTED_TOKENS]
+            return {TOKENS_SEEN: reported, OBJECTIVE: None, END_KEY: ended, DONE: True}
+
+    def save(self, checkpoint_dir: str | None = None) -> Any:
+        """Before a pause, end the run; it continues from its own checkpoint, so Ray Tune gets none."""
+        self.cleanup()
+        return SimpleNamespace(checkpoint=None)
+
+    def cleanup(self) -> None:
+        if self._run is not None:
+            self._run.stop()
+        self._run = None
+
+    def _start(self) -> TrialRun:
+        connect(0, print)
+        config = parse_config(parse_yaml(self.config["config"]), self.trial_name)
+        self._forget_other_graphs(config)
+        return TrialRun(decided(FittedConfig, config), self._context, self.config[REPORTED_TOKENS])
+
+    def _forget_other_graphs(self, config: Config) -> None:
+        """Drop compiled graphs of other shapes: beyond a limit, torch silently stops to compile."""
+        train, sizes = config.train, (config.model, config.data.seq_len)
+        how = train.micro_batch_sequences, train.precision, train.activation_checkpointing
+        compiled = repr([*sizes, *how])
+        if self._compiled not in (None, compiled) and "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()
+        self._compiled = compiled
 
 
 def _end_if_it_hangs(

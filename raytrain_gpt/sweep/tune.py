@@ -16,9 +16,9 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import TrainingFailed
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.sweep.campaign import Campaign, CampaignKind
+from raytrain_gpt.sweep.campaign import Campaign
 from raytrain_gpt.sweep.halving import Halving, Rule
-from raytrain_gpt.sweep.history import HISTORY_FILE, Trial, best_trial
+from raytrain_gpt.sweep.history import Trial, best_trial
 from raytrain_gpt.sweep.results import (
     BEST_FILE,
     RESULTS_FILE,
@@ -34,19 +34,13 @@ from raytrain_gpt.sweep.trial_plan import (
     check_sweep,
     num_trials,
     planned_trials,
+    sampled_values,
     tied_values,
     trial_config,
 )
 from raytrain_gpt.tracking.report import REPORT_FILE
 from raytrain_gpt.train.supervisor import TrainLoop
 from raytrain_gpt.train.worker import train_worker
-
-SWEEP = CampaignKind(
-    "sweep",
-    HISTORY_FILE,
-    "trials",
-    frozenset({"max_concurrent_trials", "base", "overrides"}),
-)
 
 
 @dataclass(frozen=True)
@@ -77,7 +71,7 @@ def run_sweep(
     """
     with StopSignals("interrupted before the first trial") as signals:
         base = base_config(sweep)
-        campaign = Campaign(SWEEP, sweep, base, signals, log, train_loop, resume=resume)
+        campaign = Campaign(sweep, base, signals, log, train_loop, resume=resume)
         check_sweep(sweep, campaign.base.cluster.num_workers)
         number, maximize = num_trials(sweep), sweep.mode == "max"
         with campaign.on_cluster(number, sweep.max_concurrent_trials, maximize):
@@ -92,8 +86,6 @@ def run_sweep(
 def _planned(sweep: Sweep, campaign: Campaign, name: str) -> tuple[Config, dict[str, Any]]:
     """Return a trial's configuration, and its searched and tied values."""
     if sweep.searcher == "optuna":
-        from raytrain_gpt.sweep.optuna_search import sampled_values  # here: few sweeps use it
-
         values = sampled_values(sweep, campaign.history, name)
     else:
         values = planned_trials(sweep)[int(name)]

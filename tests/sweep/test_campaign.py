@@ -18,7 +18,7 @@ from raytrain_gpt.sweep.halving import Rule
 from raytrain_gpt.sweep.history import History
 from raytrain_gpt.sweep.spec import SWEEP_FILE, Sweep
 from raytrain_gpt.sweep.trial_plan import base_config
-from raytrain_gpt.sweep.tune import SWEEP, SweepSummary, finish
+from raytrain_gpt.sweep.tune import SweepSummary, finish
 from tests.conftest import RunCli, raises_line
 
 from .conftest import sweep_of
@@ -29,6 +29,11 @@ class NamedTrial(SimpleNamespace):
 
     def __str__(self) -> str:
         return "000"
+
+
+def pickled(raised: Exception, directory: Path) -> str:
+    (directory / "error.pkl").write_bytes(ray.cloudpickle.dumps(raised))
+    return str(directory / "error.pkl")
 
 
 @pytest.fixture
@@ -56,9 +61,7 @@ def test_a_process_that_died_too_often_fails_its_trial(
     message: str,
     tmp_path: Path,
 ) -> None:
-    file = tmp_path / "error.pkl"
-    file.write_bytes(ray.cloudpickle.dumps(error))
-    failed: Any = NamedTrial(pickled_error_file=error and str(file))
+    failed: Any = NamedTrial(pickled_error_file=error and pickled(error, tmp_path))
     callback.on_trial_error(failed)
     assert [(t.state, t.error) for t in history.trials()] == [("failed", message)]
 
@@ -77,10 +80,8 @@ def test_a_trial_that_cannot_continue_says_why(
 def test_the_loss_of_a_preempted_node_is_no_failure(
     callback: CampaignCallback, preempted: bool, more: int, tmp_path: Path
 ) -> None:
-    file = tmp_path / "error.pkl"
     died = ray.exceptions.RayActorError(None, "gone", False, preempted)
-    file.write_bytes(ray.cloudpickle.dumps(died))
-    trial: Any = NamedTrial(pickled_error_file=str(file), max_failures=3)
+    trial: Any = NamedTrial(pickled_error_file=pickled(died, tmp_path), max_failures=3)
     callback.on_trial_recover(trial)
     assert trial.max_failures == 3 + more
 
@@ -110,7 +111,7 @@ def started(tmp_path: Path) -> Sweep:
 
 
 def known(sweep: Sweep, base: Config, directory: Location, resume: bool) -> None:
-    check_unchanged(SWEEP, sweep, base, directory, resume)
+    check_unchanged(sweep, base, directory, resume)
 
 
 def test_a_sweep_goes_on_as_it_was_and_not_as_another(started: Sweep, tmp_path: Path) -> None:
