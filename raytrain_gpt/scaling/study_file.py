@@ -10,7 +10,7 @@ Designs that cannot determine a law are refused when the file is read; `plan` de
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +19,6 @@ from pydantic import Field, model_validator
 from raytrain_gpt.config.kinds import Strict
 from raytrain_gpt.config.open_section import Name
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.format import count
 from raytrain_gpt.sweep.spec import Base, CampaignFile, load_file
 
 STUDY_FLAGS = ("study_name", "max_concurrent_runs")
@@ -39,7 +38,6 @@ SET_BY_STUDY = {
 LEAST = {"sizes": (5, 8), "tokens_per_parameter": (4, 8), "peak_lrs": (3, 2)}
 """Field -> minimum number of values, and minimum ratio of the last to the first. Synthetic studies of 3 sizes
 × 3 lengths never covered the truth at ten times the compute; nine in ten of 5 × 4 did."""
-_SHORTEST_TOKENS_PER_PARAMETER = 5
 
 Positive = Annotated[float, Field(gt=0, lt=1e30)]
 
@@ -64,43 +62,33 @@ class Study(CampaignFile):
     """Peak learning rates to try at the two smallest sizes, three or more."""
     sizes: tuple[Annotated[float, Field(ge=1000, lt=1e13)], ...] | None = None
     """Parameters of five or more models; null: 1/16 to 1 of one with a tenth of the target's compute."""
-    tokens_per_parameter: tuple[Annotated[int, Field(ge=1, lt=10_000)], ...] = (5, 10, 20, 40)
-    """Lengths of the runs, four or more, multiples of the first."""
+    tokens_per_parameter: tuple[Annotated[int, Field(ge=5, lt=10_000)], ...] = (5, 10, 20, 40)
+    """Lengths of the runs, four or more, multiples of the first; below 5, runs follow no power law."""
     max_concurrent_runs: int | None = Field(None, ge=1)
     """Maximum number of concurrent runs; null: as many as fit."""
 
     @model_validator(mode="after")
     def _determines_a_law(self) -> Study:
-        for name in LEAST:
-            if (values := getattr(self, name)) is not None:
-                _check(name, values)
+        for name, (number, ratio) in LEAST.items():
+            values = getattr(self, name)
+            if values is None:
+                continue
+            if (
+                len(values) < number
+                or [*values] != sorted(values)
+                or values[-1] < ratio * values[0]
+            ):
+                raise ConfigError(
+                    f"{name} is {', '.join(f'{v:g}' for v in values)}; a law needs {number} or more rising "
+                    f"values that span a factor of {ratio}"
+                )
         shortest = self.tokens_per_parameter[0]
-        if shortest < _SHORTEST_TOKENS_PER_PARAMETER:
-            raise ConfigError(
-                f"tokens_per_parameter starts at {shortest}, where runs follow no power law; start at "
-                f"{_SHORTEST_TOKENS_PER_PARAMETER} or more"
-            )
         if odd := [length for length in self.tokens_per_parameter if length % shortest]:
             raise ConfigError(
                 f"tokens_per_parameter has {odd[0]}; use multiples of the first, {shortest}, so that runs "
                 "can branch from one another"
             )
         return self
-
-
-def _check(name: str, values: Sequence[float]) -> None:
-    """Refuse a list that is too short, not increasing, or spans too little."""
-    number, ratio = LEAST[name]
-    if len(values) < number:
-        raise ConfigError(f"{name} has {count(len(values), 'value')}; a law needs {number} or more")
-    if list(values) != sorted(set(values)):
-        raise ConfigError(
-            f"{name} is not increasing: {', '.join(f'{v:g}' for v in values)}; sort it"
-        )
-    if values[-1] < ratio * values[0]:
-        raise ConfigError(
-            f"{name} spans a factor of {values[-1] / values[0]:.2g}; a law needs {ratio} or more"
-        )
 
 
 def load_study(path: Path, flags: Mapping[str, Any]) -> Study:

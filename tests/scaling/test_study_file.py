@@ -21,14 +21,11 @@ FILE = (
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"sizes": [1e4, 2e4, 4e4, 8e4]}, ["sizes has 4 values", "5 or more"]),
-        ({"sizes": [1e4, 2e4, 3e4, 4e4, 5e4]}, ["sizes spans a factor of 5;", "8 or more"]),
-        ({"sizes": [1e4, 2e4, 4e4, 3e4, 9e4]}, ["sizes is not increasing", "sort it"]),
-        ({"tokens_per_parameter": [5, 10, 40]}, ["tokens_per_parameter has 3 values", "4 or more"]),
-        ({"tokens_per_parameter": [10, 20, 30, 40]}, ["a factor of 4;", "8 or more"]),
-        ({"tokens_per_parameter": [4, 8, 16, 32]}, ["starts at 4", "start at 5 or more"]),
+        ({"sizes": [1e4, 2e4, 4e4, 8e4]}, ["sizes is 10000, ", "5 or more rising"]),
+        ({"sizes": [1e4, 2e4, 3e4, 4e4, 5e4]}, ["sizes is", "a factor of 8"]),
+        ({"sizes": [1e4, 2e4, 4e4, 3e4, 9e4]}, ["sizes is", "rising"]),
         ({"tokens_per_parameter": [5, 12, 20, 40]}, ["has 12;", "multiples of the first, 5"]),
-        ({"peak_lrs": [1e-3, 2e-3]}, ["peak_lrs has 2 values", "3 or more"]),
+        ({"peak_lrs": [1e-3, 2e-3]}, ["peak_lrs is 0.001, 0.002", "3 or more"]),
         ({"overrides": {"max_steps": 10}}, ["max_steps is set by the study: set tokens_per_param"]),
         ({"overrides": {"min_lr": 0.1}}, ["min_lr is set by the study: runs decay", "remove it"]),
     ],
