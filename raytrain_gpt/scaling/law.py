@@ -85,23 +85,14 @@ class Law:
         Raises:
             DataError: the law does not depend on both.
         """
-        self._check_optimum()
-        ratio = (self.alpha * self.a) / (self.beta * self.b)
-        n = ratio ** (1 / (self.alpha + self.beta))
-        n *= (compute / 6) ** (self.beta / (self.alpha + self.beta))
-        return n, compute / 6 / n
-
-    def optimal_tokens(self, parameters: float) -> float:
-        """Return D for which N is optimal: there, αA·N^-α = βB·D^-β."""
-        self._check_optimum()
-        slope = self.alpha * self.a * parameters**-self.alpha
-        return float((self.beta * self.b / slope) ** (1 / self.beta))
-
-    def _check_optimum(self) -> None:
         if min(self.a, self.b) <= 0:
             raise DataError(
                 "the law has no optimum: its loss does not fall with size and tokens; add sizes and lengths"
             )
+        ratio = (self.alpha * self.a) / (self.beta * self.b)
+        n = ratio ** (1 / (self.alpha + self.beta))
+        n *= (compute / 6) ** (self.beta / (self.alpha + self.beta))
+        return n, compute / 6 / n
 
     def interval(self, parameters: float, tokens: float) -> tuple[float, float] | None:
         """Return the lowest and highest expected loss, or None without a hold-out."""

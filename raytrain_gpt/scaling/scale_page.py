@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -11,14 +11,10 @@ from raytrain_gpt.format import amount
 from raytrain_gpt.scaling.forecasts import BestRun, Forecasts
 from raytrain_gpt.scaling.law import Floats, Law
 from raytrain_gpt.scaling.law_file import LawFile, Verdict
-from raytrain_gpt.scaling.plan import RunResult
-from raytrain_gpt.tracking.charts import Chart, Curve
-from raytrain_gpt.tracking.page import page
-from raytrain_gpt.tracking.report import curve_style
+from raytrain_gpt.tracking import pages
+from raytrain_gpt.tracking.pages import Chart, Curve, curve_style
 
-_FAINT = 6
-_NATS = "nats per token"
-_OverCompute = partial(Chart, unit=_NATS, x="FLOPs", log=True)
+_Losses = partial(Chart, unit="nats per token", log=True)
 _dots = partial(Curve, marker="o", width=0)
 
 
@@ -36,35 +32,86 @@ def scale_page(
         doubts: Doubts about the forecast, one line each.
         verdict: Content of `validation.json`, or None.
     """
+    blocks = _blocks(forecasts, law, best, doubts, verdict)
+    return pages.page("scaling study", forecasts.file.study, blocks, ["law.json"])
+
+
+def _blocks(
+    forecasts: Forecasts, law: Law, best: BestRun, doubts: list[str], verdict: Verdict | None
+) -> Iterator[str]:
     file = forecasts.file
-    names, *budgets = forecasts.table()
-    return page(
-        "scaling/scale_template.html",
-        file=file,
-        best=best,
-        times=file.times(best.size.parameters, best.tokens),
-        doubts=doubts,
-        verdict=verdict,
-        names=names,
-        budgets=budgets,
-        charts=[
-            _over_compute(file, best, verdict),
-            _ladder(file),
-            _contours(file, best),
-            _residuals(file),
-            *_hold_out(law),
-            _rates(file),
-        ],
+    recipe = ", ".join(f"{name} {value}" for name, value in file.recipe.items())
+    yield f"{len(file.fitted)} runs in the law · {recipe}"
+    yield pages.tiles(_numbers(file, best, verdict))
+    if doubts:
+        yield pages.heading("Doubts")
+        yield from doubts
+    yield pages.heading("For a budget")
+    yield "The best run for each compute, with this data, recipe and batch."
+    names, *rows = forecasts.table()
+    yield pages.table(names, rows)
+    yield pages.heading("The law")
+    yield (
+        f"loss = {file.e:.3f} + {file.a:.4g} · N^−{file.alpha:.3f} + {file.b:.4g} · D^−{file.beta:.3f} nats "
+        "per token. N is FLOPs per token / 6, D the training tokens. A law of the smaller runs predicts the "
+        "larger ones; the interval is twice the 90% quantile of its errors."
     )
+    yield pages.figures(
+        [_over_compute(file, best, verdict), _ladder(file), *_hold_out(law), _rates(file)]
+    )
+    yield pages.heading("Runs")
+    names = ["Run", "parameters", "tokens", "peak rate", "loss", "minus the law"]
+    yield pages.table(names, _runs(file))
 
 
-def _by_size(runs: Iterable[RunResult], x: str) -> Iterator[tuple[int, float, Floats, Floats]]:
-    """Yield number, parameters, sorted `x` and losses of each size, smallest first."""
-    runs = [run for run in runs if run.loss is not None]
+def _numbers(
+    file: LawFile, best: BestRun, verdict: Verdict | None
+) -> Iterator[tuple[str, str, str]]:
+    size, tokens = best.size, best.tokens
+    yield "Loss to expect", file.loss_text(best.loss), "nats per token"
+    yield (
+        "Parameters",
+        amount(size.parameters),
+        "{} layers, {} heads, {} channels".format(*size.shape),
+    )
+    yield "Tokens", amount(tokens), f"{tokens / size.parameters:.0f} per parameter"
+    times = file.times(size.parameters, tokens)
+    yield "FLOPs", f"{best.compute:.2g}", f"{times:.1f} times the largest run"
+    yield (
+        "Peak rate",
+        f"{best.peak_lr:g}",
+        f"{file.rate_coefficient:.3g} · N^{file.rate_exponent:.2f}",
+    )
+    if verdict is not None:
+        seen = "not finite" if verdict.seen is None else f"{verdict.seen:.3f}"
+        predicted = f"predicted {verdict.predicted:.3f} ± {verdict.half_width:.3f}"
+        result = "inside" if verdict.inside else "outside"
+        yield (
+            "Validation",
+            seen,
+            f"{predicted}: {result}, at {verdict.times:.1f} times the largest run",
+        )
+
+
+def _runs(file: LawFile) -> Iterator[list[str]]:
+    for run in file.runs:
+        sizes = [run.name, amount(run.parameters), amount(run.tokens), f"{run.peak_lr:g}"]
+        if run.loss is None:
+            yield [*sizes, run.left_out, "–"]
+        else:
+            error = run.loss - file.predict(run.parameters, run.tokens)
+            yield [*sizes, f"{run.loss:.4f}", f"{error:+.4f}"]
+
+
+def _by_size(file: LawFile, role: str, x: str) -> Iterator[tuple[int, float, Floats, Floats]]:
+    """Yield number, parameters, sorted `x` and losses of the runs of each size, smallest first."""
+    runs = [
+        run for run in file.runs if run.role == role and run.loss is not None and not run.left_out
+    ]
     for i, parameters in enumerate(sorted({run.parameters for run in runs})):
         points = [(getattr(run, x), run.loss) for run in runs if run.parameters == parameters]
-        places, losses = np.array(sorted(points), float).T
-        yield i, parameters, places, losses
+        xs, losses = np.array(sorted(points), float).T
+        yield i, parameters, xs, losses
 
 
 def _over_compute(file: LawFile, best: BestRun, verdict: Verdict | None) -> Chart:
@@ -82,74 +129,33 @@ def _over_compute(file: LawFile, best: BestRun, verdict: Verdict | None) -> Char
     if verdict is not None and verdict.seen is not None:
         compute = np.array([6 * verdict.parameters * verdict.tokens])
         curves.append(_dots("validation", compute, np.array([verdict.seen]), 4, marker="s"))
-    return _OverCompute("Loss over compute", curves=curves)
+    return _Losses("Loss over compute", curves=curves, x="FLOPs")
 
 
 def _ladder(file: LawFile) -> Chart:
     curves = []
-    for i, parameters, tokens, losses in _by_size(file.fitted, "tokens"):
+    for i, parameters, tokens, losses in _by_size(file, "size", "tokens"):
         color, _, marker = curve_style(i)
         line = np.geomspace(tokens[0], tokens[-1], 60)
         curves.append(_dots(amount(parameters), tokens, losses, color, marker=marker))
         curves.append(Curve("", line, file.law.predict(parameters, line), color, width=1.2))
     title = "Ladder: runs (marks) and the law (lines), by parameters"
-    return Chart(title, _NATS, curves, x="tokens", log=True)
+    return _Losses(title, curves=curves, x="tokens")
 
 
-def _contours(file: LawFile, best: BestRun) -> Chart:
-    """Draw lines of equal loss: D = ((L − E − A·N^-α) / B)^(-1/β)."""
-    (n, d, _), law, target = file.columns(), file.law, best.size.parameters
-    sizes = np.geomspace(n.min() / 1.3, 1.3 * max(n.max(), target), 240)
-    low, high = d.min() / 1.5, 1.5 * max(d.max(), best.tokens)
-
-    def inside(tokens: Floats) -> Floats:
-        return np.where((tokens >= low) & (tokens <= high), tokens, np.nan)
-
-    curves = []
-    for i, level in enumerate(np.linspace(file.predict(n.min(), d.min()), best.loss, 7)[1:]):
-        rest = np.maximum((level - law.e - law.a * sizes**-law.alpha) / law.b, 1e-9)
-        color, dash, _ = curve_style(i)
-        curves.append(Curve(f"{level:.2f}", sizes, inside(rest ** (-1 / law.beta)), color, dash))
-    optimal = np.array([law.optimal_tokens(size) for size in sizes])
-    curves += [
-        Curve("best for the compute", sizes, inside(optimal), 1, width=2.4),
-        _dots("runs", n, d, 3),
-        _dots("target", np.array([target]), np.array([float(best.tokens)]), 2, marker="D"),
-    ]
-    return Chart("Lines of equal loss", "tokens", curves, x="parameters", log=True, log_y=True)
-
-
-def _residuals(file: LawFile) -> Chart:
-    curves = []
-    for i, parameters, tokens, losses in _by_size(file.fitted, "tokens"):
-        color, _, marker = curve_style(i)
-        errors = losses - file.law.predict(parameters, tokens)
-        curves.append(
-            _dots(amount(parameters), 6 * parameters * tokens, errors, color, marker=marker)
-        )
-    n, d, _ = file.columns()
-    ends = 6 * np.array([(n * d).min(), (n * d).max()])
-    return _OverCompute(
-        "Measured minus the law", curves=[*curves, Curve("", ends, np.zeros(2), _FAINT)]
-    )
-
-
-def _hold_out(law: Law) -> Sequence[Chart]:
+def _hold_out(law: Law) -> Iterator[Chart]:
     if (held := law.held_out) is None:
-        return ()
+        return
     compute = 6 * held.parameters * held.tokens
     curves = [
         _dots("seen", compute, held.seen, 2, marker="s"),
         _dots("predicted by the smaller runs", compute, held.predicted, 1),
     ]
-    return (_OverCompute("Hold-out: runs above a quarter of the largest compute", curves=curves),)
+    title = "Hold-out: runs above a quarter of the largest compute"
+    yield _Losses(title, curves=curves, x="FLOPs")
 
 
 def _rates(file: LawFile) -> Chart:
-    curves = []
-    for i, parameters, rates, losses in _by_size(
-        (r for r in file.runs if r.role == "rate"), "peak_lr"
-    ):
-        color, dash, marker = curve_style(i)
-        curves.append(Curve(amount(parameters), rates, losses, color, dash, marker))
-    return Chart("Loss by peak rate, by parameters", _NATS, curves, x="peak_lr", log=True)
+    runs = _by_size(file, "rate", "peak_lr")
+    curves = [Curve(amount(n), rates, losses, *curve_style(i)) for i, n, rates, losses in runs]
+    return _Losses("Loss by peak rate, by parameters", curves=curves, x="peak_lr")

@@ -75,21 +75,9 @@ class Halving(Rule):
         needed = [*self._places][: self._places[name] + 1]
         return [one for one in needed if one not in scores and one not in self._ended]
 
-    def needed(self, name: str, tokens_seen: int) -> str:
-        """Format the condition on which a trial passes a rung, or "" if it passes with any objective."""
-        if (threshold := self._threshold(name, tokens_seen)) is None:
-            return ""
-        least = "at most" if self._sign < 0 else "at least"
-        return f"the best 1/{self._factor} of the trials before it had {least} {self._sign * threshold:.4f}"
-
-    def _threshold(self, name: str, tokens_seen: int) -> float | None:
-        """Return the lowest score with which a trial passes a rung, or None if it passes with any."""
+    def passes(self, name: str, tokens_seen: int) -> bool:
         scores = self._scores.get(tokens_seen, {})
         earlier = [s for one, s in scores.items() if self._places[one] < self._places[name]]
         if not earlier:
-            return None
-        return float(np.percentile(earlier, 100 * (1 - 1 / self._factor)))
-
-    def passes(self, name: str, tokens_seen: int) -> bool:
-        threshold = self._threshold(name, tokens_seen)
-        return threshold is None or self._scores[tokens_seen][name] >= threshold
+            return True
+        return bool(scores[name] >= np.percentile(earlier, 100 * (1 - 1 / self._factor)))

@@ -49,11 +49,6 @@ class Trial:
     """Whether a higher objective is better."""
 
     @property
-    def judged_tokens(self) -> int:
-        """Tokens seen when the objective was measured."""
-        return self.curve[-1][0] if self.curve else self.tokens_seen
-
-    @property
     def score(self) -> float | None:
         """The objective, or None if the trial failed or it is not finite."""
         return None if self.state == "failed" or self.diverged else self.objective
@@ -111,7 +106,7 @@ def ranking(trials: Iterable[Trial]) -> list[Trial]:
 
     def key(trial: Trial) -> tuple[bool, bool, int, float, str]:
         score = math.inf if trial.score is None else trial.score * (-1 if trial.maximize else 1)
-        return trial.state == "failed", trial.score is None, -trial.judged_tokens, score, trial.name
+        return trial.state == "failed", trial.score is None, -trial.tokens_seen, score, trial.name
 
     return sorted(trials, key=key)
 

@@ -39,7 +39,7 @@ def final_table(trials: Sequence[Trial], objective: str, budget_tokens: int) -> 
     )
     if best := best_trial(trials):
         lines[-1] += (
-            f" | best {best.name}: {objective} {_objective_text(best)} at {amount(best.judged_tokens)} tokens"
+            f" | best {best.name}: {objective} {_objective_text(best)} at {amount(best.tokens_seen)} tokens"
         )
     return "\n".join(lines)
 
@@ -75,7 +75,7 @@ def best_yaml(config: Config, trial: Trial, sweep: Sweep) -> str:
     values = ", ".join(f"{name}={json.dumps(value)}" for name, value in trial.values.items())
     header = [
         f"Best trial of {sweep.title}: {trial.name}, {trial.state}, {sweep.objective} "
-        f"{_objective_text(trial)} at {trial.judged_tokens:,} tokens.",
+        f"{_objective_text(trial)} at {trial.tokens_seen:,} tokens.",
         f"Set by the sweep: {values or 'nothing'}",
         "All other values are this trial's, except for run_name.",
         "Train it again: raytrain-gpt train --config best.yaml",

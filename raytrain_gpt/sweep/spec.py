@@ -57,12 +57,8 @@ SET_BY_SWEEP = {
     "resume": "trials always resume, and `tune --resume` continues a sweep",
 }
 """Field that the sweep sets in every trial -> what to do instead of setting it."""
-OBJECTIVES = {
-    "val/loss": ("validation loss", "nats per token"),
-    "val/bits_per_byte": ("validation loss", "bits per byte"),
-    "val/perplexity": ("validation perplexity", "per token"),
-}
-"""Built-in objective, to be minimized -> name and unit."""
+OBJECTIVES = ("val/loss", "val/bits_per_byte", "val/perplexity")
+"""Built-in objectives, to be minimized."""
 _SAME_IN_ALL_TRIALS = ("eval", "cluster", "run", "tracking")
 """Sections for locations, resources and the measurement of the objective; settings of kinds may vary."""
 _OTHER_LOSSES = ("data_path", "init_from", "document_mask")

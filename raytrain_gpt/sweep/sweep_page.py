@@ -1,26 +1,27 @@
-"""`report.html` of a sweep: curves, objective by learning rate, trials, decisions, and what stopping saved.
+"""`report.html` of a sweep: learning curves, the objective by learning rate, and the trials.
 
-It needs only the sweep's history and file, and no code of its user.
+It needs only the sweep's history and file, and no code of its user. Trials are compared at equal tokens.
+Losses above the first ones are left out of the charts, so that one trial does not flatten the others.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import Field, ValidationError
 
 from raytrain_gpt.config.kinds import Strict
 from raytrain_gpt.errors import CheckpointError, ConfigError, reason
-from raytrain_gpt.format import Log, amount, cut
+from raytrain_gpt.format import Log, amount, cut, short_duration
 from raytrain_gpt.parsing import parse_yaml
 from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location, is_url
-from raytrain_gpt.sweep.halving import Halving
 from raytrain_gpt.sweep.history import (
     HISTORY_FILE,
-    Event,
     History,
     Trial,
     best_trial,
@@ -28,18 +29,20 @@ from raytrain_gpt.sweep.history import (
     value_text,
 )
 from raytrain_gpt.sweep.results import counts_text, field_names
-from raytrain_gpt.sweep.spec import SWEEP_FILE, Asha, NoScheduler
-from raytrain_gpt.sweep.sweep_charts import sweep_charts
-from raytrain_gpt.tracking.page import page
+from raytrain_gpt.sweep.space import is_number
+from raytrain_gpt.sweep.spec import SWEEP_FILE
+from raytrain_gpt.tracking import pages
+from raytrain_gpt.tracking.pages import Chart, Curve, curve_style
 from raytrain_gpt.tracking.report import REPORT_FILE
 
-_TEMPLATE = "sweep/sweep_template.html"
+_MAX_NAMED_CURVES = 10
 
 
 class SweepFacts(Strict):
     """What the page needs of a sweep's file.
 
     Attributes:
+        budget_tokens: Tokens of a trial that is not stopped.
         searched: Fields that are not computed from others.
     """
 
@@ -48,19 +51,19 @@ class SweepFacts(Strict):
     budget_tokens: Annotated[int, Field(ge=1)]
     maximize: bool
     searched: list[str]
-    scheduler: NoScheduler | Asha
 
     @classmethod
     def read(cls, directory: Location) -> SweepFacts:
         """Read the sweep's file without its user's code; raises a ConfigError if it is damaged."""
         try:
             raw = parse_yaml((directory / SWEEP_FILE).read_text())
-            if (kind := raw["scheduler"]["kind"]) not in ("none", "asha"):
-                raise ConfigError(f"{directory}: scheduler {kind} is no longer supported")
-            searched = [name for name, domain in raw["space"].items() if "expression" not in domain]
-            facts = {name: raw[name] for name in ("objective", "budget_tokens", "scheduler")}
-            more = {"maximize": raw["objective_mode"] == "max", "searched": searched}
-            return cls.model_validate({"name": raw["sweep_name"], **facts, **more})
+            return cls(
+                name=raw["sweep_name"],
+                objective=raw["objective"],
+                budget_tokens=raw["budget_tokens"],
+                maximize=raw["objective_mode"] == "max",
+                searched=[n for n, domain in raw["space"].items() if "expression" not in domain],
+            )
         except (ValueError, LookupError, TypeError, AttributeError, ValidationError) as error:
             raise ConfigError(f"{directory / SWEEP_FILE} is damaged: {reason(error)}") from None
 
@@ -84,100 +87,116 @@ def report_sweep(name: str, storage_path: str, as_json: bool, say: Log) -> bool:
 
 
 def sweep_page(history: History, facts: SweepFacts) -> str:
-    trials, budget_tokens = history.trials(), facts.budget_tokens
+    return pages.page("sweep", facts.name, _blocks(history.trials(), facts), [history.directory])
+
+
+def _blocks(trials: list[Trial], facts: SweepFacts) -> Iterator[str]:
     ranked = ranking(trials)
-    stopped = [(t, budget_tokens - t.tokens_seen) for t in trials if t.state == "stopped"]
-    return page(
-        _TEMPLATE,
-        facts=facts,
-        trials=ranked,
-        best=best_trial(trials),
-        states=counts_text(trials),
-        charts=sweep_charts(ranked, facts.searched, facts.objective, budget_tokens),
-        trained_tokens=sum(t.tokens_seen for t in trials),
-        saved_tokens=sum(tokens for _, tokens in stopped),
-        saved_s=math.fsum(tokens / t.tokens_per_s for t, tokens in stopped if t.tokens_per_s),
-        fields=field_names(ranked),
-        rows=_rows(ranked, facts),
-        lanes=_lanes(history),
-        elapsed_s=history.events[-1]["time"] - history.events[0]["time"],
-        decisions=list(_decisions(history, facts)),
-        directory=history.directory,
-        value_text=value_text,
+    yield f"{counts_text(trials)}. Trials are compared at equal tokens."
+    yield pages.tiles(_numbers(trials, facts))
+    yield pages.heading("Curves")
+    yield "The thick curve is the best trial's. Values above the scale are left out; pale ones have no name."
+    yield pages.figures(sweep_charts(ranked, facts))
+    yield pages.heading("Trials")
+    yield "Click a heading to sort."
+    fields = field_names(ranked)
+    names = ("Rank", "Trial", "State", facts.objective, "Tokens", "Tokens/s", "Time")
+    yield pages.table(
+        [*names, *fields, "Error"], (_row(t, i, fields) for i, t in enumerate(ranked, 1))
     )
 
 
-def _rows(ranked: list[Trial], facts: SweepFacts) -> list[list[tuple[str, Any]]]:
-    """Return a row of cells per trial: text, and the value to sort by."""
-    rows, fields = [], field_names(ranked)
-    for rank, trial in enumerate(ranked, 1):
-        share = trial.judged_tokens / facts.budget_tokens
-        score, speed, spent_s = trial.score, trial.tokens_per_s, trial.elapsed_s
-        row: list[tuple[str, Any]] = [
-            (str(rank), rank) if score is not None else ("–", math.inf),
-            (trial.name, trial.name),
-            (trial.state, trial.state),
-            ("not finite" if trial.diverged else "–" if score is None else f"{score:.4f}", score),
-            (f"{amount(trial.tokens_seen)}, {share:.0%}", trial.tokens_seen),
-            ("–" if speed is None else f"{speed:,.0f}", speed),
-            ("–" if spent_s is None else f"{spent_s:,.1f} s", spent_s),
-        ]
-        values = [trial.values.get(name) for name in fields]
-        rows.append([*row, *((value_text(value), value) for value in values)])
-    return rows
+def _numbers(trials: list[Trial], facts: SweepFacts) -> Iterator[tuple[str, str, str]]:
+    if best := best_trial(trials):
+        yield f"Best {facts.objective}", f"{best.score:.4f}", f"trial {best.name}, {best.state}"
+        for name, value in best.values.items():
+            yield name, value_text(value), "of the best trial"
+    budget, full = facts.budget_tokens, len(trials) * facts.budget_tokens
+    yield "Trials", str(len(trials)), f"{amount(budget)} tokens each, unless stopped"
+    yield "Tokens trained", amount(sum(t.tokens_seen for t in trials)), f"of {amount(full)}"
+    saved = sum(budget - t.tokens_seen for t in trials if t.state == "stopped")
+    yield "Saved by stopping early", f"{saved / full:.0%}", f"{amount(saved)} tokens"
 
 
-def _lanes(history: History) -> list[tuple[Trial, list[tuple[float, float]], list[float]]]:
-    """Return per trial the start and width of its times in a process, and its reports, in percent."""
-    first, last = history.events[0]["time"], history.events[-1]["time"]
-    scale = 100 / ((last - first) or 1)
-    spans: dict[str, list[tuple[float, float]]] = {}
-    reports: dict[str, list[float]] = {}
-    for event in history.events:
-        name, at = event["trial"], scale * (event["time"] - first)
-        if event["event"] == "started":
-            spans.setdefault(name, []).append((at, at))
-        elif name in spans:
-            spans[name][-1] = spans[name][-1][0], at
-        if event["event"] == "report":
-            reports.setdefault(name, []).append(at)
+def _row(trial: Trial, rank: int, fields: Sequence[str]) -> list[str]:
+    score, speed, spent_s = trial.score, trial.tokens_per_s, trial.elapsed_s
+    values = [trial.values.get(name) for name in fields]
+    cells: list[tuple[Any, str]] = [
+        (None, "–") if score is None else (rank, str(rank)),
+        (trial.name, trial.name),
+        (trial.state, trial.state),
+        (score, "not finite" if trial.diverged else "–" if score is None else f"{score:.4f}"),
+        (trial.tokens_seen, amount(trial.tokens_seen)),
+        (speed, "–" if speed is None else f"{speed:,.0f}"),
+        (spent_s, "–" if spent_s is None else short_duration(spent_s)),
+        *((value, value_text(value)) for value in values),
+        (trial.error, cut(" ".join((trial.error or "").split()), 300)),
+    ]
+    return [pages.sorted_by(value, text) for value, text in cells]
+
+
+def sweep_charts(ranked: Sequence[Trial], facts: SweepFacts) -> list[Chart]:
+    """Return the charts of trials in the order of `ranking`; none before the first evaluation."""
+    drawn = [trial for trial in ranked if trial.curve]
+    if all(trial.score is None for trial in drawn):
+        return []
+    limit = _limit(drawn)
+    curves = []
+    for rank, trial in enumerate(drawn):
+        tokens, values = np.array(trial.curve, np.float64).T
+        color, dash, _ = curve_style(rank)
+        label = trial.name
+        if rank >= _MAX_NAMED_CURVES:
+            label, color, dash = "", pages.FAINT, ""
+        width = 3 if trial is best_trial(ranked) else 1.4
+        shown = np.where(values <= limit, values, np.nan)
+        curves.append(Curve(label, tokens, shown, color, dash, width=width))
     return [
-        (t, [(a, b - a) for a, b in spans.get(t.name, [])], reports.get(t.name, []))
-        for t in history.trials()
+        Chart("Learning curves", facts.objective, curves, x="tokens"),
+        *_by_field(drawn, facts, limit),
     ]
 
 
-def _decisions(history: History, facts: SweepFacts) -> Iterator[tuple[float, str, str]]:
-    """Yield the time since the start, in seconds, the trial, and what happened to it."""
-    first = history.events[0]["time"]
-    halving = None
-    if isinstance(facts.scheduler, Asha):
-        names = [trial.name for trial in history.trials()]
-        halving = Halving(facts.scheduler, facts.budget_tokens, names, facts.maximize)
-        halving.replay(history.events)
-    latest: dict[str, Event] = {}
-    begun: set[str] = set()
-    for event in history.events:
-        name, kind, text = event["trial"], event["event"], ""
-        if kind == "started":
-            text = "starts again in another process" if name in begun else ""
-            begun.add(name)
-        elif kind == "report":
-            latest[name] = event
-        else:
-            text = _end_text(event, latest.get(name), facts.objective, halving)
-        if text:
-            yield event["time"] - first, name, text
+def _by_field(drawn: Sequence[Trial], facts: SweepFacts, limit: float) -> list[Chart]:
+    """Chart the objectives of unstopped trials over one field, with a curve for each value of another.
+
+    Over the learning rate for each batch size if they were searched, else over the first number for a field
+    with few values.
+    """
+
+    def is_discrete(name: str) -> bool:
+        return 2 * len({trial.values[name] for trial in drawn}) <= len(drawn)
+
+    numbers = [n for n in facts.searched if all(is_number(trial.values[n]) for trial in drawn)]
+    x_field = next((n for n in ("peak_lr", *numbers) if n in numbers), "")
+    others = [n for n in facts.searched if n != x_field and is_discrete(n)]
+    line_field = next((n for n in ("global_batch_tokens", *others) if n in others), "")
+    lines: dict[Any, dict[float, float]] = {}
+    for trial in reversed(drawn):  # so that the best one of equal fields stays
+        is_full = trial.tokens_seen == facts.budget_tokens
+        if x_field and is_full and trial.score is not None and trial.score <= limit:
+            lines.setdefault(trial.values.get(line_field), {})[trial.values[x_field]] = trial.score
+    # If a further field varies freely, neighbors on the axis are not neighbors in the space.
+    is_line = {*facts.searched} <= {x_field, line_field} or (bool(x_field) and is_discrete(x_field))
+    curves = []
+    for i, value in enumerate(sorted(lines, key=lambda value: (str(type(value)), value))):
+        xs, scores = np.array(sorted(lines[value].items()), np.float64).T
+        label = f"{line_field} {value_text(value)}" if line_field else facts.objective
+        curves.append(Curve(label, xs, scores, *curve_style(i), 1.6 if is_line else 0))
+    places = {x for line in lines.values() for x in line}
+    is_log = (
+        len(places) > 1
+        and min(places) > 0
+        and (x_field == "peak_lr" or max(places) > 8 * min(places))
+    )
+    title = f"Final {facts.objective} by {x_field}"
+    return [Chart(title, facts.objective, curves, x=x_field, log=is_log)] if len(places) > 1 else []
 
 
-def _end_text(event: Event, report: Event | None, objective: str, halving: Halving | None) -> str:
-    if event.get("error"):
-        return f"{event['state']}: {cut(' '.join(event['error'].split()), 300)}"
-    if report is None or report["objective"] is None:
-        return str(event["state"])
-    tokens, score = report["tokens_seen"], f"{objective} {report['objective']:.4f}"
-    if event["state"] != "stopped":
-        return f"{event['state']} at {amount(tokens)} tokens with {score}"
-    text = f"stopped at {amount(tokens)} tokens with {score}"
-    needed = None if halving is None else halving.needed(event["trial"], tokens)
-    return f"{text}; {needed}" if needed else text
+def _limit(trials: Sequence[Trial]) -> float:
+    """Return the upper end of the y axis: about the first losses, or infinity if higher values are better."""
+    if trials[0].maximize:
+        return math.inf
+    finite = ([v for _, v in t.curve if v is not None and math.isfinite(v)] for t in trials)
+    first = statistics.median_low([values[0] for values in finite if values])
+    return first + 0.05 * abs(first)

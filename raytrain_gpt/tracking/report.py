@@ -1,15 +1,15 @@
-"""`report.html`: what happened in a run, on one page that loads nothing else.
+"""`report.html`: what happened in a run, or how several compare.
 
-1. `RunHistory` reads the run's files, without Ray.
-2. `charts` draws their curves.
-3. `report_template.html` lays it out and escapes every text: samples may hold HTML.
+`RunHistory` reads a run's files, without Ray; the charts and blocks of the page follow from it.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,172 +21,146 @@ from raytrain_gpt.config.load import load_recorded
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import (
     Log,
+    amount,
+    count,
+    duration,
     is_loss_spike,
+    number,
     own_scores,
+    size,
 )
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.charts import Chart, Curve, Floats, running_mean
-from raytrain_gpt.tracking.goodput import (
-    BAD_STEP_EVENTS,
-    LOST_TO,
-    goodput,
-    read_attempts,
-    run_speed,
-)
-from raytrain_gpt.tracking.page import page, yaml_text
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, Row, read_rows, read_samples
+from raytrain_gpt.tracking import pages
+from raytrain_gpt.tracking.goodput import goodput, read_attempts, run_speed
+from raytrain_gpt.tracking.pages import Chart, Curve, Floats, curve_style
+from raytrain_gpt.tracking.run_files import CONFIG_FILE, Row, event_text, read_rows, read_samples
 from raytrain_gpt.tracking.sync import RunSync
 
 REPORT_FILE = "report.html"
-_TEMPLATE = "tracking/report_template.html"
 MAX_SAMPLE_SETS = _MAX_RANKS = 8
-_DASHES, _MARKERS, _NUM_COLORS, _FAINT = ("", "7 3", "2 2", "8 2 2 2"), "Do^svP", 5, 6
-
 _HELLASWAG_KEY = "hellaswag/acc_norm"
-_HELLASWAG_REFERENCES = (("chance", 0.25, _FAINT, "7 3"), ("GPT-2 124M", 0.2955, 3, "2 2"))
-"""Name, length-normalized accuracy to compare with, color and dash."""
+_NATS, _SECONDS = "nats per token", "seconds per step"
+_ORDER_HASH = (
+    "data/order_hash is a rolling hash over the ids of the sequences that all workers together read in every "
+    "global step. Each step is checked against the plan, in which no sequence repeats within an epoch, and a "
+    "difference ends the run. So no two workers read the same sequence. Equal hashes of two runs on the same "
+    "dataset mean equal data in every step up to that one."
+)
 
 
 class RunHistory:
-    """A run's files, parsed; the template reads its attributes.
+    """A run's files, parsed.
 
     `tell` receives a warning for each file with skipped damage.
     """
 
     def __init__(self, sync: RunSync, tell: Log | None = None) -> None:
-        self.dir, self._work_dir = sync.run_dir, sync.work_dir
+        self.dir, self.work_dir = sync.run_dir, sync.work_dir
         self.name = self.dir.name
         rows = read_rows(sync.work_dir, tell)
         self.rows = [row for row in rows if "train/loss" in row]
         self.evals = sorted((r for r in rows if "val/loss" in r), key=lambda r: r["step"])
-        self.events = sorted((r for r in rows if "event" in r), key=lambda r: r["time"])
+        self.spikes = [row for row in rows if row.get("event") == "spike"]
         self.goodput, self.speed = goodput(rows), run_speed(rows)
         self.attempts = read_attempts(rows)
-        self.profiles = [event for event in self.events if event["event"] == "profile"]
-        self.config: dict[str, dict[str, Any]] = {}
+        self.fields: dict[str, Any] = {}
         if (sync.work_dir / CONFIG_FILE).exists():
             try:
-                self.config = load_recorded(sync.work_dir / CONFIG_FILE).model_dump()
+                self.fields = load_recorded(sync.work_dir / CONFIG_FILE).field_values()
             except ConfigError as error:
                 if tell:
                     tell(f"skipped the configuration of {self.dir}: {error}")
-        self.branch = read_branch(Location.of(sync.work_dir))
-        self.fields = {k: v for section in self.config.values() for k, v in section.items()}
         self.checkpoints = Catalog(self.dir).complete()
         self.best_checkpoint = best_by_loss(self.checkpoints)
         self.manifest_hash = self.checkpoints[-1].state.manifest_hash if self.checkpoints else None
         self.last: Row = self.rows[-1] if self.rows else {"step": 0}
         self.max_steps: int = self.fields.get("max_steps", 0)
-        self.finished = 0 < self.max_steps <= self.last["step"]
-        finite = [row for row in self.evals if row["val/loss"] is not None]
-        self.best_eval = min(finite, key=lambda row: float(row["val/loss"]), default=None)
-        self.own_keys = sorted({key for row in self.evals for key in own_scores(row)})
         self.order_hashes = {r["step"]: h for r in self.rows if (h := r.get("data/order_hash"))}
-        step_times = self.column("perf/step_time_s")
-        step_times = step_times[np.isfinite(step_times)]
-        self.train_time_s = float(step_times.sum())
-        self.step_time_s = float(np.median(step_times)) if len(step_times) else None
+        self.marks = [a.kept.start - 1 for a in self.attempts if a.kept and a.kept.start > 1]
+        self.train_time_s = float(np.nansum(self.column("perf/step_time_s")))
         self.window = min(max(len(self.rows) // 30, 1), 500)
 
     def column(self, key: str) -> Floats:
         """Return a key of the training rows, NaN for null."""
         return np.array([row.get(key) for row in self.rows], np.float64)
 
-    def time_parts(self) -> list[tuple[str, str, float, float, float]]:
-        """Return the run's time by use: name, text, seconds; start and width of its bar in percent."""
-        parts = {"effective": self.goodput.effective_s, **self.goodput.lost_to}
-        seconds = np.array(list(parts.values()))
-        widths = 100 * seconds / (seconds.sum() or 1)
-        starts = widths.cumsum() - widths
-        return [
-            (name, LOST_TO.get(name, "effective"), parts[name], start, width)
-            for name, start, width in zip(parts, starts.tolist(), widths.tolist(), strict=True)
-        ]
-
     def samples(self) -> list[tuple[int, list[str]]]:
         """Return (step, texts) of at most MAX_SAMPLE_SETS sets, spread over the run."""
-        sets = read_samples(self._work_dir)
+        sets = read_samples(self.work_dir)
         chosen = np.linspace(0, len(sets) - 1, min(len(sets), MAX_SAMPLE_SETS)).round().astype(int)
         return [(sets[i][0], [_sample(line) for line in sets[i][1].splitlines()]) for i in chosen]
+
+    def scores(self) -> list[str]:
+        """Return the keys of evaluations other than the validation loss."""
+        keys = {key for row in self.evals for key in own_scores(row)}
+        return sorted(keys | {_HELLASWAG_KEY for row in self.evals if _HELLASWAG_KEY in row})
 
     def charts(self) -> list[Chart]:
         if not self.rows:
             return []
-        marks = [a.kept.start - 1 for a in self.attempts if a.kept and a.kept.start > 1]
-        validation = self.evaluations("val/loss", "validation", 2, _DASHES[2], "D")
-        losses = [*self._noisy(self.column("train/loss")), *validation, *self._spikes()]
-        loss = Chart("Loss", "nats per token", losses, marks)
-        rates = [Curve("every step", self.column("step"), self.column("optim/lr"))]
-        norms = self._noisy(self.column("optim/grad_norm"))
-        speeds = self._of_blocks(self.column("perf/tokens_per_s"))
-        waits = self._of_blocks(self._wait_percent())
-        return [
-            loss,
-            *([loss.after(self.last["step"] // 2)] if self.window > 1 else []),
-            *self._by_dataset(marks),
-            *self._hellaswag(marks),
-            *(
-                Chart(key, "mean", self.evaluations(key, key, 2, marker="D"), marks)
-                for key in self.own_keys
-            ),
-            Chart("Learning rate", "learning rate", rates, marks, from_zero=True),
-            Chart("Gradient norm before clipping", "norm", norms, marks, from_zero=True),
-            Chart("Throughput", "tokens per second", speeds, marks, from_zero=True),
-            Chart("Waiting for data", "% of step time", waits, marks, from_zero=True),
-            *self._of_ranks("Forward passes by rank", "perf/rank_forward_s", marks),
-            *self._of_ranks("Waiting for data by rank", "perf/rank_data_wait_s", marks),
+        losses = [*self._noisy("train/loss"), *self.evaluations("val/loss", "validation")]
+        loss = Chart("Loss", _NATS, [*losses, *self._spikes()], self.marks)
+        charts = [loss, *([loss.after(self.last["step"] // 2)] if self.window > 1 else [])]
+        parts = sorted({key for row in self.evals for key in row if key.startswith("val/loss/")})
+        by_part = [
+            self.evaluations(key, key.removeprefix("val/loss/"), curve_style(i))
+            for i, key in enumerate(parts)
         ]
+        for title, unit, curves, from_zero in (
+            ("Validation loss by dataset", _NATS, [*chain(*by_part)], False),
+            *((key, "mean", self.evaluations(key, key), False) for key in self.scores()),
+            ("Learning rate", "learning rate", [self._curve("optim/lr")], True),
+            ("Gradient norm before clipping", "norm", self._noisy("optim/grad_norm"), True),
+            ("Throughput", "tokens per second", [self._curve("perf/tokens_per_s")], True),
+            ("Waiting for data", _SECONDS, self._noisy("perf/data_wait_s"), True),
+            ("Forward passes by rank", _SECONDS, self._of_ranks("perf/rank_forward_s"), True),
+            ("Waiting for data by rank", _SECONDS, self._of_ranks("perf/rank_data_wait_s"), True),
+        ):
+            charts += [Chart(title, unit, curves, self.marks, from_zero)] if curves else []
+        return charts
 
-    def _noisy(self, values: Floats) -> list[Curve]:
-        curve, window = Curve("every step", self.column("step"), values), self.window
+    def evaluations(
+        self, key: str, label: str, look: tuple[int, str, str] = (2, "2 2", "D"), x: str = "step"
+    ) -> list[Curve]:
+        """Return the curve of an evaluation's key over steps or tokens, if any evaluation has it."""
+        rows = [row for row in self.evals if key in row]
+        scale = (
+            self.last.get("data/tokens_seen", 0) / (self.last["step"] or 1) if x == "tokens" else 1
+        )
+        xs = scale * np.array([row["step"] for row in rows], np.float64)
+        values = np.array([row[key] for row in rows], np.float64)
+        return [Curve(label, xs, values, *look)] if rows else []
+
+    def _curve(self, key: str) -> Curve:
+        return Curve("every step", self.column("step"), self.column(key))
+
+    def _noisy(self, key: str) -> list[Curve]:
+        curve, window = self._curve(key), self.window
         if window == 1:
             return [curve]
-        mean = replace(curve, label=f"mean of {window} steps", values=running_mean(values, window))
-        return [replace(curve, color=_FAINT, width=0.8), mean]
+        mean = replace(
+            curve, label=f"mean of {window} steps", values=self.running_mean(key, window)
+        )
+        return [replace(curve, color=pages.FAINT, width=0.8), mean]
 
-    def _of_blocks(self, values: Floats) -> list[Curve]:
-        """Draw stairs for step times, which are means between two flushes."""
-        return [Curve("mean between log lines", self.column("step"), values, stairs=True)]
+    def running_mean(self, key: str, window: int) -> Floats:
+        """Return the mean of the finite values in each trailing `window`, or NaN if there is none."""
+        values, ones = self.column(key), np.ones(window)
+        finite = np.isfinite(values)
+        sums = np.convolve(np.where(finite, values, 0), ones)[: len(values)]
+        counts = np.convolve(finite, ones)[: len(values)]
+        return sums / np.where(counts > 0, counts, np.nan)
 
     def _spikes(self) -> list[Curve]:
         limit = self.fields.get("spike_zscore", 0)
-        events = [event for event in self.events if event["event"] == "spike" and event.get("loss")]
-        spikes = sorted((e["step"], e["loss"]) for e in events if is_loss_spike(e, limit))
-        if not spikes:
-            return []
-        steps, losses = np.array(spikes, np.float64).T
-        return [Curve("spike", steps, losses, color=4, marker="v", width=0)]
+        spikes = [row for row in self.spikes if row.get("loss") and is_loss_spike(row, limit)]
+        steps, losses = (
+            np.array([row[key] for row in spikes], np.float64) for key in ("step", "loss")
+        )
+        return [Curve("spike", steps, losses, color=4, marker="v", width=0)] if spikes else []
 
-    def evaluations(
-        self, key: str, label: str, color: int, dash: str = "", marker: str = "", scale: int = 1
-    ) -> list[Curve]:
-        """Return the curve of an evaluation key over `scale` × steps, if any evaluation has it."""
-        rows = [row for row in self.evals if key in row]
-        steps = scale * np.array([row["step"] for row in rows], np.float64)
-        values = np.array([row[key] for row in rows], np.float64)
-        return [Curve(label, steps, values, color, dash, marker)] if rows else []
-
-    def _hellaswag(self, marks: list[int]) -> list[Chart]:
-        """Chart accuracy with chance and GPT-2 for reference, if it was evaluated."""
-        if not (curves := self.evaluations(_HELLASWAG_KEY, "acc_norm", 2, marker="D")):
-            return []
-        ends = np.array([0, self.last["step"]], np.float64)
-        for name, value, color, dash in _HELLASWAG_REFERENCES:
-            curves.append(Curve(f"{name} {value}", ends, np.full(2, value), color, dash))
-        return [Chart("HellaSwag", "fraction right", curves, marks)]
-
-    def _by_dataset(self, marks: list[int]) -> list[Chart]:
-        keys = {key for row in self.evals for key in row if key.startswith("val/loss/")}
-        curves = []
-        for i, key in enumerate(sorted(keys)):
-            curves += self.evaluations(key, key.removeprefix("val/loss/"), *curve_style(i))
-        if not curves:
-            return []
-        name = curves[0].label if len(curves) == 1 else "by dataset"
-        return [Chart(f"Validation loss, {name}", "nats per token", curves, marks)]
-
-    def _of_ranks(self, title: str, key: str, marks: list[int]) -> list[Chart]:
-        """Chart the seconds of each rank, of the slowest _MAX_RANKS, if any were timed."""
+    def _of_ranks(self, key: str) -> list[Curve]:
+        """Return the seconds of each rank, of the slowest _MAX_RANKS, if any were timed."""
         rows = [row for row in self.rows if row.get(key)]
         seconds = np.full((len(rows), max((len(row[key]) for row in rows), default=0)), np.nan)
         for i, row in enumerate(rows):  # the number of ranks may change at a restart
@@ -195,27 +169,110 @@ class RunHistory:
             return []
         steps = np.array([row["step"] for row in rows], np.float64)
         slowest = np.argsort(-np.nanmean(seconds, axis=0), kind="stable")[:_MAX_RANKS]
-        curves = [
+        return [
             Curve(f"rank {rank}", steps, seconds[:, rank], *curve_style(i))
             for i, rank in enumerate(sorted(slowest.tolist()))
         ]
-        return [Chart(title, "seconds per step", curves, marks, from_zero=True)]
 
-    def _wait_percent(self) -> Floats:
-        """Return data wait per step time between two flushes, since step time is their mean."""
-        waits, times = self.column("perf/data_wait_s"), self.column("perf/step_time_s")
-        first = np.flatnonzero(np.diff(times, prepend=np.nan) != 0)
-        shares = np.add.reduceat(waits, first) / np.add.reduceat(times, first)
-        return 100 * shares.repeat(np.diff(first, append=len(times)))
+    def numbers(self) -> Iterator[tuple[str, str, str]]:
+        """Yield name, value and note of the numbers of the run, the last ones of each."""
+        speed, tokens_seen = self.speed, self.last.get("data/tokens_seen", 0)
+        losses = [row["val/loss"] for row in self.evals if row["val/loss"] is not None]
+        evaluation = self.evals[-1] if self.evals else {}
+        is_finished = 0 < self.max_steps <= self.last["step"]
+        state = "finished" if is_finished else "not finished"
+        yield "Step", f"{self.last['step']:,}", f"of {self.max_steps:,}, {state}"
+        mean = ""
+        if self.rows:
+            mean = f", mean of {self.window} steps {self.running_mean('train/loss', self.window)[-1]:.4f}"
+        yield "Train loss", _value(self.last, "train/loss"), f"nats per token{mean}"
+        lowest = f"lowest {min(losses):.4f}" if losses else ""
+        yield "Validation loss", _value(evaluation, "val/loss"), lowest
+        perplexity = f"perplexity {_value(evaluation, 'val/perplexity', ',.2f')}"
+        yield "Bits per byte", _value(evaluation, "val/bits_per_byte"), perplexity
+        yield from ((key, _value(evaluation, key), "") for key in self.scores())
+        yield "Tokens seen", amount(tokens_seen), ""
+        mfu = "" if speed.mfu is None else f", MFU {speed.mfu:.1%}"
+        yield "Tokens/s in steps", _amount(speed.tokens_per_s), f"median{mfu}"
+        yield (
+            "Tokens/s overall",
+            _amount(speed.tokens_per_s_overall),
+            "with evaluations and checkpoints",
+        )
+        yield "Training steps", duration(self.train_time_s), ""
+        yield "Goodput", self.goodput.share(self.goodput.effective_s) or "–", ""
+        if speed.peak_memory_bytes:
+            yield "Peak memory", size(speed.peak_memory_bytes), "highest of all workers"
+        facts = self.attempts[-1].row if self.attempts else {}
+        if "num_parameters" in facts:
+            yield "Parameters", amount(facts["num_parameters"]), ""
+        if tokens := facts.get("train_tokens"):
+            epochs = f"{tokens_seen / tokens:.2f} epochs seen"
+            yield "Data", amount(tokens), f"train tokens, tokenizer {facts['tokenizer']}; {epochs}"
+
+
+def _value(row: Row, key: str, form: str = ".4f") -> str:
+    return number(row[key], form) if key in row else "–"
+
+
+def _amount(value: float | None) -> str:
+    return "–" if value is None else amount(value)
 
 
 def write_report(sync: RunSync, tell: Log | None = None) -> Path:
     """Write a run's `report.html` and return its path; `tell` as in `RunHistory`."""
     run = RunHistory(sync, tell)
-    mean = running_mean(run.column("train/loss"), run.window)[-1] if run.rows else None
     path = sync.work_dir / REPORT_FILE
-    Location.of(path).write_text(_page([run], run.charts(), mean_loss=mean))
+    Location.of(path).write_text(pages.page("run", run.name, _blocks_of_run(run), [run.dir]))
     return path
+
+
+def _blocks_of_run(run: RunHistory) -> Iterator[str]:
+    if branch := read_branch(Location.of(run.work_dir)):
+        yield branch.line
+    workers, devices, precisions = (
+        ", then ".join(dict.fromkeys(str(a.row[key]) for a in run.attempts if key in a.row)) or "?"
+        for key in ("num_workers", "device", "precision")
+    )
+    yield f"Hardware: {workers} workers · {devices} · precision {precisions}"
+    yield pages.tiles(run.numbers())
+    yield pages.heading("Curves")
+    if run.marks:
+        yield f"Dashed lines: resumed after step {', '.join(f'{mark:,}' for mark in run.marks)}."
+    if gaps := [row["step"] for row in run.rows if row["train/loss"] is None]:
+        yield f"The loss was not finite in {count(len(gaps), 'step')}, first in step {gaps[0]:,}."
+    yield pages.figures(run.charts())
+    yield pages.heading("Samples")
+    yield from (pages.texts(f"Step {step:,}", texts) for step, texts in run.samples())
+    yield pages.heading("Starts and restarts")
+    yield run.goodput.summary()
+    names = ("Time (UTC)", "Event", "From step", "Workers", "Steps kept", "Steps repeated", "Ended")
+    yield pages.table(names, _starts(run))
+    yield pages.heading("Proof of disjoint data")
+    yield _ORDER_HASH
+    for step, order_hash in [*run.order_hashes.items()][-1:]:
+        yield f"data/order_hash at step {step:,}: {order_hash}"
+    yield f"Dataset (manifest hash): {run.manifest_hash or 'known after the first checkpoint'}"
+    yield pages.heading("Configuration")
+    if (file := run.work_dir / CONFIG_FILE).exists():
+        sections = re.split(r"\n(?=\S)", file.read_text("utf-8", "replace"))
+        yield pages.texts(CONFIG_FILE, sections)
+
+
+def _starts(run: RunHistory) -> Iterator[list[str]]:
+    for attempt in run.attempts:
+        row, kept, end = attempt.row, attempt.kept, event_text(attempt.end).replace("_", " ", 1)
+        rollbacks = [event_text(event) for event in attempt.events if event["event"] == "rollback"]
+        goes_on = attempt is run.attempts[-1] and attempt.end["event"] == "killed"
+        yield [
+            pages.utc(row["time"]),
+            row["event"],
+            f"{row['step']:,}",
+            str(row.get("num_workers", "–")),
+            f"{kept[0]:,}–{kept[-1]:,}" if kept else "none",
+            f"{row['lost_steps']:,}",
+            "; ".join([*rollbacks, *([] if goes_on else [end])]),
+        ]
 
 
 def write_comparison(syncs: list[RunSync], out: Path, tell: Log | None = None) -> Path:
@@ -224,61 +281,61 @@ def write_comparison(syncs: list[RunSync], out: Path, tell: Log | None = None) -
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
             run.name = str(run.dir)
-    window = sorted(run.window for run in runs)[len(runs) // 2]
-    charts = _compared(runs, window)
-    batches = {run.fields["global_batch_tokens"] for run in runs if run.fields}
-    if len(batches) > 1:  # else the charts would be the same
-        charts += _compared(runs, window, by_tokens=True)
-    steps = [set(run.order_hashes) for run in runs if run.order_hashes]
-    common = sorted(set.intersection(*steps)) if steps else []
-    keys = dict.fromkeys(key for run in runs for key in run.fields if key != "run_name")
-    values = {key: [yaml_text(run.fields.get(key, "–")) for run in runs] for key in keys}
-    html = _page(
-        runs,
-        charts,
-        common_step=common[-1] if common else None,
-        same_data=[_same_data(run, runs[0], common) for run in runs],
-        differing={key: texts for key, texts in values.items() if len(set(texts)) > 1},
-    )
     out.parent.mkdir(parents=True, exist_ok=True)
-    Location.of(out).write_text(html)
+    title, files = ", ".join(run.name for run in runs), [run.dir for run in runs]
+    Location.of(out).write_text(pages.page("comparison", title, _blocks_of_runs(runs), files))
     return out
 
 
-def _compared(runs: list[RunHistory], window: int, by_tokens: bool = False) -> list[Chart]:
-    train, val, hellaswag = [], [], []
-    own: dict[str, list[Curve]] = {key: [] for run in runs for key in run.own_keys}
-    for i, run in enumerate(runs):
-        color, dash, marker = curve_style(i)
-        scale = run.fields.get("global_batch_tokens") if by_tokens else 1
-        if scale is None:
-            continue
-        if run.rows:
-            loss = running_mean(run.column("train/loss"), window)
-            train.append(Curve(run.name, run.column("step") * scale, loss, color, dash))
-        val += run.evaluations("val/loss", run.name, color, dash, marker, scale)
-        hellaswag += run.evaluations(_HELLASWAG_KEY, run.name, color, dash, marker, scale)
-        for key, curves in own.items():
-            curves += run.evaluations(key, run.name, color, dash, marker, scale)
-    mean = f", mean of {window} steps" if window > 1 else ""
-    x, by = ("tokens", ", by tokens") if by_tokens else ("step", "")
-    charts = [
-        Chart(f"Train loss{by}{mean}", "nats per token", train, x=x),
-        Chart(f"Validation loss{by}", "nats per token", val, x=x),
-        Chart(f"HellaSwag{by}", "fraction right", hellaswag, x=x),
-        *(Chart(f"{key}{by}", "mean", curves, x=x) for key, curves in own.items()),
+def _blocks_of_runs(runs: list[RunHistory]) -> Iterator[str]:
+    yield pages.heading("Curves")
+    yield pages.figures(_compared(runs))
+    yield pages.heading("Numbers")
+    numbers = [{name: value for name, value, _ in run.numbers()} for run in runs]
+    names = [*dict.fromkeys(chain(*numbers))]
+    rows = zip(runs, numbers, strict=True)
+    yield pages.table(
+        ["Run", *names], ([run.name, *(one.get(n, "–") for n in names)] for run, one in rows)
+    )
+    yield pages.heading("Data")
+    yield _ORDER_HASH
+    steps = [set(run.order_hashes) for run in runs if run.order_hashes]
+    common = sorted(set.intersection(*steps)) if steps else []
+    verdicts = ([run.name, _same_data(run, runs[0], common)] for run in runs)
+    until = f" up to step {common[-1]:,}, the last common one" if common else ""
+    yield pages.table(["Run", f"Same data as {runs[0].name}{until}"], verdicts)
+    yield pages.heading("Differing configuration")
+    keys = dict.fromkeys(key for run in runs for key in run.fields if key != "run_name")
+    values = {key: [str(run.fields.get(key, "–")) for run in runs] for key in keys}
+    differing = ([key, *texts] for key, texts in values.items() if len(set(texts)) > 1)
+    yield pages.table(["Key", *(run.name for run in runs)], differing)
+
+
+def _compared(runs: list[RunHistory]) -> list[Chart]:
+    """Chart the runs over tokens, which compares those of different batches too."""
+    window = sorted(run.window for run in runs)[len(runs) // 2]
+    looks = [(run, curve_style(i)) for i, run in enumerate(runs)]
+    train = [
+        Curve(
+            run.name,
+            run.column("data/tokens_seen"),
+            run.running_mean("train/loss", window),
+            *look[:2],
+        )
+        for run, look in looks
+        if run.rows
     ]
-    # Cut at half of the second-longest run, so that the later chart compares two.
-    ends = sorted(int(curve.steps[-1]) for curve in train)[-2:] or [0]
-    return [c for full in charts for c in (full, full.after(ends[0] // 2)) if c.curves]
+    charts = [Chart(f"Train loss, mean of {count(window, 'step')}", _NATS, train, x="tokens")]
+    for key in ("val/loss", *dict.fromkeys(key for run in runs for key in run.scores())):
+        curves = [c for run, look in looks for c in run.evaluations(key, run.name, look, "tokens")]
+        title, unit = ("Validation loss", _NATS) if key == "val/loss" else (key, "mean")
+        charts.append(Chart(title, unit, curves, x="tokens"))
+    # From half of the second-longest run on, so that the later chart compares two.
+    ends = sorted(curve.xs[-1] for curve in train)[-2:] or [0]
+    return [c for chart in charts for c in (chart, chart.after(ends[0] / 2)) if c.curves]
 
 
-def curve_style(i: int) -> tuple[int, str, str]:
-    """Return color, dash and marker of the i-th of several curves; no two have all three equal."""
-    return i % _NUM_COLORS + 1, _DASHES[i % len(_DASHES)], _MARKERS[i % len(_MARKERS)]
-
-
-def _same_data(run: RunHistory, first: RunHistory, common: Sequence[int]) -> str:
+def _same_data(run: RunHistory, first: RunHistory, common: list[int]) -> str:
     if not run.order_hashes or not first.order_hashes:
         return "no common step"
     for step in common:
@@ -287,11 +344,6 @@ def _same_data(run: RunHistory, first: RunHistory, common: Sequence[int]) -> str
     if run.manifest_hash is None or first.manifest_hash is None:
         return "same order; dataset unknown before a checkpoint"
     return "yes" if run.manifest_hash == first.manifest_hash else "no, same order of different data"
-
-
-def _page(runs: list[RunHistory], charts: list[Chart], **more: Any) -> str:
-    values = {"runs": runs, "charts": charts, "bad_step_events": BAD_STEP_EVENTS, **more}
-    return page(_TEMPLATE, one="differing" not in more, **values)
 
 
 def _sample(line: str) -> str:

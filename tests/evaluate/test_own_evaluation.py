@@ -27,7 +27,7 @@ from raytrain_gpt.export.model_card import _scores
 from raytrain_gpt.format import ROW_PREFIXES
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.history import History, best_trial, ranking
-from raytrain_gpt.sweep.sweep_charts import sweep_charts
+from raytrain_gpt.sweep.sweep_page import SweepFacts, sweep_charts
 from raytrain_gpt.sweep.trial_plan import base_config
 from raytrain_gpt.tracking.run_files import read_rows
 from raytrain_gpt.train.launch import train
@@ -304,6 +304,8 @@ def test_a_sweep_ranks_and_draws_the_highest_first_if_it_is_told_so(tmp_path: Pa
     assert best is not None
     assert best.name == "001"
     ranked = ranking(history.trials())
-    curves, by_rate = sweep_charts(ranked, sweep.searched, "mine/a", budget)
+    facts = {"objective": "mine/a", "budget_tokens": budget, "maximize": True}
+    shown = SweepFacts(name="small", searched=sweep.searched, **facts)
+    curves, by_rate = sweep_charts(ranked, shown)
     assert curves.curves[0].label == "001"
     assert [[*curve.values] for curve in by_rate.curves] == [[0.2, 0.3], [0.9, 0.1]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.scaling.forecasts import Forecasts
-from raytrain_gpt.scaling.law_file import law_file, to_json
+from raytrain_gpt.scaling.law_file import Verdict, law_file, to_json
+from raytrain_gpt.scaling.scale_page import scale_page
 from tests.conftest import RunCli, raises_line
 
 from .conftest import RULE, TRUTH, made_results, make_study, plan_of
@@ -113,3 +115,23 @@ def test_runs_that_diverged_are_left_out() -> None:
     runs = [r.model_copy(update=bad) if r.name.startswith("size-") else r for r in runs]
     with raises_line(ConfigError, "study small-study has no law", "0 runs"):
         law_file(plan, "abc", RULE, runs)
+
+
+def test_the_page_has_every_chart_and_number(forecasts: Forecasts) -> None:
+    plan = forecasts.plan
+    runs = made_results(plan)
+    runs[-1] = runs[-1].model_copy(update={"left_out": "diverged", "loss": None})
+    file, law = law_file(plan, "abc", RULE, runs)
+    numbers = {"parameters": 5e5, "tokens": 2e7, "times": 4.0, "seen": 1.7, "predicted": 1.71}
+    verdict = Verdict(**numbers, half_width=0.03, values={}, law_sha256="abc", inside=True)
+    page = scale_page(Forecasts(plan, file), law, forecasts.best(), ["a doubt"], verdict)
+    assert re.findall(r"<figcaption><b>(.*?)</b>", page) == [
+        "Loss over compute",
+        "Ladder: runs (marks) and the law (lines), by parameters",
+        "Hold-out: runs above a quarter of the largest compute",
+        "Loss by peak rate, by parameters",
+    ]
+    assert "predicted 1.710 ± 0.030: inside, at 4.0 times the largest run" in page
+    assert "a doubt" in page
+    assert "diverged" in page
+    assert not re.search(r"\b(nan|inf)\b", page)

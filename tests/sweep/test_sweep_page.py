@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import expect, sync_playwright
 
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.storage.location import Location
@@ -17,7 +17,6 @@ from raytrain_gpt.sweep.history import History
 from raytrain_gpt.sweep.spec import SWEEP_FILE, Sweep
 from raytrain_gpt.sweep.sweep_page import SweepFacts, report_sweep, sweep_page
 from raytrain_gpt.tracking.report import REPORT_FILE
-from tests.browser import installed, launched
 from tests.conftest import RunCli
 
 from .conftest import sweep_of
@@ -64,24 +63,17 @@ def page_of(directory: Path) -> str:
     return sweep_page(History(location), SweepFacts.read(location))
 
 
-def test_the_page_says_what_was_decided_and_what_that_saved(directory: Path) -> None:
+def test_the_page_has_the_trials_and_what_stopping_saved(directory: Path) -> None:
     page = page_of(directory)
-    assert "finished at 16.4k tokens with val/loss 2.0000" in page
-    # Half of 4.0 and 3.0 reach 3.5.
-    why = "the best 1/2 of the trials before it had at most 3.5000"
-    assert f"stopped at 4.1k tokens with val/loss 5.0000; {why}" in page
-    assert "diverged: &lt;b&gt;loss&lt;/b&gt; is not finite" in page
-    assert "<b>loss" not in page
-    # The stopped trial lacks 12,288 of all 65,536 tokens, at 1,024 tokens/s.
-    assert "12.3k tokens, 12s of steps" in page
-    assert ">19%<" in page
-    assert "2 finished, 1 stopped, 1 diverged" in " ".join(page.split())
-
-
-def test_a_restart_is_a_decision(directory: Path) -> None:
-    history = History(Location.of(directory))
-    history.add("started", "000", values={"peak_lr": 1e-3})
-    assert "starts again in another process" in page_of(directory)
+    cells = re.findall(r'<td[^>]*><data value="([^"]*)">(.*?)</data></td>', page)
+    rows = [cells[i : i + 10] for i in range(0, len(cells), 10)]
+    ranks = [("1", "001", "2.0"), ("2", "000", "3.5"), ("3", "002", "5.0"), ("", "003", "")]
+    assert [(row[0][0], row[1][0], row[3][0]) for row in rows] == ranks
+    assert (rows[1][4], rows[3][3][1]) == (("16384", "16.4k"), "not finite")
+    assert rows[3][9][1] == "&lt;b&gt;loss&lt;/b&gt; is not finite"
+    # The stopped trial lacks 12,288 of all 65,536 tokens.
+    for text in ("12.3k tokens", ">19%<", "2 finished, 1 stopped, 1 diverged"):
+        assert text in page
 
 
 def test_the_command_finds_a_sweep_by_name_and_leaves_runs_to_others(
@@ -95,34 +87,8 @@ def test_the_command_finds_a_sweep_by_name_and_leaves_runs_to_others(
     assert not report_sweep("other", storage, as_json=False, say=print)
 
 
-@pytest.mark.parametrize(
-    ("line", "changed", "words"),
-    [
-        ("budget_tokens: 16384", "budget_tokens: 0", "is damaged"),
-        ("  kind: asha", "  kind: pbt", "scheduler pbt is no longer supported"),
-    ],
-)
-def test_a_damaged_file_is_one_line(directory: Path, line: str, changed: str, words: str) -> None:
+def test_a_damaged_file_is_one_line(directory: Path) -> None:
     file = directory / SWEEP_FILE
-    assert line in file.read_text()
-    file.write_text(file.read_text().replace(line, changed))
-    with pytest.raises(ConfigError, match=words):
+    file.write_text(file.read_text().replace("budget_tokens: 16384", "budget_tokens: 0"))
+    with pytest.raises(ConfigError, match="is damaged"):
         page_of(directory)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(installed() is None, reason="no browser: install chromium")
-def test_a_click_on_a_heading_sorts_the_trials(directory: Path) -> None:
-    (directory / REPORT_FILE).write_text(page_of(directory))
-    with sync_playwright() as playwright, launched(playwright) as browser:
-        page = browser.new_page()
-        page.goto((directory / REPORT_FILE).as_uri())
-        names, losses = (page.locator(f"#trials td:nth-child({column})") for column in (2, 4))
-        expect(names).to_have_text(["001", "000", "002", "003"])
-        heading = page.get_by_role("button", name="val/loss", exact=True)
-        heading.click()
-        expect(losses).to_have_text(["2.0000", "3.5000", "5.0000", "not finite"])
-        heading.click()
-        expect(losses).to_have_text(["5.0000", "3.5000", "2.0000", "not finite"])
-        page.get_by_role("button", name="trial", exact=True).click()
-        expect(names).to_have_text([*LOSSES])
