@@ -62,7 +62,7 @@ _TUNE_DIR = "tune"
 _ACTOR_BYTES = 2**29
 """Memory that a trial's process reserves."""
 _TUNE_ENVIRONMENT = {
-    # We print the table of trials, and only the old output can be silenced.
+    # We print a line when a trial ends, and only the old output can be silenced.
     "RAY_AIR_NEW_OUTPUT": "0",
     # The history and the runs already have the content of these.
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",

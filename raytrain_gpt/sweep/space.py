@@ -123,16 +123,15 @@ class Expression(_Domain):
         names = {name: float(value) if is_number(value) else value for name, value in used.items()}
         try:
             value = float(simpleeval.simple_eval(self.expression, _OPERATORS, _FUNCTIONS, names))
-            cause = "" if math.isfinite(value) else "it is not finite"
+            if math.isfinite(value):
+                return value
+            cause = "it is not finite"
         except (simpleeval.InvalidExpression, ArithmeticError, TypeError, ValueError) as error:
             cause = reason(error)
-        if cause:
-            at = "".join(f" {name}={value}" for name, value in used.items())
-            raise ConfigError(
-                f"expression {self.expression!r} has no value{f' at{at}' * bool(at)}: {cause}; it may have "
-                f"numbers, configuration keys, budget_tokens, + - * / // % ** ( ), {', '.join(_FUNCTIONS)}"
-            )
-        return value
+        raise ConfigError(
+            f"expression {self.expression!r} has no value with {used}: {cause}; it may have numbers, "
+            f"configuration keys, budget_tokens, + - * / // % ** ( ), {', '.join(_FUNCTIONS)}"
+        )
 
 
 SampledDomain = Choice | Uniform | LogUniform | RandInt
