@@ -28,7 +28,7 @@ from raytrain_gpt.config.open_section import Name
 from raytrain_gpt.config.schema import FIELDS, Config, field_section
 from raytrain_gpt.config.wording import MAX_SHOWN, refusal, suggestion
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.format import preview
+from raytrain_gpt.format import own_scores, preview
 from raytrain_gpt.sweep.history import HISTORY_FILE
 from raytrain_gpt.sweep.space import (
     Domain,
@@ -188,10 +188,10 @@ class Sweep(CampaignFile):
         if self.objective in OBJECTIVES:
             if self.objective_mode == "max":
                 raise ConfigError(f"{self.objective} is minimized; remove objective_mode: max")
-        elif self.objective_mode is None or "/" not in self.objective:
+        elif self.objective_mode is None or not own_scores({self.objective: None}):
             raise ConfigError(
                 f"objective={preview(self.objective, MAX_SHOWN)}: must be {', '.join(OBJECTIVES)}, or "
-                "EVALUATION/KEY of your --code, whose objective_mode is min or max, the better end"
+                "EVALUATION/KEY of your --code; then set objective_mode to min or max, the better end"
             )
         self._check_space()
         self._check_num_trials()
