@@ -26,12 +26,14 @@ from raytrain_gpt.sweep.trial_plan import (
     planned_trials,
     tied_values,
 )
-from raytrain_gpt.train.memory_fit import MemorySearch, gpu_limit_bytes
+from raytrain_gpt.train.memory_fit import MAX_CPU_TOKENS, MemorySearch, gpu_limit_bytes
 from raytrain_gpt.train.preflight import expected_vocab_size
 from raytrain_gpt.train.probe import probe_steps
 
 _PROBE_S, _MAX_STEPS = 3.0, 1000
 """Duration of the speed measurement, which takes at least two steps."""
+_MAX_CPU_FLOPS = 3e11
+"""FLOPs of a measured step on a CPU, some seconds."""
 
 
 def one_worker_for_auto(config: Config) -> SizedConfig:
@@ -113,7 +115,7 @@ def time_line(trials: Sequence[SizedConfig], most: int | None) -> str:
     at_once = min(fit_here(trials[0], len(trials), one) for one in (most, None))
     flop_s = _seconds_per_flop(trials, vocab_size)
     if flop_s is None:
-        return "time: unknown; a trial does not fit in this machine's memory"
+        return "time: unknown; the largest trial is too large for this machine"
     total_s = flop_s * sum(_flops(config, vocab_size) for config in trials)
     about = duration(total_s / trials[0].cluster.num_workers / at_once)
     return (
@@ -141,7 +143,7 @@ def _seconds_per_flop(configs: Sequence[SizedConfig], vocab_size: int) -> float 
     """Time a micro-batch of the configuration with the most FLOPs in a step.
 
     Returns:
-        A worker's seconds for a FLOP, or None if it does not fit.
+        A worker's seconds for a FLOP, or None if it does not fit, or would take minutes.
     """
     config = max(configs, key=lambda c: _step_flops(c, vocab_size, c.train.global_batch_tokens))
     on_gpu = config.cluster.use_gpu is not False and torch.cuda.is_available()
@@ -157,8 +159,14 @@ def _seconds_per_flop(configs: Sequence[SizedConfig], vocab_size: int) -> float 
     search = MemorySearch.of(eager, num_workers, vocab_size, precision != "fp32")
     if (fit := search.largest(limit_bytes)) is None:
         return None
-    is_auto = config.train.micro_batch_sequences == "auto"
-    sequences = 1 if is_auto and not on_gpu else fit.sequences
+    sequences = fit.sequences
+    if not on_gpu:  # more tokens gain little speed, and may take minutes
+        is_auto = config.train.micro_batch_sequences == "auto"
+        most = 1 if is_auto else MAX_CPU_TOKENS // config.data.seq_len
+        sequences = max(1, min(sequences, most))
+    flops = _step_flops(config, vocab_size, sequences * config.data.seq_len)
+    if not on_gpu and flops > _MAX_CPU_FLOPS:
+        return None
     how = vocab_size, sequences, fit.activation_checkpointing, device
     times: list[float] = []
     for seconds in probe_steps(eager, *how, repeat(1, _MAX_STEPS)):
@@ -166,5 +174,4 @@ def _seconds_per_flop(configs: Sequence[SizedConfig], vocab_size: int) -> float 
         if len(times) > 1 and sum(times) > _PROBE_S:
             break
     share = config.cluster.gpus_per_worker if on_gpu else 1
-    flops = _step_flops(config, vocab_size, sequences * config.data.seq_len)
     return fmean(times[1:]) / flops / share

@@ -129,7 +129,7 @@ def test_the_speed_is_measured_without_resources_in_the_file(
 def test_what_does_not_fit_here_has_no_time() -> None:
     huge = {"num_layers": 10_000, "embd_size": 2**20, "num_heads": 1, "use_gpu": False}
     lines = cost_lines(sweep({**huge, "micro_batch_sequences": "auto"}))
-    assert lines[-1] == "time: unknown; a trial does not fit in this machine's memory"
+    assert lines[-1] == "time: unknown; the largest trial is too large for this machine"
 
 
 def test_the_step_with_the_most_flops_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
