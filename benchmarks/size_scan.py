@@ -18,7 +18,7 @@ from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.scaling.law_file import LAW_FILE, LawFile, read_result
 from raytrain_gpt.scaling.plan import size_near
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.sweep.tune import BASE_FILE
+from raytrain_gpt.sweep.campaign import BASE_FILE
 from raytrain_gpt.train.preflight import expected_vocab_size
 
 

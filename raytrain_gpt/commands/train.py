@@ -190,7 +190,7 @@ def scale(options: ScaleOptions) -> None:
     """
     study = load_study(options.file, options.fields)
     if options.dry_run:
-        from raytrain_gpt.scaling.study_cost import cost_lines
+        from raytrain_gpt.scaling.plan import cost_lines
 
         _say_costs(cost_lines(study))
         return

@@ -18,6 +18,7 @@ from raytrain_gpt.format import count
 Floats = NDArray[np.float64]
 
 _HUBER_THRESHOLD = 1e-3
+"""Errors of the log loss above it count linearly."""
 MIN_RUNS = 5
 """A law has five numbers."""
 EXPONENTS = (0.05, 1.2)
@@ -84,32 +85,14 @@ class Law:
         Raises:
             DataError: the law does not depend on both.
         """
-        self._check_optimum()
-        ratio = (self.alpha * self.a) / (self.beta * self.b)
-        n = ratio ** (1 / (self.alpha + self.beta))
-        n *= (compute / 6) ** (self.beta / (self.alpha + self.beta))
-        return n, compute / 6 / n
-
-    def optimal_tokens(self, parameters: float) -> float:
-        """Return D for which N is optimal: there, αA·N^-α = βB·D^-β."""
-        return self._balanced(parameters, self.alpha, self.a, self.beta, self.b)
-
-    def optimal_parameters(self, tokens: float) -> float:
-        """Return N for which D is optimal."""
-        return self._balanced(tokens, self.beta, self.b, self.alpha, self.a)
-
-    def _balanced(
-        self, given: float, exponent: float, scale: float, other: float, other_scale: float
-    ) -> float:
-        self._check_optimum()
-        slope = exponent * scale * given**-exponent
-        return float((other * other_scale / slope) ** (1 / other))
-
-    def _check_optimum(self) -> None:
         if min(self.a, self.b) <= 0:
             raise DataError(
                 "the law has no optimum: its loss does not fall with size and tokens; add sizes and lengths"
             )
+        ratio = (self.alpha * self.a) / (self.beta * self.b)
+        n = ratio ** (1 / (self.alpha + self.beta))
+        n *= (compute / 6) ** (self.beta / (self.alpha + self.beta))
+        return n, compute / 6 / n
 
     def interval(self, parameters: float, tokens: float) -> tuple[float, float] | None:
         """Return the lowest and highest expected loss, or None without a hold-out."""
@@ -119,16 +102,13 @@ class Law:
         return loss - half, loss + half
 
 
-def fit_law(
-    parameters: Floats, tokens: Floats, losses: Floats, huber_threshold: float = _HUBER_THRESHOLD
-) -> Law:
+def fit_law(parameters: Floats, tokens: Floats, losses: Floats) -> Law:
     """Fit a law to the final losses of a study, with its hold-out.
 
     Args:
         parameters: (n,); FLOPs per token / 6, so that the head counts.
         tokens: (n,) training tokens.
         losses: (n,) final validation losses in nats per token.
-        huber_threshold: Errors of the log loss above it count linearly; a large one gives least squares.
 
     Raises:
         DataError: fewer than five runs, or numbers that are not positive.
@@ -140,24 +120,24 @@ def fit_law(
         )
     if not (np.isfinite([n, d, seen]).all() and min(n.min(), d.min(), seen.min()) > 0):
         raise DataError("parameters, tokens and losses must be finite and above 0")
-    law = _fitted(n, d, seen, huber_threshold)
+    law = _fitted(n, d, seen)
     compute = n * d
     large = compute > compute.max() * _HELD_OUT_ABOVE
     if (~large).sum() < MIN_RUNS:
         return law
-    inner = _fitted(n[~large], d[~large], seen[~large], huber_threshold)
+    inner = _fitted(n[~large], d[~large], seen[~large])
     order = np.flatnonzero(large)[np.argsort(compute[large], kind="stable")]
     held_out = HeldOut(n[order], d[order], inner.predict(n[order], d[order]), seen[order])
     return Law(law.e, law.a, law.b, law.alpha, law.beta, law.objective, held_out)
 
 
-def _fitted(n: Floats, d: Floats, seen: Floats, threshold: float) -> Law:
+def _fitted(n: Floats, d: Floats, seen: Floats) -> Law:
     low, high = np.log(EXPONENTS)
     alphas = betas = np.exp(np.linspace(low, high, _GRID))
     step = (high - low) / (_GRID - 1)
     for _ in range(_ZOOMS + 1):
         grid = np.stack([grid.ravel() for grid in np.meshgrid(alphas, betas)], 1)  # (grid, 2)
-        solutions, objectives = _solve(grid, n, d, seen, threshold)
+        solutions, objectives = _solve(grid, n, d, seen)
         best = int(objectives.argmin())
         alpha, beta = grid[best]
         steps = np.linspace(-step, step, _ZOOMED_GRID)
@@ -176,9 +156,7 @@ def _fitted(n: Floats, d: Floats, seen: Floats, threshold: float) -> Law:
     )
 
 
-def _solve(
-    exponents: Floats, n: Floats, d: Floats, seen: Floats, threshold: float
-) -> tuple[Floats, Floats]:
+def _solve(exponents: Floats, n: Floats, d: Floats, seen: Floats) -> tuple[Floats, Floats]:
     """Return the best E, A, B ≥ 0, (grid, 3), and the objective, (grid,), for exponents (grid, 2)."""
     scaled_n, scaled_d = (np.log(values) - np.log(values).mean() for values in (n, d))
     terms = np.stack(
@@ -193,7 +171,7 @@ def _solve(
     for _ in range(_ROUNDS):
         # log p ≈ log q + (p − q) / q around the last prediction q: linear in E, A, B.
         error = np.log(predicted / seen)
-        weight = np.minimum(1, threshold / np.maximum(np.abs(error), 1e-12)) / predicted**2
+        weight = np.minimum(1, _HUBER_THRESHOLD / np.maximum(np.abs(error), 1e-12)) / predicted**2
         target = predicted * (1 - error)
         weighted = terms * weight[:, :, None]
         gram = weighted.transpose(0, 2, 1) @ terms
@@ -201,7 +179,9 @@ def _solve(
         solution = _non_negative(gram, moment)
         predicted = np.maximum((terms @ solution[:, :, None])[:, :, 0], 1e-6 * seen)
     error = np.abs(np.log(predicted / seen))
-    huber = np.where(error <= threshold, error**2 / 2, threshold * (error - threshold / 2))
+    huber = np.where(
+        error <= _HUBER_THRESHOLD, error**2 / 2, _HUBER_THRESHOLD * (error - _HUBER_THRESHOLD / 2)
+    )
     return solution, huber.mean(1)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from pydantic import Field, ValidationError
@@ -16,7 +16,7 @@ from raytrain_gpt.data.locations import data_is_there, read_data
 from raytrain_gpt.errors import ConfigError, DataError, problem, reason
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.scaling.law import Floats, Law, fit_law
-from raytrain_gpt.scaling.plan import StudyPlan, doubt_of_extrapolation
+from raytrain_gpt.scaling.plan import Positive, RunResult, StudyPlan, check_extrapolation
 from raytrain_gpt.scaling.rates import RateRule
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.preflight import expected_vocab_size
@@ -25,32 +25,17 @@ LAW_FILE = "law.json"
 _RECIPE = ("architecture", "optimizer", "seq_len", "global_batch_tokens")
 """Fields that a law holds for."""
 
-Number = Annotated[float, Field(allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Number = Annotated[float, Field(allow_inf_nan=False)]
 _AtLeast0 = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class RunResult(Strict):
-    """A run of the study; `left_out` is why the law ignores it, or "" if it does not."""
-
-    name: str
-    role: Literal["rate", "size", "seed", "batch", "validation"]
-    parameters: Positive
-    tokens: Positive
-    peak_lr: Positive
-    loss: Number | None = None
-    left_out: str = ""
-
-
-class LawFile(Strict):
+class LawFile(Strict, extra="ignore"):
     """`law.json`: without times, so the same after any number of restarts.
 
     Attributes:
         recipe: Field of _RECIPE -> value.
         half_width: Half of the interval, in nats per token, or None without a hold-out.
         largest_compute: FLOPs of the largest run in the law.
-        noise: Standard deviation of the loss between seeds, at the smallest size.
-        batch_cost: Loss with twice the batch minus that without, at equal tokens.
     """
 
     study: str
@@ -65,9 +50,7 @@ class LawFile(Strict):
     half_width: _AtLeast0 | None = None
     largest_compute: Positive
     rate_coefficient: Positive
-    rate_exponent: Number
-    noise: _AtLeast0 | None = None
-    batch_cost: Number | None = None
+    rate_exponent: _Number
     runs: list[RunResult]
 
     @property
@@ -77,9 +60,7 @@ class LawFile(Strict):
 
     def columns(self) -> tuple[Floats, Floats, Floats]:
         """Return parameters, tokens and losses of the runs in the law."""
-        rows = [(run.parameters, run.tokens, run.loss) for run in self.fitted]
-        parameters, tokens, losses = np.array(rows, float).reshape(-1, 3).T
-        return parameters, tokens, losses
+        return _columns(self.fitted)
 
     @property
     def law(self) -> Law:
@@ -116,8 +97,8 @@ class LawFile(Strict):
     def expected(self, parameters: float, tokens: float, config: Config) -> str:
         """Format the loss to expect of a configuration; raises a ConfigError if the law does not reach it."""
         times, fields = self.times(parameters, tokens), config.field_values()
-        doubts = list(doubt_of_extrapolation(times))
-        doubts += [
+        check_extrapolation(times)
+        doubts = [
             f"the law has {name}={value}, not {fields[name]}"
             for name in _RECIPE
             if fields[name] != (value := self.recipe.get(name))
@@ -137,30 +118,31 @@ def law_file(
     plan: StudyPlan, vocab_hash: str, rule: RateRule, runs: Sequence[RunResult]
 ) -> tuple[LawFile, Law]:
     """Fit the law to the runs of a study; raises a ConfigError if too few are left."""
-    by_name, base = {run.name: run for run in runs}, plan.base.field_values()
-    seeds = [by_name[f"size-1-{plan.lengths[-1]}"], *(run for run in runs if run.role == "seed")]
-    losses = [run.loss for run in seeds if run.loss is not None]
-    twice, once = by_name["batch-2x"].loss, by_name[f"size-2-{plan.middle_length}"].loss
+    base = plan.base.field_values()
+    fitted = [run for run in runs if run.role == "size" and not run.left_out]
+    try:
+        law = fit_law(*_columns(fitted))
+    except DataError as error:
+        raise ConfigError(f"{plan.study.title} has no law: {error}") from None
+    numbers = {name: getattr(law, name) for name in ("e", "a", "b", "alpha", "beta", "objective")}
     file = LawFile(
         study=plan.study.study_name,
         recipe={name: base[name] for name in _RECIPE},
         vocab_hash=vocab_hash,
-        **{"e": 0, "a": 0, "b": 0, "alpha": 1, "beta": 1, "objective": 0},
-        largest_compute=plan.largest_compute,
+        **numbers,
+        half_width=law.held_out and law.held_out.half_width,
+        largest_compute=max(6 * run.parameters * run.tokens for run in fitted),
         rate_coefficient=rule.coefficient,
         rate_exponent=rule.exponent,
-        noise=float(np.std(losses, ddof=1)) if len(losses) > 1 else None,
-        batch_cost=None if twice is None or once is None else twice - once,
         runs=list(runs),
     )
-    try:
-        law = fit_law(*file.columns())
-    except DataError as error:
-        raise ConfigError(f"{plan.study.title} has no law: {error}") from None
-    found = {name: getattr(law, name) for name in ("e", "a", "b", "alpha", "beta", "objective")}
-    found["half_width"] = law.held_out and law.held_out.half_width
-    found["largest_compute"] = max(6 * run.parameters * run.tokens for run in file.fitted)
-    return file.model_copy(update=found), law
+    return file, law
+
+
+def _columns(runs: Sequence[RunResult]) -> tuple[Floats, Floats, Floats]:
+    rows = [(run.parameters, run.tokens, run.loss) for run in runs]
+    parameters, tokens, losses = np.array(rows, float).reshape(-1, 3).T
+    return parameters, tokens, losses
 
 
 def to_json(result: Strict) -> str:
@@ -173,11 +155,11 @@ class Verdict(Strict):
     parameters: Positive
     tokens: Positive
     times: Positive
-    predicted: Number
+    predicted: _Number
     half_width: _AtLeast0
     values: dict[str, Any]
     law_sha256: str
-    seen: Number | None = None
+    seen: _Number | None = None
     inside: bool | None = None
 
 

@@ -10,30 +10,33 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
+
+from raytrain_gpt.config.kinds import Strict
 from raytrain_gpt.config.schema import Config, check_kinds
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.registry import count_model
+from raytrain_gpt.data.locations import data_is_there, read_data
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.format import amount, count
+from raytrain_gpt.format import amount, count, table
 from raytrain_gpt.scaling.study_file import LEAST, SET_BY_STUDY, Study
+from raytrain_gpt.sweep.cost import one_worker_for_auto, time_line
+from raytrain_gpt.train.preflight import expected_vocab_size
 
 _DECAY_FRACTION = 0.2
 _WHOLE_DECAYS = 5
 """Lengths are multiples of this many steps, so that decays have an integer number of steps."""
 _DEFAULT_NUM_SIZES, _LARGEST_SHARE = 5, 1 / 10
 """Sizes, and compute of the largest run as a fraction of the target's, if the file has none."""
-_FAR_EXTRAPOLATION, MAX_EXTRAPOLATION = 15, 30
-"""Compute of a forecast over the largest run's from which it is doubted, and refused."""
+MAX_EXTRAPOLATION = 30
+"""Compute of a forecast over the largest run's above which it is refused."""
 MAX_EPOCHS = 4
 """More repetitions of data are worth less than new tokens (Muennighoff et al., 2023)."""
 _MAX_WARMUP = 1 / 10
-_FEW_STEPS = 100
-"""Steps of the shortest run below which it is doubted: one of 85 was 0.07 nats off the line of the others."""
-_NUM_SEEDS = 3
 _ASPECT_WEIGHT = 0.25
 _MAX_LAYERS, _MAX_HEADS = 512, 4096
 
@@ -63,11 +66,12 @@ def size_near(base: Config, vocab_size: int, parameters: float) -> Size:
     """
     model = base.model
     head_size, aspect = model.embd_size // model.num_heads, model.embd_size / model.num_layers
+    of_base = GPTShape.of(base, vocab_size)
 
     def size(num_layers: int, num_heads: int) -> Size:
-        size = Size(0, (num_layers, num_heads, num_heads * head_size))
-        shape = GPTShape.of(base.updated(size.fields), vocab_size)
-        return Size(count_model(shape).flops_per_token / 6, size.shape)
+        size = num_layers, num_heads, num_heads * head_size
+        shape = replace(of_base, num_layers=num_layers, num_heads=num_heads, embd_size=size[-1])
+        return Size(count_model(shape).flops_per_token / 6, size)
 
     def distance(size: Size) -> float:
         change = math.log(size.shape[2] / size.shape[0] / aspect)
@@ -98,7 +102,7 @@ class PlannedRun:
     Attributes:
         values: Field -> value, besides the base's.
         trunk: Run that it branches from, or "".
-        own_tokens: Those that it trains itself.
+        own_steps: Those that it trains itself.
     """
 
     name: str
@@ -106,7 +110,22 @@ class PlannedRun:
     tokens: int
     values: dict[str, Any]
     trunk: str
-    own_tokens: int
+    own_steps: int
+
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+class RunResult(Strict):
+    """A run of the study; `left_out` is why the law ignores it, or "" if it does not."""
+
+    name: str
+    role: str
+    parameters: Positive
+    tokens: Positive
+    peak_lr: Positive
+    loss: float | None = None
+    left_out: str = ""
 
 
 @dataclass(frozen=True)
@@ -126,7 +145,7 @@ class StudyPlan:
         given = self.study.sizes
         if given is None:
             longest = self.study.tokens_per_parameter[-1]
-            largest = math.sqrt(self.study.target_compute * _LARGEST_SHARE / 6 / longest)
+            largest = math.sqrt(self.study.target.compute * _LARGEST_SHARE / 6 / longest)
             given = tuple(largest / 2**k for k in reversed(range(_DEFAULT_NUM_SIZES)))
         sizes = [self.size_near(parameters) for parameters in given]
         different, span = {size.shape for size in sizes}, sizes[-1].parameters / sizes[0].parameters
@@ -149,7 +168,7 @@ class StudyPlan:
 
     @property
     def middle_length(self) -> int:
-        """Length of the runs that compare rates and batches."""
+        """Length of the runs that compare rates."""
         return self.lengths[len(self.lengths) // 2]
 
     def steps(self, size: Size, length: int) -> int:
@@ -168,9 +187,7 @@ class StudyPlan:
         return [self._run(f"{name}-{rate:g}", size, steps, peak_lr=rate) for rate in rates]
 
     def ladder(self, rates: Sequence[float]) -> list[PlannedRun]:
-        """Return trunks, largest first, seeds, twice the batch, and cooldowns, smallest first.
-
-        In this order, few have to wait for a trunk.
+        """Return trunks, largest first, and cooldowns, smallest first, so that few wait for a trunk.
 
         Args:
             rates: Peak rate of each size.
@@ -179,10 +196,8 @@ class StudyPlan:
         longest = self.lengths[-1]
         for number in range(len(self.sizes), 0, -1):
             size, rate = self.sizes[number - 1], rates[number - 1]
-            steps, every = (
-                self.steps(size, longest),
-                _before_decay(self.steps(size, self.lengths[0])),
-            )
+            steps = self.steps(size, longest)
+            every = _before_decay(self.steps(size, self.lengths[0]))
             saved: dict[str, Any] = {
                 "checkpoint_every_steps": every,
                 "keep_checkpoints": -(-steps // every),
@@ -192,20 +207,7 @@ class StudyPlan:
             for length in self.lengths[:-1]:
                 steps, name = self.steps(size, length), f"size-{number}-{length}"
                 cooldowns.append(self._run(name, size, steps, trunk=trunk.name, peak_lr=rate))
-        size, seed = self.sizes[0], self.base.train.seed
-        steps = self.steps(size, longest)
-        seeds = [
-            self._run(f"seed-{n}", size, steps, peak_lr=rates[0], seed=seed + n)
-            for n in range(1, _NUM_SEEDS)
-        ]
-        # The rate grows with the square root of the batch, as gradients' noise falls (Malladi et al., 2022).
-        twice: dict[str, Any] = {
-            "global_batch_tokens": 2 * self.batch_tokens,
-            "peak_lr": float(f"{rates[1] * math.sqrt(2):.3g}"),
-        }
-        steps = self.steps(self.sizes[1], self.middle_length) // 2
-        batch = self._run("batch-2x", self.sizes[1], steps, **twice)
-        return [*trunks, *seeds, batch, *reversed(cooldowns)]
+        return [*trunks, *reversed(cooldowns)]
 
     def larger_run(self, rate: float, size: Size) -> PlannedRun:
         """Return the run that validates a forecast."""
@@ -220,59 +222,44 @@ class StudyPlan:
         values |= {**size.fields, "max_steps": steps, "eval_every_steps": steps}
         if trunk:
             values["branch_from"] = f"{trunk}@{start}"
-        batch = values.get("global_batch_tokens", self.batch_tokens)
-        return PlannedRun(name, size, steps * batch, values, trunk, (steps - start) * batch)
+        return PlannedRun(name, size, steps * self.batch_tokens, values, trunk, steps - start)
 
-    def check(self, train_tokens: int | None) -> Iterator[str]:
-        """Check all runs; yield doubts.
+    def check(self, train_tokens: int | None) -> None:
+        """Raise a ConfigError if a run is impossible, or the study would mean nothing.
 
         Args:
             train_tokens: Tokens of the data, or None if it does not exist yet.
-
-        Raises:
-            ConfigError: a run is impossible, or the study would mean nothing.
         """
-        shortest, longest = (
-            self.steps(size, length)
-            for size, length in zip(
-                (self.sizes[0], self.sizes[-1]), (self.lengths[0], self.lengths[-1]), strict=True
-            )
-        )
+        shortest = self.steps(self.sizes[0], self.lengths[0])
         if (warmup := self.base.optim.warmup_steps) > _MAX_WARMUP * shortest:
             raise ConfigError(
                 f"warmup_steps={warmup} is above a tenth of the shortest run, {count(shortest, 'step')}; set "
                 f"it to {int(_MAX_WARMUP * shortest)} or less in overrides, or lower global_batch_tokens"
             )
-        epochs = 0.0 if train_tokens is None else longest * self.batch_tokens / train_tokens
-        if epochs > MAX_EPOCHS:
-            raise ConfigError(
-                f"the longest run reads {epochs:.1f} epochs of the data, but a law needs at most "
-                f"{MAX_EPOCHS}; use more data, or smaller sizes"
-            )
-        if shortest < _FEW_STEPS:
-            yield (
-                f"the shortest run has {count(shortest, 'step')}, too few to be on the line of longer ones; "
-                "lower global_batch_tokens, or leave out the smallest size"
-            )
-        yield from doubt_of_extrapolation(self.study.target_compute / self.largest_compute)
+        longest = self.steps(self.sizes[-1], self.lengths[-1]) * self.batch_tokens
+        check_epochs("the longest run", longest, train_tokens)
+        check_extrapolation(self.study.target.compute / self.largest_compute)
         rates = self.study.peak_lrs
         for run in (*self.rate_runs(0, rates), *self.ladder(rates[:1] * len(self.sizes))):
             check_kinds(self.base.updated(run.values))
 
 
-def doubt_of_extrapolation(times: float) -> Iterator[str]:
-    """Yield a doubt about a forecast for this multiple of the largest run's compute.
-
-    Raises:
-        ConfigError: it is above MAX_EXTRAPOLATION.
-    """
-    text = f"the run to forecast has {times:.0f} times the compute of the study's largest"
+def check_extrapolation(times: float) -> None:
+    """Raise a ConfigError for a forecast at too large a multiple of the largest run's compute."""
     if times > MAX_EXTRAPOLATION:
         raise ConfigError(
-            f"{text}, and forecasts reach {MAX_EXTRAPOLATION} times; add larger sizes"
+            f"the run to forecast has {times:.0f} times the compute of the study's largest, and forecasts "
+            f"reach {MAX_EXTRAPOLATION} times; add larger sizes"
         )
-    if times > _FAR_EXTRAPOLATION:
-        yield f"{text}; 10 times is safer"
+
+
+def check_epochs(what: str, tokens: float, train_tokens: int | None) -> None:
+    """Raise a ConfigError for a run that repeats the data too often."""
+    if train_tokens is not None and (epochs := tokens / train_tokens) > MAX_EPOCHS:
+        raise ConfigError(
+            f"{what} reads {epochs:.1f} epochs of the data, but a law needs at most {MAX_EPOCHS}; use more "
+            "data, or smaller sizes"
+        )
 
 
 def _before_decay(steps: int) -> int:
@@ -291,3 +278,38 @@ def study_base(study: Study) -> Config:
     return loaded.updated(
         fields | {"run_name": study.study_name, "resume": "auto", "branch_from": None}
     )
+
+
+def cost_lines(study: Study) -> Iterator[str]:
+    """Format models, runs, tokens and time; may raise ConfigError."""
+    base = one_worker_for_auto(study_base(study))
+    plan = StudyPlan(study, base, expected_vocab_size(base))
+    plan.check(read_data(base).split_tokens("train") if data_is_there(base) else None)
+    rows = []
+    for number, size in enumerate(plan.sizes, 1):
+        steps = [plan.steps(size, length) for length in plan.lengths]
+        tokens = [f"{amount(n * plan.batch_tokens)} ({n:,})" for n in steps]
+        rows.append([str(number), *map(str, size.shape), amount(size.parameters), *tokens])
+    shape = ["layers", "heads", "channels", "parameters"]
+    yield from table(["size"], [*shape, *(f"×{n} tokens (steps)" for n in plan.lengths)], rows)
+    rates = study.peak_lrs
+    middle = rates[len(rates) // 2]
+    stages = [
+        [*plan.rate_runs(0, rates), *plan.rate_runs(1, rates)],
+        plan.rate_runs(2, [middle] * 3),
+        plan.ladder([middle] * len(plan.sizes)),
+    ]
+    runs = [run for stage in stages for run in stage]
+    all_tokens = sum(run.own_steps for run in runs) * plan.batch_tokens
+    flops = sum(6 * run.size.parameters * run.own_steps for run in runs) * plan.batch_tokens
+    yield (
+        f"runs: {' + '.join(str(len(stage)) for stage in stages)} (rates at two sizes, at the third; trunks "
+        f"and cooldowns), {amount(all_tokens)} tokens, {flops:.2g} FLOPs"
+    )
+    times = study.target.compute / plan.largest_compute
+    yield f"target: {study.target.compute:.3g} FLOPs, {times:.1f} times the largest run"
+    configs = [
+        base.updated({**r.size.fields, "max_steps": r.own_steps, "eval_every_steps": r.own_steps})
+        for r in runs
+    ]
+    yield time_line(configs, study.max_concurrent_runs)

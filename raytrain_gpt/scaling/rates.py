@@ -15,18 +15,10 @@ import numpy as np
 
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import amount
+from raytrain_gpt.scaling.plan import RunResult
 
 EXPONENTS = (-1.0, 0.0)
 """Bounds: published exponents lie between −0.5 and −0.1, and few runs of one seed determine them badly."""
-
-
-@dataclass(frozen=True)
-class RatePoint:
-    """A run's size, peak rate and loss, None if it diverged."""
-
-    parameters: float
-    rate: float
-    loss: float | None
 
 
 @dataclass(frozen=True)
@@ -42,7 +34,7 @@ class RateRule:
         return float(f"{self.coefficient * parameters**self.exponent:.3g}")
 
 
-def fit_rates(points: Sequence[RatePoint]) -> RateRule:
+def fit_rates(points: Sequence[RunResult]) -> RateRule:
     """Fit the rule to runs of two or more sizes.
 
     Raises:
@@ -52,7 +44,7 @@ def fit_rates(points: Sequence[RatePoint]) -> RateRule:
     for parameters in sizes:
         _check_inside([point for point in points if point.parameters == parameters])
     finite = [point for point in points if point.loss is not None]
-    x, n = (np.log([getattr(p, name) for p in finite]) for name in ("rate", "parameters"))
+    x, n = (np.log([getattr(p, name) for p in finite]) for name in ("peak_lr", "parameters"))
     middle_x, middle_n = x.mean(), n.mean()
     x, n = x - middle_x, n - middle_n
     is_size = np.array([[point.parameters == size for size in sizes] for point in finite], float)
@@ -70,19 +62,19 @@ def fit_rates(points: Sequence[RatePoint]) -> RateRule:
     return RateRule(math.exp(log_rate), exponent, exponent != fitted)
 
 
-def _check_inside(points: Sequence[RatePoint]) -> None:
+def _check_inside(points: Sequence[RunResult]) -> None:
     """Refuse the rates of one size if the best is the lowest or highest."""
-    points = sorted(points, key=lambda point: point.rate)
+    points = sorted(points, key=lambda point: point.peak_lr)
     losses = [math.inf if point.loss is None else point.loss for point in points]
     best = int(np.argmin(losses))
     if 0 < best < len(points) - 1:
         return
-    ratio = points[1].rate / points[0].rate
+    ratio = points[1].peak_lr / points[0].peak_lr
     end, more = ("highest", ratio) if best else ("lowest", 1 / ratio)
-    tried = ", ".join(f"{point.rate:g}" for point in points)
+    tried = ", ".join(f"{point.peak_lr:g}" for point in points)
     raise ConfigError(
         f"the best peak rate at {amount(points[0].parameters)} parameters is the {end} of {tried}, so the "
-        f"optimum is unknown; add {points[best].rate * more:.2g} to peak_lrs, and use --resume"
+        f"optimum is unknown; add {points[best].peak_lr * more:.2g} to peak_lrs, and use --resume"
     )
 
 

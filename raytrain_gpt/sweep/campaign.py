@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +26,28 @@ from raytrain_gpt.cluster.capacity import fit_to_cluster
 from raytrain_gpt.cluster.connection import connected
 from raytrain_gpt.cluster.failures import root_cause, user_error_in
 from raytrain_gpt.cluster.signals import StopSignals
-from raytrain_gpt.config.kinds import Strict
 from raytrain_gpt.config.load import without_removed
 from raytrain_gpt.config.resolved import workers_of
 from raytrain_gpt.config.schema import Config, changed_fields, changes_math, parse_config
 from raytrain_gpt.data.locations import location, read_data
 from raytrain_gpt.errors import ConfigError, Interrupted, reason
-from raytrain_gpt.format import Log
+from raytrain_gpt.format import Log, count
 from raytrain_gpt.parsing import parse_yaml
 from raytrain_gpt.storage.lease import LEASE_FILE, Lease, hold_lease
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.sweep.cost import cpus_to_start, data_cpus, one_worker_for_auto, trials_at_once
-from raytrain_gpt.sweep.history import REPORTED, TOKENS_SEEN, History, Trial
-from raytrain_gpt.sweep.scheduler import InPlannedOrder, PlannedTrials, Rule
-from raytrain_gpt.sweep.trial_actor import END_KEY, TrialActor
-from raytrain_gpt.sweep.trial_run import TrialContext, TrialSet
+from raytrain_gpt.sweep.cost import (
+    data_cpus,
+    fit_here,
+    one_worker_for_auto,
+    trial_cpus,
+    trials_at_once,
+)
+from raytrain_gpt.sweep.halving import Rule
+from raytrain_gpt.sweep.history import ENDED, REPORTED, TOKENS_SEEN, History
+from raytrain_gpt.sweep.results import counts_text
+from raytrain_gpt.sweep.scheduler import InPlannedOrder, PlannedTrials
+from raytrain_gpt.sweep.spec import CampaignFile
+from raytrain_gpt.sweep.trial_run import END_KEY, TrialActor, TrialContext
 from raytrain_gpt.tracking.configured import tracker_warnings
 from raytrain_gpt.tracking.mlflow_run import ParentRun, mark_interrupted, tracking_uri
 from raytrain_gpt.tracking.run_files import CONFIG_FILE
@@ -49,43 +55,20 @@ from raytrain_gpt.train import preflight
 from raytrain_gpt.train.supervisor import TrainLoop
 
 BASE_FILE = "base.yaml"
-_CHANGES_LOSS = frozenset({"eval_tokens", "evaluations", "data_path", "init_from", "branch_from"})
-"""Fields that may change on resume, but change the objective of trials; besides settings of evaluations."""
+_CHANGES_LOSS = ("data_path", "init_from", "branch_from")
+"""Fields that may change when a run resumes, but change the objective of trials; besides those of eval."""
 _TUNE_DIR = "tune"
 """Ray Tune's own files, in the directory until the end."""
 _ACTOR_BYTES = 2**29
 """Memory that a trial's process reserves."""
-_SHOW_EVERY_S = 10.0
 _TUNE_ENVIRONMENT = {
-    # We print the table of trials, and only the old output can be silenced.
+    # We print a line when a trial ends, and only the old output can be silenced.
     "RAY_AIR_NEW_OUTPUT": "0",
     # The history and the runs already have the content of these.
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     # We handle signals.
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
 }
-
-
-@dataclass(frozen=True)
-class CampaignKind:
-    """A kind of campaign: sweeps or studies.
-
-    Attributes:
-        name: Of the kind, its file and the field of its name.
-        trials_dir: Directory of the trials' runs.
-        may_change: Fields of its file that may differ on `--resume`; for base and overrides, their
-            configuration is compared.
-    """
-
-    name: str
-    history_file: str
-    trials_dir: str
-    may_change: frozenset[str]
-
-    @property
-    def file(self) -> str:
-        """Name of the resolved file."""
-        return f"{self.name}.yaml"
 
 
 class Campaign:
@@ -112,8 +95,7 @@ class Campaign:
 
     def __init__(
         self,
-        kind: CampaignKind,
-        definition: Strict,
+        definition: CampaignFile,
         base: Config,
         signals: StopSignals,
         log: Log,
@@ -121,83 +103,78 @@ class Campaign:
         *,
         resume: bool,
     ) -> None:
-        self.kind, self.definition = kind, definition
+        self.definition, self.title = definition, definition.title
         self.signals, self.log, self._train_loop = signals, log, train_loop
         sized = one_worker_for_auto(base)
         preflight.prepare_default_data(sized, log)
         self.base: Config = preflight.absolute_paths(sized)
         self.data = read_data(self.base)  # its errors come before a cluster
-        self._name = getattr(definition, f"{kind.name}_name")
-        self.directory = location(self.base, self.base.run.storage_path) / self._name
-        check_unchanged(kind, definition, self.base, self.directory, resume)
+        self.directory = location(self.base, self.base.run.storage_path) / definition.name
+        check_unchanged(definition, self.base, self.directory, resume)
         for line in tracker_warnings(self.base):
             log(line)
 
-    @property
-    def title(self) -> str:
-        return str(self.definition.title)  # type: ignore[attr-defined]
-
     @contextlib.contextmanager
-    def on_cluster(
-        self,
-        number: int,
-        most: int | None,
-        fit: Callable[[Config], Config],
-        *,
-        shares_gpus: bool = False,
-        maximize: bool = False,
-    ) -> Iterator[None]:
+    def on_cluster(self, number: int, most: int | None, maximize: bool = False) -> Iterator[None]:
         """Connect, fit the trials to the cluster, and hold the lease; an error ends the tracked run.
 
         Args:
             number: Trials.
             most: Most of them at the same time, or None for as many as fit.
-            fit: Checks the fitted configuration, and returns it with changes.
-            shares_gpus: Whether trials share GPUs, but it is not known yet how many.
         """
-        kind, base = self.kind, self.base
-        cpus = cpus_to_start(base, number, most, shares_gpus=shares_gpus)
-        with connected(cpus, self.log) as resources:
+        definition, base = self.definition, self.base
+        with connected(fit_here(base, number, most) * trial_cpus(base), self.log) as resources:
             resources = replace(resources, data_cpus=data_cpus(base))
-            fitted = fit(fit_to_cluster(base, resources)[0])
+            fitted, _ = fit_to_cluster(base, resources)
             # Trials of one worker only check their own node.
             check_storage(self.directory, [one.directory for one in self.data.datasets])
-            self.at_once = trials_at_once(fitted, resources, number, most)
+            self._at_once = trials_at_once(fitted, resources, number, most)
             with hold_lease(self.directory / LEASE_FILE, self.title, self.log) as self.lease:
                 (self.directory / BASE_FILE).write_text(base.to_yaml())
                 if base.code:
                     (self.directory / CODE_FILE).write_text(base.code.text)
-                (self.directory / kind.file).write_text(to_yaml(self.definition))
-                self.fitted = _for_trials(fitted, self.directory / kind.trials_dir)
-                self.history = History(self.directory, maximize, kind.history_file)
-                settings = self.definition.model_dump()
-                self.parent = ParentRun(self.directory, base, settings, self.log)
+                (self.directory / definition.file).write_text(to_yaml(definition))
+                self.fitted = _for_trials(fitted, self.directory / definition.runs_dir)
+                self.history = History(self.directory, maximize, definition.history_file)
+                self.parent = ParentRun(self.directory, base, definition.model_dump(), self.log)
                 with self.parent.ended_by_errors():
                     yield
 
     def run(
         self,
-        trials: TrialSet,
         names: Sequence[str],
-        values: Callable[[str], dict[str, Any]],
-        rule: Rule | None = None,
+        planned: Callable[[str], tuple[Config, dict[str, Any]]],
+        rule: Rule,
+        objective: str,
     ) -> None:
-        """Run trials until all have ended.
+        """Run those trials that have not ended.
 
         Args:
             names: In the plan's order.
-            values: Returns the values of a trial that starts.
-            rule: Lets trials wait for others, or stops them.
+            planned: Returns configuration and values of a trial that starts.
+            rule: Lets trials wait for others, or stops them; it gets the history first.
 
         Raises:
             Interrupted: a signal arrived.
             UserError: the storage is full, or another process took the campaign over.
         """
-        scheduler = InPlannedOrder(rule, names, self.at_once, values)
-        callback = CampaignCallback(self, trials, rule)
+        rule.replay(self.history.events)
+        ended = {trial.name for trial in self.history.trials() if trial.state in ENDED}
+        if not (rest := [name for name in names if name not in ended]):
+            return
+        self.log(
+            f"{self.title}: {count(len(rest), 'run')} of {len(names)} to train, {self._at_once} at once, "
+            f"each {count(trial_cpus(self.base), 'CPU')}"
+        )
+
+        def start(name: str) -> dict[str, Any]:
+            config, values = planned(name)
+            return {"config": config.updated({"run_name": name}).to_yaml(), "values": values}
+
+        scheduler = InPlannedOrder(rule, rest, self._at_once, start)
         self.signals.defer(self._mark_interrupted)
         try:
-            self._tune(trials, names, scheduler, callback)
+            self._tune(rest, scheduler, CampaignCallback(self, rule, len(names)), objective)
             self.lease.verify()
             if any(trial.state == "running" for trial in self.history.trials()):
                 raise _interrupted()  # Ray Tune returns at once on SIGUSR1, which batch systems may send
@@ -210,16 +187,16 @@ class Campaign:
 
     def _mark_interrupted(self) -> None:
         running = [trial.name for trial in self.history.trials() if trial.state == "running"]
-        runs = self.directory / self.kind.trials_dir
+        runs = self.directory / self.definition.runs_dir
         for directory in (self.directory, *(runs / name for name in running)):
             mark_interrupted(directory, self.fitted)
 
     def _tune(
         self,
-        trials: TrialSet,
         names: Sequence[str],
         scheduler: InPlannedOrder,
         callback: CampaignCallback,
+        objective: str,
     ) -> None:
         os.environ.update(_TUNE_ENVIRONMENT)
         logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
@@ -228,8 +205,8 @@ class Campaign:
         if cluster.is_local:
             resources |= {"cpu": cluster.cpus_per_worker, "gpu": cluster.num_gpus}
         filesystem, path = (self.directory / _TUNE_DIR).ray_filesystem()
-        tags = {**self.parent.child_tags, self.kind.name: self._name}
-        context = TrialContext(trials, tags, self._train_loop)
+        tags = {**self.parent.child_tags, self.definition.kind(): self.definition.name}
+        context = TrialContext(self.fitted, objective, tags, self._train_loop)
         # Not a Tuner, which pickles all its arguments for restarts that we do ourselves.
         tune.run(
             tune.with_resources(tune.with_parameters(TrialActor, context=context), resources),
@@ -262,56 +239,49 @@ def _for_trials(fitted: Config, storage: Location) -> Config:
     return fitted.updated(changes)
 
 
-def to_yaml(file: Strict) -> str:
+def to_yaml(file: CampaignFile) -> str:
     return yaml.safe_dump(file.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def check_unchanged(
-    kind: CampaignKind, definition: Strict, base: Config, directory: Location, resume: bool
+    definition: CampaignFile, base: Config, directory: Location, resume: bool
 ) -> None:
     """Raise a ConfigError if a campaign exists and `resume` is false, or it was changed since."""
-    title: str = definition.title  # type: ignore[attr-defined]
+    title, file = definition.title, directory / definition.file
+    another = f"start a new one with a different --{definition.kind()}_name"
     if (directory / CONFIG_FILE).is_file():
-        raise ConfigError(f"{directory} is already a run; set a different {kind.name}_name")
-    if not (directory / kind.file).is_file():
+        raise ConfigError(f"{directory} is already a run; {another}")
+    if not file.is_file():
         return
     if not resume:
-        raise ConfigError(
-            f"{title} already exists in {directory}; continue it with --resume, or start a "
-            f"new one with a different --{kind.name}_name"
-        )
-    before, now = _kept(directory / kind.file, kind.name), definition.model_dump(mode="json")
+        raise ConfigError(f"{title} already exists in {directory}; use --resume, or {another}")
+    before, now = _kept(file), definition.model_dump(mode="json")
     changed = [
         f"{key} {before.get(key)} -> {now.get(key)}"
         for key in now
-        if before.get(key) != now.get(key) and key not in kind.may_change
+        if before.get(key) != now.get(key) and key not in definition.may_change
     ]
-    first = parse_config(without_removed(_kept(directory / BASE_FILE, kind.name)), BASE_FILE)
-    measured = {name for one in base.eval.chosen or () for name in one.settings.model_fields}
-    differs = changed_fields(first.field_values(), base.field_values())
+    first = parse_config(without_removed(_kept(directory / BASE_FILE)), BASE_FILE)
+    measured = {*_CHANGES_LOSS, *dict(first.eval), *dict(base.eval)}
     changed += [
         f"{name} {values}"
-        for name, values in differs.items()
-        if name in _CHANGES_LOSS | measured or changes_math(name, first, base)
+        for name, values in changed_fields(first.field_values(), base.field_values()).items()
+        if name in measured or changes_math(name, first, base)
     ]
     code = directory / CODE_FILE
     if (code.read_text() if code.is_file() else None) != (base.code.text if base.code else None):
         changed.append(f"code (it started with {code})")
     if changed:
         raise ConfigError(
-            f"{title} cannot continue with changed {', '.join(changed)}; restore it, or "
-            f"start a new one with a different --{kind.name}_name"
+            f"{title} cannot continue with changed {', '.join(changed)}; restore it, or {another}"
         )
 
 
-def _kept(file: Location, kind: str) -> dict[str, Any]:
+def _kept(file: Location) -> dict[str, Any]:
     try:
         return dict(parse_yaml(file.read_text()))
     except (FileNotFoundError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{file} is missing or damaged: {reason(error)}; restore it, or start a new {kind} with another "
-            f"--{kind}_name"
-        ) from None
+        raise ConfigError(f"{file} is missing or damaged: {reason(error)}; restore it") from None
 
 
 def _interrupted() -> Interrupted:
@@ -321,18 +291,14 @@ def _interrupted() -> Interrupted:
 class CampaignCallback(tune.Callback):  # type: ignore[misc]
     """Actions when a trial starts, reports or ends; raises Interrupted after a signal."""
 
-    def __init__(self, campaign: Campaign, trials: TrialSet, rule: Rule | None) -> None:
-        self._campaign, self._trials, self._rule = campaign, trials, rule
+    def __init__(self, campaign: Campaign, rule: Rule, number: int) -> None:
+        self._campaign, self._rule, self._number = campaign, rule, number
         self._history = campaign.history
         self._reported = {trial.name: trial.tokens_seen for trial in self._history.trials()}
-        self._changed, self._shown_at = False, 0.0
         self._ended: dict[str, dict[str, str]] = {}
 
     def on_trial_start(self, trial: TuneTrial, **_info: Any) -> None:
-        values = trial.config["values"]
-        with contextlib.suppress(ConfigError):  # the trial will fail with it
-            values = self._trials.shown(values)
-        self._add("started", trial, values=values)
+        self._history.add("started", str(trial), values=trial.config["values"])
 
     def on_trial_result(self, trial: TuneTrial, result: Any, **_info: Any) -> None:
         if END_KEY in result:
@@ -341,7 +307,10 @@ class CampaignCallback(tune.Callback):  # type: ignore[misc]
         if result["done"]:
             self._ended[str(trial)] = {"state": "finished"}
         if result[TOKENS_SEEN] > self._reported.get(str(trial), 0):  # not of an earlier session
-            self._add("report", trial, **{key: result[key] for key in ("step", *REPORTED)})
+            report = {"values": trial.config["values"], **result}
+            self._history.add(
+                "report", str(trial), **{key: report[key] for key in ("step", *REPORTED)}
+            )
 
     def on_trial_complete(self, trial: TuneTrial, **_info: Any) -> None:
         self._add_end(trial, **self._ended.get(str(trial), {"state": "stopped"}))
@@ -364,26 +333,12 @@ class CampaignCallback(tune.Callback):  # type: ignore[misc]
                 if (actor := trial.temporary_state.ray_actor) is not None:
                     ray.kill(actor)
             raise _interrupted()
-        if self._changed and time.monotonic() - self._shown_at >= _SHOW_EVERY_S:
-            self._show(trials)
-
-    def _add(self, event: str, trial: TuneTrial, **details: Any) -> None:
-        self._history.add(event, str(trial), **details)
-        self._changed = True
 
     def _add_end(self, trial: TuneTrial, **details: Any) -> None:
-        self._add("ended", trial, **details)
-        if self._rule is not None:
-            self._rule.end(str(trial))
-
-    def _show(self, trials: list[TuneTrial]) -> None:
-        self._changed, self._shown_at = False, time.monotonic()
-        shown = self._history.trials()
-        names = {trial.name for trial in shown}
-        shown += [Trial(str(trial)) for trial in trials if str(trial) not in names]
-        table = self._trials.progress(shown)
-        # Files and job logs get only the counts.
-        self._campaign.log(table if sys.stdout.isatty() else table.partition("\n")[0])
+        self._history.add("ended", str(trial), **details)
+        self._rule.end(str(trial))
+        counts = counts_text(self._history.trials())
+        self._campaign.log(f"trial {trial} {details['state']} | {counts} of {self._number}")
 
 
 def _raised(trial: TuneTrial) -> Exception | None:

@@ -16,23 +16,24 @@ from raytrain_gpt.core.device import resolve_precision
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.registry import count_model, step_flops
 from raytrain_gpt.data.locations import data_is_there, read_data
-from raytrain_gpt.format import amount, count, duration
-from raytrain_gpt.sweep.results import plan_table
-from raytrain_gpt.sweep.spec import Asha, Sweep
+from raytrain_gpt.format import amount, count, duration, table
+from raytrain_gpt.sweep.history import value_text
+from raytrain_gpt.sweep.spec import Sweep
 from raytrain_gpt.sweep.trial_plan import (
     base_config,
     check_sweep,
     num_trials,
     planned_trials,
-    shapes_of,
     tied_values,
 )
-from raytrain_gpt.train.memory_fit import MemorySearch, gpu_limit_bytes
+from raytrain_gpt.train.memory_fit import MAX_CPU_TOKENS, MemorySearch, gpu_limit_bytes
 from raytrain_gpt.train.preflight import expected_vocab_size
 from raytrain_gpt.train.probe import probe_steps
 
 _PROBE_S, _MAX_STEPS = 3.0, 1000
 """Duration of the speed measurement, which takes at least two steps."""
+_MAX_CPU_FLOPS = 3e11
+"""FLOPs of a measured step on a CPU, some seconds."""
 
 
 def one_worker_for_auto(config: Config) -> Config:
@@ -56,148 +57,119 @@ def trial_cpus(config: Config) -> int:
     return c.num_workers * c.cpus_per_worker + data_cpus(config)
 
 
-def cpus_to_start(
-    config: Config,
-    number: int,
-    max_concurrent: int | None,
-    *,
-    shares_gpus: bool = False,
-) -> int:
-    """Return the logical CPUs to start a cluster with, for as many trials as this machine can run.
-
-    Args:
-        number: Number of trials.
-        shares_gpus: Whether trials share GPUs, but it is not known yet how many.
-    """
+def fit_here(config: Config, number: int, most: int | None) -> int:
+    """Return how many of `number` trials, at most `most`, this machine can run at once."""
     c = workers_of(config)
-    gpus = torch.cuda.device_count() if c.use_gpu is not False else 0
-    if gpus and not shares_gpus:
+    fit = (os.cpu_count() or 1) // (c.num_workers * c.cpus_per_worker)
+    if c.use_gpu is not False and (gpus := torch.cuda.device_count()):
         fit = int(gpus / (c.num_workers * c.gpus_per_worker) + 1e-9)
-    else:
-        fit = (os.cpu_count() or 1) // (c.num_workers * c.cpus_per_worker)
-    return max(1, min(max_concurrent or fit, number)) * trial_cpus(config)
+    return max(1, min(most or fit, number))
 
 
-def trials_at_once(
-    config: Config, resources: Resources, number: int, max_concurrent: int | None
-) -> int:
+def trials_at_once(config: Config, resources: Resources, number: int, most: int | None) -> int:
+    """Return how many of `number` trials, at most `most`, a cluster can run at once."""
     c = workers_of(config)
     places = resources.places(c.cpus_per_worker, c.num_gpus)
     fit = min(places // c.num_workers, int(resources.cpus // trial_cpus(config)))
-    return max(1, min(fit, max_concurrent or fit, number))
-
-
-def largest_trial(sweep: Sweep, base: Config) -> Config:
-    """Return the configuration that needs the most memory of all that trials may get, by prediction.
-
-    For `trials_per_gpu=auto`, which has no `auto` of `AUTO_MEMORY_FIELDS`.
-    """
-
-    def needed(config: Config) -> float:
-        search = MemorySearch.of(config, 1, expected_vocab_size(config), bf16=True)
-        return search.smallest().needed_bytes
-
-    configs = check_sweep(sweep, 1)
-    # Equal shapes take equal memory, and a prediction may trace the model.
-    sized = {f"{shapes_of(c)} {c.optim.optimizer}": c for c in map(one_worker_for_auto, configs)}
-    return max(sized.values(), key=needed, default=base)
+    return max(1, min(fit, most or fit, number))
 
 
 def cost_lines(sweep: Sweep) -> list[str]:
     """Format the trials, the resources of each, and their total tokens and time; may raise ConfigError."""
     base = one_worker_for_auto(base_config(sweep))
-    c = workers_of(base)
-    configs = check_sweep(sweep, c.num_workers)
-    on_gpu = c.use_gpu and torch.cuda.is_available()
-    planned = planned_trials(sweep)
-    number = num_trials(sweep)
+    configs = check_sweep(sweep, workers_of(base).num_workers)
+    planned, number = planned_trials(sweep), num_trials(sweep)
     if planned:
         tied = [tied_values(sweep, v, config) for v, config in zip(planned, configs, strict=True)]
-        lines = plan_table(tied, [config.train.max_steps for config in configs])
+        rows = [
+            [f"{n:03d}", *map(value_text, values.values()), f"{config.train.max_steps:,}"]
+            for n, (values, config) in enumerate(zip(tied, configs, strict=True))
+        ]
+        lines = table(["trial"], [*tied[0], "steps"], rows)
     else:
         lines = [
             f"{count(number, 'trial')}, whose values Optuna chooses from the losses of earlier ones"
         ]
-    gpus = "" if c.use_gpu is False else f", with GPUs {c.gpus_per_worker:g} for each worker"
-    least = ""
-    if sweep.trials_per_gpu == "auto":
-        gpus, least = ", with GPUs as many on each as its memory fits", "at least "
-    for_data = f", {data_cpus(base)} of them for data" if data_cpus(base) else ""
-    at_once = cpus_to_start(base, number, sweep.max_concurrent_trials) // trial_cpus(base)
-    lines.append(
-        f"each trial: {count(trial_cpus(base), 'CPU')}{for_data}{gpus} | on this machine: "
-        f"{least}{at_once} at once"
-    )
+    gpus = ""
+    if base.cluster.use_gpu is not False:
+        gpus = f", with GPUs {base.cluster.gpus_per_worker:g} for each worker"
     full = number * sweep.budget_tokens
-    lines.append(f"tokens: {number} × {amount(sweep.budget_tokens)} = {amount(full)} at most")
     trials = [one_worker_for_auto(config) for config in configs] if planned else [base] * number
-    vocab_size = expected_vocab_size(base)
-    flop_s = seconds_per_flop(trials, vocab_size)
+    return [
+        *lines,
+        f"each trial: {count(trial_cpus(base), 'CPU')}{gpus}",
+        f"tokens: {number} × {amount(sweep.budget_tokens)} = {amount(full)} without early stopping",
+        time_line(trials, sweep.max_concurrent_trials),
+    ]
+
+
+def time_line(trials: Sequence[Config], most: int | None) -> str:
+    """Format the time of trials on this machine, at most `most` at once.
+
+    A few steps of the trial with the most FLOPs in a step are measured, and scaled by FLOPs.
+    """
+    vocab_size = expected_vocab_size(trials[0])
+    # More of them than fit share the same cores.
+    at_once = min(fit_here(trials[0], len(trials), one) for one in (most, None))
+    flop_s = _seconds_per_flop(trials, vocab_size)
     if flop_s is None:
-        return [*lines, "time: unknown; a trial does not fit in this machine's memory"]
-    if on_gpu:  # trials that share a GPU share its speed
-        flop_s /= c.gpus_per_worker
-    else:  # more of them share the same cores
-        at_once = min(at_once, max(1, (os.cpu_count() or 1) // (c.num_workers * c.cpus_per_worker)))
-    most_s = flop_s * sum(_flops(config, vocab_size) for config in trials) / c.num_workers / at_once
-    about = "at most" if isinstance(sweep.scheduler, Asha) else "about"
-    lines.append(
-        f"time: {about} {duration(most_s)} of steps and evaluations, without starts; a step of the largest "
-        f"trial measured here, scaled by FLOPs; {at_once} at full speed at once"
+        return "time: unknown; the largest trial is too large for this machine"
+    total_s = flop_s * sum(_flops(config, vocab_size) for config in trials)
+    about = duration(total_s / workers_of(trials[0]).num_workers / at_once)
+    return (
+        f"time: about {about} without starts and early stopping, {at_once} at once; a step of the largest "
+        "trial measured here, scaled by FLOPs"
     )
-    return lines
+
+
+def _step_flops(config: Config, vocab_size: int, tokens: int) -> float:
+    return step_flops(GPTShape.of(config, vocab_size), config.optim.optimizer, tokens)
 
 
 def _flops(config: Config, vocab_size: int) -> float:
     """Return the FLOPs of a trial's steps and evaluations, which have no backward pass."""
-    tokens = config.eval.eval_tokens
+    tokens, steps = config.eval.eval_tokens, config.train.max_steps
     if data_is_there(config):
         tokens = min(tokens, read_data(config).split_tokens("val"))
-    steps, evaluations = (
-        config.train.max_steps,
-        config.train.max_steps // config.eval.eval_every_steps,
-    )
-    shape = GPTShape.of(config, vocab_size)
-    step = step_flops(shape, config.optim.optimizer, config.train.global_batch_tokens)
-    return steps * step + evaluations * tokens * count_model(shape).flops_per_token / 3
+    evaluated = steps // config.eval.eval_every_steps * tokens
+    flops_per_token = count_model(GPTShape.of(config, vocab_size)).flops_per_token
+    step = _step_flops(config, vocab_size, config.train.global_batch_tokens)
+    return steps * step + evaluated * flops_per_token / 3
 
 
-def seconds_per_flop(configs: Sequence[Config], vocab_size: int) -> float | None:
+def _seconds_per_flop(configs: Sequence[Config], vocab_size: int) -> float | None:
     """Time a micro-batch of the configuration with the most FLOPs in a step.
 
     Returns:
-        A worker's seconds for a FLOP, or None if it does not fit.
+        A worker's seconds for a FLOP, or None if it does not fit, or would take minutes.
     """
-
-    def flops(config: Config, tokens: int) -> float:
-        return step_flops(GPTShape.of(config, vocab_size), config.optim.optimizer, tokens)
-
-    config = max(configs, key=lambda config: flops(config, config.train.global_batch_tokens))
-    c = workers_of(config)
-    on_gpu = c.use_gpu and torch.cuda.is_available()
+    config = max(configs, key=lambda c: _step_flops(c, vocab_size, c.train.global_batch_tokens))
+    on_gpu = config.cluster.use_gpu is not False and torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
-    torch.set_num_threads(c.cpus_per_worker)
+    torch.set_num_threads(workers_of(config).cpus_per_worker)
     precision = resolve_precision(config.train.precision, device)
-    num_workers = c.num_workers
+    num_workers = workers_of(config).num_workers
     limit_bytes: float = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if on_gpu:
         total_bytes = torch.cuda.get_device_properties(device).total_memory
-        limit_bytes = gpu_limit_bytes(total_bytes, num_workers, c.gpus_per_worker)
-    search = MemorySearch.of(
-        config.updated({"use_gpu": on_gpu}), num_workers, vocab_size, precision != "fp32"
-    )
-    fit = search.largest(limit_bytes)
-    if fit is None:
+        limit_bytes = gpu_limit_bytes(total_bytes, num_workers, config.cluster.gpus_per_worker)
+    eager = config.updated({"compile": False, "use_gpu": on_gpu})
+    search = MemorySearch.of(eager, num_workers, vocab_size, precision != "fp32")
+    if (fit := search.largest(limit_bytes)) is None:
         return None
-    is_auto = config.train.micro_batch_sequences == "auto"
-    sequences = 1 if is_auto and not on_gpu else fit.sequences
+    sequences = fit.sequences
+    if not on_gpu:  # more tokens gain little speed, and may take minutes
+        is_auto = config.train.micro_batch_sequences == "auto"
+        most = 1 if is_auto else MAX_CPU_TOKENS // config.data.seq_len
+        sequences = max(1, min(sequences, most))
+    flops = _step_flops(config, vocab_size, sequences * config.data.seq_len)
+    if not on_gpu and flops > _MAX_CPU_FLOPS:
+        return None
+    how = vocab_size, sequences, fit.activation_checkpointing, device
     times: list[float] = []
-    eager = config.updated({"compile": False})
-    steps = repeat(1, _MAX_STEPS)
-    for seconds in probe_steps(
-        eager, vocab_size, sequences, fit.activation_checkpointing, device, steps
-    ):
+    for seconds in probe_steps(eager, *how, repeat(1, _MAX_STEPS)):
         times.append(seconds)  # the first step fills caches
         if len(times) > 1 and sum(times) > _PROBE_S:
             break
-    return fmean(times[1:]) / flops(config, sequences * config.data.seq_len)
+    share = config.cluster.gpus_per_worker if on_gpu else 1
+    return fmean(times[1:]) / flops / share

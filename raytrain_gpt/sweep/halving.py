@@ -1,4 +1,4 @@
-"""Successive halving that does not depend on who comes first."""
+"""Rules by which trials wait for others, or stop: none, or successive halving in the plan's order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,37 @@ from raytrain_gpt.sweep.history import ENDED, Event
 from raytrain_gpt.sweep.spec import Asha
 
 
-class Halving:
+class Rule:
+    """A rule that lets all trials continue, and the base of others."""
+
+    def __init__(self) -> None:
+        self._ended: set[str] = set()
+
+    def replay(self, events: Iterable[Event]) -> None:
+        """Add the events of a history."""
+        for event in events:
+            if event["event"] == "report":
+                self.report(event["trial"], event["tokens_seen"], event["objective"])
+            elif event["event"] == "ended" and event["state"] in ENDED:
+                self.end(event["trial"])
+
+    def report(self, name: str, tokens_seen: int, objective: float) -> None:
+        """Note a trial's objective."""
+
+    def end(self, name: str) -> None:
+        """Note that a trial has ended, and reports no more."""
+        self._ended.add(name)
+
+    def missing(self, name: str, tokens_seen: int) -> list[str]:
+        """Return the trials that the verdict on a report has to wait for."""
+        return []
+
+    def passes(self, name: str, tokens_seen: int) -> bool:
+        """Whether a trial continues after a report; none may be missing."""
+        return True
+
+
+class Halving(Rule):
     """Successive halving (Li et al., 2020), judged in the plan's order: scores at the rungs, and verdicts.
 
     At a rung a trial is compared with the trials before it in the plan, as if they ran one after another. So
@@ -25,55 +55,29 @@ class Halving:
     def __init__(
         self, scheduler: Asha, budget_tokens: int, names: Sequence[str], maximize: bool = False
     ) -> None:
+        super().__init__()
         self._factor, self._sign = scheduler.reduction_factor, 1 if maximize else -1
         self._places = {name: place for place, name in enumerate(names)}
-        self._ended: set[str] = set()
         self._scores: dict[int, dict[str, float]] = {}
         rung = scheduler.grace_tokens
         while rung < budget_tokens:
             self._scores[rung] = {}
             rung *= self._factor
 
-    def replay(self, events: Iterable[Event]) -> None:
-        """Add the events of a history."""
-        for event in events:
-            if event["event"] == "report":
-                self.report(event["trial"], event["tokens_seen"], event["objective"])
-            elif event["event"] == "ended" and event["state"] in ENDED:
-                self.end(event["trial"])
-
     def report(self, name: str, tokens_seen: int, objective: float) -> None:
         if tokens_seen in self._scores:
             self._scores[tokens_seen].setdefault(name, self._sign * objective)
 
-    def end(self, name: str) -> None:
-        """Note that a trial reaches no further rung."""
-        self._ended.add(name)
-
     def missing(self, name: str, tokens_seen: int) -> list[str]:
-        """Return the trials whose scores the verdict on a report still needs."""
         scores = self._scores.get(tokens_seen)
         if scores is None:
             return []
         needed = [*self._places][: self._places[name] + 1]
         return [one for one in needed if one not in scores and one not in self._ended]
 
-    def needed(self, name: str, tokens_seen: int) -> str:
-        """Format the condition on which a trial passes a rung, or "" if it passes with any objective."""
-        if (threshold := self._threshold(name, tokens_seen)) is None:
-            return ""
-        least = "at most" if self._sign < 0 else "at least"
-        return f"the best 1/{self._factor} of the trials before it had {least} {self._sign * threshold:.4f}"
-
-    def _threshold(self, name: str, tokens_seen: int) -> float | None:
-        """Return the lowest score with which a trial passes a rung, or None if it passes with any."""
+    def passes(self, name: str, tokens_seen: int) -> bool:
         scores = self._scores.get(tokens_seen, {})
         earlier = [s for one, s in scores.items() if self._places[one] < self._places[name]]
         if not earlier:
-            return None
-        return float(np.percentile(earlier, 100 * (1 - 1 / self._factor)))
-
-    def passes(self, name: str, tokens_seen: int) -> bool:
-        """Whether a trial continues after a report; no score may be missing."""
-        threshold = self._threshold(name, tokens_seen)
-        return threshold is None or self._scores[tokens_seen][name] >= threshold
+            return True
+        return bool(scores[name] >= np.percentile(earlier, 100 * (1 - 1 / self._factor)))

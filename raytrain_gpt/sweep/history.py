@@ -11,12 +11,9 @@ import json
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from pydantic.dataclasses import dataclass
-
-from raytrain_gpt.errors import ConfigError, reason
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location
 
@@ -52,11 +49,6 @@ class Trial:
     """Whether a higher objective is better."""
 
     @property
-    def judged_tokens(self) -> int:
-        """Tokens seen when the objective was measured."""
-        return self.curve[-1][0] if self.curve else self.tokens_seen
-
-    @property
     def score(self) -> float | None:
         """The objective, or None if the trial failed or it is not finite."""
         return None if self.state == "failed" or self.diverged else self.objective
@@ -84,19 +76,7 @@ class History:
         self.directory, self._maximize = directory, maximize
         self._file = directory / file
         content = self._file.read_bytes() if self._file.is_file() else b""
-        lines = enumerate(content.splitlines(), 1)
-        self.events = [self._event(number, line) for number, line in lines]
-
-    def _event(self, number: int, line: bytes) -> Event:
-        try:
-            event: Event = parse_json(line)
-            _after(Trial(event["trial"]), event)
-            return event
-        except (ValueError, TypeError, LookupError) as error:
-            raise ConfigError(
-                f"line {number} of {self._file} is damaged: {type(error).__name__}, {reason(error)}; "
-                "restore it, or remove the line and lose its report"
-            ) from None
+        self.events: list[Event] = [parse_json(line) for line in content.splitlines()]
 
     def add(self, event: str, trial: str, **details: Any) -> None:
         self.events.append({"event": event, "trial": trial, "time": time.time(), **details})
@@ -126,7 +106,7 @@ def ranking(trials: Iterable[Trial]) -> list[Trial]:
 
     def key(trial: Trial) -> tuple[bool, bool, int, float, str]:
         score = math.inf if trial.score is None else trial.score * (-1 if trial.maximize else 1)
-        return trial.state == "failed", trial.score is None, -trial.judged_tokens, score, trial.name
+        return trial.state == "failed", trial.score is None, -trial.tokens_seen, score, trial.name
 
     return sorted(trials, key=key)
 

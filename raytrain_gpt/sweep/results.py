@@ -10,47 +10,24 @@ import csv
 import io
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.format import amount, count, cut, duration, table
 from raytrain_gpt.sweep.history import State, Trial, best_trial, ranking, value_text
-from raytrain_gpt.sweep.space import Domain, Grid, is_number
 from raytrain_gpt.sweep.spec import Sweep
 
 RESULTS_FILE, BEST_FILE = "results.csv", "best.yaml"
-
-_MAX_PROGRESS_ROWS = 20
 
 _MAX_ERROR_CHARS = 160
 _STATES: tuple[State, ...] = get_args(State)  # in the order of a trial's life
 
 
-def plan_table(planned: Sequence[dict[str, Any]], max_steps: Sequence[int]) -> list[str]:
-    rows = [
-        [f"{number:03d}", *map(value_text, values.values()), f"{steps:,}"]
-        for number, (values, steps) in enumerate(zip(planned, max_steps, strict=True))
-    ]
-    return table(["trial"], [*planned[0], "steps"], rows)
-
-
-def progress_table(trials: Sequence[Trial], objective: str, budget_tokens: int) -> str:
-    """Format the state of a sweep: counts, then at most _MAX_PROGRESS_ROWS trials, running ones first."""
-    started = [t for t in ranking(trials) if t.state != "pending"]
-    started.sort(key=lambda trial: _STATES.index(trial.state))
-    shown, hidden = started[:_MAX_PROGRESS_ROWS], started[_MAX_PROGRESS_ROWS:]
-    best = best_trial(trials)
-    lines = [f"{count(len(trials), 'trial')}: {counts_text(trials)}" + _best_text(best, objective)]
-    lines += _table(shown, objective, budget_tokens) if shown else []
-    lines += [f"and {len(hidden)} more: {counts_text(hidden)}"] if hidden else []
-    return "\n".join(lines)
-
-
 def final_table(trials: Sequence[Trial], objective: str, budget_tokens: int) -> str:
     """Format the result of a sweep: trials by rank, errors of failed ones, and tokens used."""
     ranked = ranking(trials)
-    lines = _table(ranked, objective, budget_tokens, ranks=True)
+    lines = _table(ranked, objective, budget_tokens)
     for trial in ranked:
         if trial.state in ("diverged", "failed"):
             lines.append(f"{trial.name} {trial.state}: {_error_text(trial)}")
@@ -59,8 +36,11 @@ def final_table(trials: Sequence[Trial], objective: str, budget_tokens: int) -> 
     lines.append(
         f"{count(len(trials), 'trial')}: {counts_text(trials)} | {amount(trained)} of {amount(full)} tokens "
         f"trained, stopping early saved {saved / max(full, 1):.0%}"
-        + _best_text(best_trial(trials), objective)
     )
+    if best := best_trial(trials):
+        lines[-1] += (
+            f" | best {best.name}: {objective} {_objective_text(best)} at {amount(best.tokens_seen)} tokens"
+        )
     return "\n".join(lines)
 
 
@@ -73,22 +53,6 @@ def failure_text(trials: Sequence[Trial], title: str) -> str | None:
         f"{len(failed)} of {len(trials)} trials of {title} failed ({cut(names, 80)}); "
         f"{failed[0].name}: {_error_text(failed[0])}; fix the cause, then run the same command with --resume"
     )
-
-
-def edge_lines(best: Trial, space: Mapping[str, Domain]) -> list[str]:
-    """Return a warning for each field whose best value is at an end of a grid of at least three numbers."""
-    lines = []
-    for name, domain in space.items():
-        if not isinstance(domain, Grid) or name == "seed" or len(domain.grid) < 3:
-            continue
-        value = best.values[name]
-        if all(map(is_number, domain.grid)) and value in (min(domain.grid), max(domain.grid)):
-            end, side = ("lowest", "below") if value == min(domain.grid) else ("highest", "above")
-            lines.append(
-                f"the best {name}, {value_text(value)}, is the {end} of its grid; a better one may be "
-                f"{side} it: move the grid"
-            )
-    return lines
 
 
 def results_csv(trials: Sequence[Trial], objective: str) -> str:
@@ -111,7 +75,7 @@ def best_yaml(config: Config, trial: Trial, sweep: Sweep) -> str:
     values = ", ".join(f"{name}={json.dumps(value)}" for name, value in trial.values.items())
     header = [
         f"Best trial of {sweep.title}: {trial.name}, {trial.state}, {sweep.objective} "
-        f"{_objective_text(trial)} at {trial.judged_tokens:,} tokens.",
+        f"{_objective_text(trial)} at {trial.tokens_seen:,} tokens.",
         f"Set by the sweep: {values or 'nothing'}",
         "All other values are this trial's, except for run_name.",
         "Train it again: raytrain-gpt train --config best.yaml",
@@ -120,13 +84,10 @@ def best_yaml(config: Config, trial: Trial, sweep: Sweep) -> str:
     return "".join(f"# {line}\n" for line in header) + named.to_yaml()
 
 
-def _table(
-    trials: Sequence[Trial], objective: str, budget_tokens: int, ranks: bool = False
-) -> list[str]:
-    fields = field_names(trials)
-    rows = []
-    for rank, trial in enumerate(trials, 1):
-        row = [
+def _table(ranked: Sequence[Trial], objective: str, budget_tokens: int) -> list[str]:
+    fields = field_names(ranked)
+    rows = [
+        [
             f"{rank:>4}" if trial.score is not None else "   -",
             trial.name,
             trial.state,
@@ -137,22 +98,16 @@ def _table(
             "-" if trial.elapsed_s is None else duration(trial.elapsed_s),
             *(value_text(trial.values[n]) if n in trial.values else "-" for n in fields),
         ]
-        rows.append(row if ranks else row[1:])
-    names = ["rank"] * ranks + ["trial", "state"]
-    return table(names, [objective, "tokens", "share", "tokens/s", "time", *fields], rows)
+        for rank, trial in enumerate(ranked, 1)
+    ]
+    names = [objective, "tokens", "share", "tokens/s", "time", *fields]
+    return table(["rank", "trial", "state"], names, rows)
 
 
 def counts_text(trials: Iterable[Trial]) -> str:
     """Format as `2 running, 3 stopped`."""
     counts = Counter(trial.state for trial in trials)
     return ", ".join(f"{counts[state]} {state}" for state in _STATES if counts[state])
-
-
-def _best_text(best: Trial | None, objective: str) -> str:
-    if best is None:
-        return ""
-    tokens = amount(best.judged_tokens)
-    return f" | best {best.name}: {objective} {_objective_text(best)} at {tokens} tokens"
 
 
 def field_names(trials: Iterable[Trial]) -> list[str]:

@@ -8,50 +8,38 @@ depend on speed, on the number of trials at once, or on a restart.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import FIFOScheduler
 from ray.tune.search import BasicVariantGenerator
 
+from raytrain_gpt.sweep.halving import Rule
 from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN
 
 REPORTED_TOKENS = "reported_tokens"
 """Key of a trial's configuration: tokens of its newest report to this scheduler."""
 
 
-class Rule(Protocol):
-    """A rule that lets trials wait for others, or stops them, as `halving.Halving` does."""
-
-    def report(self, name: str, tokens_seen: int, objective: float) -> None: ...
-
-    def end(self, name: str) -> None: ...
-
-    def missing(self, name: str, tokens_seen: int) -> list[str]: ...
-
-    def passes(self, name: str, tokens_seen: int) -> bool: ...
-
-
 class InPlannedOrder(FIFOScheduler):  # type: ignore[misc]
     """See the module.
 
     Args:
-        rule: Decides before a trial starts and after every report; None lets all continue. The caller tells
-            it which trials have ended.
+        rule: Decides before a trial starts and after every report. The caller tells it which trials ended.
         names: Trials in the plan's order.
         at_once: Most trials that run at the same time.
-        values: Returns the values of a trial that starts.
+        start: Returns what the process of a trial that starts needs.
     """
 
     def __init__(
         self,
-        rule: Rule | None,
+        rule: Rule,
         names: Sequence[str],
         at_once: int,
-        values: Callable[[str], dict[str, Any]],
+        start: Callable[[str], dict[str, Any]],
     ) -> None:
         super().__init__()
-        self._rule, self._at_once, self._values = rule, at_once, values
+        self._rule, self._at_once, self._start = rule, at_once, start
         self._places = {name: place for place, name in enumerate(names)}
 
     def on_trial_add(self, tune_controller: Any, trial: Trial) -> None:
@@ -62,8 +50,7 @@ class InPlannedOrder(FIFOScheduler):  # type: ignore[misc]
 
     def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> str:
         trial.config[REPORTED_TOKENS] = result[TOKENS_SEEN]
-        if self._rule is not None:
-            self._rule.report(str(trial), result[TOKENS_SEEN], result[OBJECTIVE])
+        self._rule.report(str(trial), result[TOKENS_SEEN], result[OBJECTIVE])
         # Pausing ends the run before Ray Tune ends its process, so a stopped trial is paused too.
         return str(self.CONTINUE if self._verdict(trial) == self.CONTINUE else self.PAUSE)
 
@@ -76,14 +63,12 @@ class InPlannedOrder(FIFOScheduler):  # type: ignore[misc]
             if verdict == self.STOP:
                 tune_controller.stop_trial(trial)
             elif verdict == self.CONTINUE and busy < self._at_once:
-                if "values" not in trial.config:
-                    trial.config["values"] = self._values(str(trial))
+                if trial.config.keys() == {"name", REPORTED_TOKENS}:
+                    trial.config.update(self._start(str(trial)))
                 return trial
         return None
 
     def _verdict(self, trial: Trial) -> str:
-        if self._rule is None:
-            return str(self.CONTINUE)
         report = str(trial), trial.config[REPORTED_TOKENS]
         if self._rule.missing(*report):
             return str(self.PAUSE)

@@ -7,10 +7,7 @@ A domain is a mapping with one key:
     uniform: [low, high]         a number between them, drawn
     loguniform: [low, high]      a number between them, drawn with a uniform logarithm
     randint: [low, high]         an integer, drawn, both ends included
-    expression: "peak_lr / 10"   computed from other fields of the trial
-
-No code in a sweep file is run: an expression is arithmetic on floats with five functions, and
-anything else in it is refused before it is evaluated.
+    expression: "peak_lr / 10"   computed from other fields of the trial, without running code
 """
 
 from __future__ import annotations
@@ -22,15 +19,26 @@ import math
 import operator
 import typing
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import simpleeval  # type: ignore[import-untyped]
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from raytrain_gpt.config.schema import FIELDS, field_section
-from raytrain_gpt.config.wording import MAX_SHOWN, suggestion
-from raytrain_gpt.errors import ConfigError, problem
+from raytrain_gpt.config.wording import MAX_SHOWN
+from raytrain_gpt.errors import ConfigError, problem, reason
 from raytrain_gpt.format import preview
+
+_Number = TypeVar("_Number", int, float)
+
+
+def _ascending(ends: tuple[_Number, _Number]) -> tuple[_Number, _Number]:
+    if ends[0] >= ends[1]:
+        raise ValueError("write [low, high] with low below high")
+    return ends
+
+
+_Positive = Annotated[float, Field(gt=0)]
 
 
 class _Domain(BaseModel):
@@ -67,7 +75,7 @@ class Choice(Searched):
 
 
 class Uniform(Searched):
-    uniform: tuple[float, float]
+    uniform: Annotated[tuple[float, float], AfterValidator(_ascending)]
 
     def at(self, fraction: float) -> float:
         low, high = self.uniform
@@ -77,7 +85,7 @@ class Uniform(Searched):
 class LogUniform(Searched):
     """A number between two ends above 0, as likely from 1 to 10 as from 10 to 100."""
 
-    loguniform: tuple[float, float]
+    loguniform: Annotated[tuple[_Positive, _Positive], AfterValidator(_ascending)]
 
     def at(self, fraction: float) -> float:
         low, high = self.loguniform
@@ -87,7 +95,7 @@ class LogUniform(Searched):
 class RandInt(Searched):
     """An integer between two ends, both included."""
 
-    randint: tuple[int, int]
+    randint: Annotated[tuple[int, int], AfterValidator(_ascending)]
 
     def at(self, fraction: float) -> int:
         low, high = self.randint
@@ -95,44 +103,35 @@ class RandInt(Searched):
 
 
 class Expression(_Domain):
+    """Arithmetic on other fields of the trial."""
+
     expression: str
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the used fields; raises a ConfigError if it is not an arithmetic expression."""
-        nodes = list(ast.walk(self._tree()))
-        called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
-        return frozenset(n.id for n in nodes if isinstance(n, ast.Name) and id(n) not in called)
+        """Names of the used fields; raises a ConfigError if it is not an expression."""
+        try:
+            tree = ast.parse(self.expression.strip(), mode="eval")
+        except (SyntaxError, ValueError):
+            raise ConfigError(f"{self.expression!r} is not an expression") from None
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        return frozenset(names - _FUNCTIONS.keys())
 
     def value(self, values: Mapping[str, Any]) -> float:
         """Evaluate to a finite number, or raise a ConfigError."""
-        used = {name: values[name] for name in sorted(self.names)}
-        for name, value in used.items():
-            if not is_number(value):
-                raise ConfigError(
-                    f"expression {self.expression!r} uses {name}={value!r}, which is not a number; "
-                    f"set {name} to one, or use another key"
-                )
+        used = {name: values[name] for name in sorted(self.names & values.keys())}
+        names = {name: float(value) if is_number(value) else value for name, value in used.items()}
         try:
-            numbers = {name: float(value) for name, value in used.items()}
-            return float(_Arithmetic(_OPERATORS, _FUNCTIONS, numbers).eval("", self._tree()))
-        except (ArithmeticError, TypeError, ValueError) as error:
-            at = ", ".join(f"{name}={value:g}" for name, value in used.items())
-            raise ConfigError(
-                f"expression {self.expression!r} has no value{f' at {at}' * bool(at)}: {error}"
-            ) from None
-
-    def _tree(self) -> ast.expr:
-        try:
-            tree = ast.parse(self.expression.strip(), mode="eval").body
-        except (SyntaxError, ValueError):
-            tree = None
-        if tree is None or not all(map(_is_arithmetic, ast.walk(tree))):
-            raise ConfigError(
-                f"{self.expression!r} is not an expression; it may have numbers, configuration keys, "
-                f"budget_tokens, + - * / // % ** ( ), {', '.join(_FUNCTIONS)}"
-            )
-        return tree
+            value = float(simpleeval.simple_eval(self.expression, _OPERATORS, _FUNCTIONS, names))
+            if math.isfinite(value):
+                return value
+            cause = "it is not finite"
+        except (simpleeval.InvalidExpression, ArithmeticError, TypeError, ValueError) as error:
+            cause = reason(error)
+        raise ConfigError(
+            f"expression {self.expression!r} has no value with {used}: {cause}; it may have numbers, "
+            f"configuration keys, budget_tokens, + - * / // % ** ( ), {', '.join(_FUNCTIONS)}"
+        )
 
 
 SampledDomain = Choice | Uniform | LogUniform | RandInt
@@ -147,36 +146,11 @@ KINDS: dict[str, type[Domain]] = {
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
     ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
-    ast.Pow: operator.pow, ast.USub: operator.neg, ast.UAdd: operator.pos,
+    ast.Pow: math.pow, ast.USub: operator.neg, ast.UAdd: operator.pos,
 }  # fmt: skip
 _FUNCTIONS: dict[str, Callable[..., float]] = {
-    "min": min, "max": max, "sqrt": math.sqrt, "log": math.log,
-    "round": lambda number: float(round(number)),
+    "min": min, "max": max, "sqrt": math.sqrt, "log": math.log, "round": round,
 }  # fmt: skip
-_NODES = (ast.BinOp, ast.UnaryOp, ast.Call, ast.Name, ast.Constant, ast.Load, *_OPERATORS)
-
-
-def _is_arithmetic(node: ast.AST) -> bool:
-    """Whether an expression may contain this node, without those below it."""
-    if isinstance(node, ast.Constant):
-        return type(node.value) in (int, float)
-    if isinstance(node, ast.Call):
-        return isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS
-    return isinstance(node, _NODES)
-
-
-class _Arithmetic(simpleeval.SimpleEval):  # type: ignore[misc]
-    """Float arithmetic: `9 ** 9 ** 9` would fill the memory as an integer, but overflows as a float."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.nodes[ast.Constant] = lambda node: float(node.value)
-
-    def _eval(self, node: ast.AST) -> float:
-        value = super()._eval(node)
-        if not isinstance(value, float) or not math.isfinite(value):
-            raise ValueError(f"{ast.unparse(node)} is not a finite number")
-        return value
 
 
 def field_value(name: str, raw: Any) -> Any:
@@ -200,71 +174,29 @@ def _type_of(name: str) -> TypeAdapter[Any]:
 
 def parse_domain(name: str, raw: Any) -> Domain:
     """Parse the domain of a field; raises a ConfigError if its kind, or a value for the field, is invalid."""
-    field_section(name)
-    kinds = ", ".join(KINDS)
-    if not isinstance(raw, Mapping) or len(raw) != 1:
-        raise ConfigError(
-            f"{name}={preview(raw, MAX_SHOWN)} in the space is not a domain; write one of {kinds} below it"
-        )
-    ((kind, argument),) = raw.items()
+    kind = next(iter(raw)) if isinstance(raw, Mapping) and len(raw) == 1 else None
     if kind not in KINDS:
         raise ConfigError(
-            f"unknown domain {kind} of {name}{suggestion(str(kind), KINDS)} (there are: {kinds})"
+            f"{name}={preview(raw, MAX_SHOWN)} in the space is not a domain; write one of "
+            f"{', '.join(KINDS)} below it"
         )
+    argument = raw[kind]
     if kind == "expression":
-        return _expression(name, argument)
+        field_section(name)
+        return Expression(expression=str(argument))
     if not isinstance(argument, list | tuple) or not argument:
         raise ConfigError(
             f"{kind} of {name} has no values: {preview(argument, MAX_SHOWN)}; write a list"
         )
-    values = tuple(field_value(name, value) for value in argument)
-    if kind in ("grid", "choice"):
-        if len(set(values)) < len(values):
-            raise ConfigError(f"{kind} of {name} has a duplicate value: {list(values)}; remove it")
-    else:
-        _check_range(name, kind, values)
-    return KINDS[kind](**{kind: values})
-
-
-def _expression(name: str, argument: Any) -> Expression:
-    expression = Expression(expression=str(argument))
-    if _number_type(name) is None:
-        raise ConfigError(f"{name} is not a number, so it takes no expression; use grid or choice")
-    for used in sorted(expression.names):
-        if used not in FIELDS and used != "budget_tokens":
-            raise ConfigError(
-                f"expression of {name} uses {used}, which is not a configuration key"
-                f"{suggestion(used, [*FIELDS, 'budget_tokens'])}"
-            )
-    return expression
-
-
-def _check_range(name: str, kind: str, ends: tuple[Any, ...]) -> None:
-    needed = int if kind == "randint" else float
-    if any(type(end) is not needed for end in ends):
-        others = "randint" if _number_type(name) is int else "uniform or loguniform"
-        others = f"{others}, " if _number_type(name) else ""
-        raise ConfigError(
-            f"{kind} of {name} needs {'integer' if needed is int else 'real'} values, which {name} "
-            f"does not have; use {others}choice or grid"
-        )
-    if len(ends) != 2 or ends[0] >= ends[1]:
-        raise ConfigError(
-            f"{kind} of {name} is {list(ends)}; write [low, high] with low below high"
-        )
-    if kind == "loguniform" and ends[0] <= 0:
-        raise ConfigError(f"loguniform of {name} starts at {ends[0]:g}; it must start above 0")
+    values = [field_value(name, value) for value in argument]
+    try:
+        return KINDS[kind].model_validate({kind: values})
+    except ValidationError as error:
+        raise ConfigError(f"{kind} of {name} is {values}: {problem(error.errors())}") from None
 
 
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _number_type(name: str) -> type[int] | type[float] | None:
-    """Return int or float if the field can be such a number, else None."""
-    annotation = FIELDS[name][1].annotation
-    types = typing.get_args(annotation) or (annotation,)
-    return int if int in types else float if float in types else None
 
 
 def expression_order(space: Mapping[str, Domain]) -> list[str]:
@@ -287,6 +219,7 @@ def with_expressions(space: Mapping[str, Domain], values: Mapping[str, Any]) -> 
     for name in expression_order(space):
         domain = space[name]
         assert isinstance(domain, Expression)
-        value = domain.value(values)
-        values[name] = field_value(name, round(value) if _number_type(name) is int else value)
+        value, annotation = domain.value(values), FIELDS[name][1].annotation
+        is_integer = int in (typing.get_args(annotation) or (annotation,))
+        values[name] = field_value(name, round(value) if is_integer else value)
     return values

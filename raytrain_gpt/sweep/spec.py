@@ -8,28 +8,36 @@
     num_trials: 8
 
 Trials are compared at equal tokens, so the file counts in tokens, and a trial's steps follow from its batch.
-Errors in the file itself are refused when it is read (`rules`); `trial_plan` derives the trials and checks
-each of them.
+`trial_plan` derives the trials and checks each of them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from raytrain_gpt.config import kinds
 from raytrain_gpt.config.kinds import Strict
 from raytrain_gpt.config.load import load_config_file, load_preset, read_mapping
 from raytrain_gpt.config.open_section import Name
-from raytrain_gpt.config.schema import FIELDS, Config
-from raytrain_gpt.config.sections import CountOrAuto
-from raytrain_gpt.config.wording import MAX_SHOWN, refusal, suggestion
+from raytrain_gpt.config.schema import FIELDS, Config, field_section
+from raytrain_gpt.config.wording import MAX_SHOWN, nearest_multiples, refusal, suggestion
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.format import preview
-from raytrain_gpt.sweep import rules
-from raytrain_gpt.sweep.space import Domain, Searched, field_value, parse_domain
+from raytrain_gpt.format import own_scores, preview
+from raytrain_gpt.sweep.history import HISTORY_FILE
+from raytrain_gpt.sweep.space import (
+    Domain,
+    Grid,
+    SampledDomain,
+    Searched,
+    expression_order,
+    field_value,
+    parse_domain,
+)
 
 SWEEP_FLAGS = (
     "sweep_name",
@@ -37,7 +45,6 @@ SWEEP_FLAGS = (
     "report_every_tokens",
     "num_trials",
     "max_concurrent_trials",
-    "trials_per_gpu",
     "sweep_seed",
 )
 """Fields that can be set on the command line, besides all of the configuration."""
@@ -49,7 +56,14 @@ SET_BY_SWEEP = {
     "resume": "trials always resume, and `tune --resume` continues a sweep",
 }
 """Field that the sweep sets in every trial -> what to do instead of setting it."""
-
+OBJECTIVES = ("val/loss", "val/bits_per_byte", "val/perplexity")
+"""Built-in objectives, to be minimized."""
+_SAME_IN_ALL_TRIALS = ("eval", "cluster", "run", "tracking")
+"""Sections for locations, resources and the measurement of the objective; settings of kinds may vary."""
+_OTHER_LOSSES = ("data_path", "init_from", "document_mask")
+"""Fields of other sections that make losses incomparable."""
+_MAX_TRIALS = 1000
+"""Most trials of a sweep, whose names have three digits."""
 
 SWEEP_FILE = "sweep.yaml"
 """The resolved sweep in its directory."""
@@ -92,13 +106,61 @@ class Asha(Strict):
     """Fraction of trials that continues at each rung, as 1/N."""
 
 
-class Sweep(Strict):
+class CampaignFile(Strict):
+    """What the files of sweeps and studies have in common."""
+
+    set_by_file: ClassVar[dict[str, str]]
+    """Field that the file sets in every run -> what to do instead of setting it."""
+    may_change: ClassVar[tuple[str, ...]]
+    """Fields that may differ on `--resume`; for base and overrides, their configuration is compared."""
+    history_file: ClassVar[str]
+    runs_dir: ClassVar[str]
+    """Directory of the runs, in that of the sweep or study."""
+
+    base: Base
+    """Base configuration of all runs: {preset: NAME} or {config: FILE}."""
+    overrides: dict[str, Any] = Field({})
+    """Field -> its value in all runs."""
+
+    @field_validator("overrides", "space", mode="before", check_fields=False)
+    @classmethod
+    def _known_fields(cls, raw: Any, info: ValidationInfo) -> Any:
+        if not isinstance(raw, Mapping):
+            raise ValueError(f"{info.field_name} has no fields below it: {preview(raw, MAX_SHOWN)}")
+        for name in raw.keys() & cls.set_by_file.keys():
+            raise ConfigError(
+                f"{name} is set by the {cls.kind()}: {cls.set_by_file[name]}; remove it"
+            )
+        read = field_value if info.field_name == "overrides" else parse_domain
+        return {name: read(str(name), value) for name, value in raw.items()}
+
+    @classmethod
+    def kind(cls) -> str:
+        """Text `sweep` or `study`."""
+        return cls.__name__.lower()
+
+    @property
+    def file(self) -> str:
+        """Name of the resolved file."""
+        return f"{self.kind()}.yaml"
+
+    @property
+    def name(self) -> str:
+        """Value of `sweep_name` or `study_name`."""
+        return str(getattr(self, f"{self.kind()}_name"))
+
+    @property
+    def title(self) -> str:
+        return f"{self.kind()} {self.name}"
+
+
+class Sweep(CampaignFile):
+    set_by_file = SET_BY_SWEEP
+    may_change = ("max_concurrent_trials", "base", "overrides")
+    history_file, runs_dir = HISTORY_FILE, "trials"
+
     sweep_name: Name = Field(max_length=190)
     """Name of the sweep and its directory; default: the file's name."""
-    base: Base
-    """Base configuration of the trials: {preset: NAME} or {config: FILE}."""
-    overrides: dict[str, Any] = Field({})
-    """Field -> its value in all trials."""
     space: dict[str, Domain] = Field({})
     """Field -> domain of its values."""
     objective: str = "val/loss"
@@ -113,8 +175,6 @@ class Sweep(Strict):
     """Number of trials; null: one for each point of the grid."""
     max_concurrent_trials: int | None = Field(None, ge=1)
     """Maximum number of concurrent trials; null: as many as fit."""
-    trials_per_gpu: CountOrAuto | None = None
-    """Trials that share a GPU; auto: as many as fit, by measured memory; null: see gpus_per_worker."""
     sweep_seed: int = Field(0, ge=0)
     """Seed of the values drawn; the seed of training is the field seed."""
     scheduler: Annotated[NoScheduler | Asha, Field(discriminator="kind")] = NoScheduler()
@@ -122,43 +182,73 @@ class Sweep(Strict):
     searcher: Literal["random", "optuna"] = "random"
     """Source of values; random: grids and draws, fixed in advance; optuna: chosen from earlier losses."""
 
-    @field_validator("overrides", "space", mode="before")
-    @classmethod
-    def _known_fields(cls, raw: Any, info: ValidationInfo) -> Any:
-        if not isinstance(raw, Mapping):
-            raise ValueError(f"{info.field_name} has no fields below it: {preview(raw, MAX_SHOWN)}")
-        read = field_value if info.field_name == "overrides" else parse_domain
-        return {name: read(str(name), value) for name, value in raw.items()}
-
     @model_validator(mode="after")
     def _fits_together(self) -> Sweep:
-        for name in (*self.overrides, *self.space):
-            if name in SET_BY_SWEEP:
-                raise ConfigError(f"{name} is set by the sweep; {SET_BY_SWEEP[name]}")
-        if self.trials_per_gpu and "gpus_per_worker" in self.overrides:
-            raise ConfigError("trials_per_gpu sets gpus_per_worker; remove one of them")
-        rules.check_objective(self.objective, self.objective_mode)
-        rules.check_space(self.space, self.overrides, self.objective)
-        rules.check_num_trials(self.space, self.searcher, self.num_trials)
-        report, budget = self.report_every_tokens, self.budget_tokens
-        if report > budget:
+        if self.objective in OBJECTIVES:
+            if self.objective_mode == "max":
+                raise ConfigError(f"{self.objective} is minimized; remove objective_mode: max")
+        elif self.objective_mode is None or not own_scores({self.objective: None}):
             raise ConfigError(
-                f"report_every_tokens={report} is above budget_tokens={budget}; set it to {budget} or less"
+                f"objective={preview(self.objective, MAX_SHOWN)}: must be {', '.join(OBJECTIVES)}, or "
+                "EVALUATION/KEY of your --code; then set objective_mode to min or max, the better end"
             )
+        self._check_space()
+        self._check_num_trials()
         if isinstance(self.scheduler, Asha):
-            rules.check_first_rung(self.scheduler.grace_tokens, report, budget)
+            grace, report = self.scheduler.grace_tokens, self.report_every_tokens
+            if grace % report or grace >= self.budget_tokens:
+                raise ConfigError(
+                    f"grace_tokens={grace} is not a multiple of report_every_tokens={report} below "
+                    f"budget_tokens={self.budget_tokens}; nearest: {nearest_multiples(grace, report)}"
+                )
         return self
+
+    def _check_space(self) -> None:
+        """Refuse fields that cannot vary between trials, and an empty search."""
+        for name in self.space:
+            if name in self.overrides:
+                raise ConfigError(
+                    f"{name} has a value in overrides ({self.overrides[name]}) and a domain in the space; "
+                    "remove one of them"
+                )
+            if self._is_same_in_all_trials(name):
+                raise ConfigError(
+                    f"{name} cannot vary between trials; move it from space to overrides"
+                )
+        if not self.searched:
+            raise ConfigError("the space has nothing to search; add a grid, choice or range")
+        expression_order(self.space)
+
+    def _is_same_in_all_trials(self, name: str) -> bool:
+        if owners := kinds.owners(name):
+            measures = ("evaluations", self.objective.partition("/")[0])
+            return measures in [(owner.selector, owner.name) for owner in owners]
+        return field_section(name) in _SAME_IN_ALL_TRIALS or name in _OTHER_LOSSES
+
+    def _check_num_trials(self) -> None:
+        """Refuse too many trials, a number that does not fit the grid, and grids for Optuna."""
+        grids = {name: len(d.grid) for name, d in self.space.items() if isinstance(d, Grid)}
+        drawn = [name for name, domain in self.space.items() if isinstance(domain, SampledDomain)]
+        points = math.prod(grids.values())
+        number = self.num_trials or points
+        if self.searcher == "optuna" and grids:
+            raise ConfigError(f"searcher optuna takes no grid ({', '.join(grids)}); use choice")
+        if self.num_trials is None and drawn:
+            raise ConfigError(
+                f"set num_trials: {', '.join(drawn)} can be drawn any number of times"
+            )
+        if number % points or (not drawn and number != points):
+            raise ConfigError(
+                f"num_trials={number} does not fit the grid's {points} points; set a multiple of them if "
+                "values are drawn, else remove it"
+            )
+        if number > _MAX_TRIALS:
+            raise ConfigError(f"{number:,} trials are more than {_MAX_TRIALS:,}; use fewer")
 
     @property
     def mode(self) -> Literal["min", "max"]:
         """Whether a lower or a higher objective is better."""
         return self.objective_mode or "min"
-
-    @property
-    def title(self) -> str:
-        """Text `sweep NAME`, or just the name if it starts with `sweep`, as sweep.yaml's default does."""
-        name = self.sweep_name
-        return name if name.startswith("sweep") else f"sweep {name}"
 
     @property
     def searched(self) -> list[str]:
@@ -171,15 +261,14 @@ def load_sweep(path: Path, flags: Mapping[str, Any]) -> Sweep:
 
     `flags` maps SWEEP_FLAGS, and fields that become overrides, to texts; `null` is None.
     """
-    return load_file(Sweep, "sweep", path, flags, SWEEP_FLAGS, (Asha, Base))
+    return load_file(Sweep, path, flags, SWEEP_FLAGS, (Asha, Base))
 
 
-FileT = TypeVar("FileT", bound=Strict)
+FileT = TypeVar("FileT", bound=CampaignFile)
 
 
 def load_file(
     kind: type[FileT],
-    what: str,
     path: Path,
     flags: Mapping[str, Any],
     own_flags: Container[str],
@@ -194,26 +283,24 @@ def load_file(
     Raises:
         ConfigError: it is missing, not YAML, or invalid.
     """
-    raw = read_mapping(path, what, kind.model_fields)
-    empty = {name for name in kind.model_fields if raw.get(name, 0) is None}
-    raw = {f"{what}_name": path.stem} | {k: v for k, v in raw.items() if k not in empty}
+    raw = read_mapping(path, kind.kind(), kind.model_fields)
+    raw = {key: value for key, value in raw.items() if value is not None}
+    raw = {f"{kind.kind()}_name": path.stem, "overrides": {}, **raw}
     base = raw.get("base")
     if isinstance(base, dict) and isinstance(base.get("config"), str):
         raw["base"] = {**base, "config": str((path.parent / base["config"]).absolute())}
     for name, text in flags.items():
-        fields = raw if name in own_flags else raw.setdefault("overrides", {})
-        if isinstance(fields, dict):
-            fields[name] = None if text == "null" else text
-    fields = {name: field for one in below for name, field in one.model_fields.items()}
-    fields |= kind.model_fields
+        fields = raw if name in own_flags else raw["overrides"]
+        fields[name] = None if text == "null" else text
+    known = {name: field for one in below for name, field in one.model_fields.items()}
+    known |= kind.model_fields
 
     def unknown(key: str) -> str:
         name = key.rpartition(".")[2]
-        places = " or ".join(place for place in ("overrides", "space") if place in fields)
-        hint = f"; it belongs below {places}" if name in FIELDS else ""
-        return f"unknown key {name}{hint or suggestion(name, fields)}"
+        hint = "; it belongs below overrides" if name in FIELDS else suggestion(name, known)
+        return f"unknown key {name}{hint}"
 
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError(f"{path}: {refusal(error, fields, unknown)}") from None
+        raise ConfigError(f"{path}: {refusal(error, known, unknown)}") from None

@@ -173,7 +173,7 @@ def _by_field(drawn: Sequence[Trial], facts: SweepFacts, limit: float) -> list[C
     line_field = next((n for n in ("global_batch_tokens", *others) if n in others), "")
     lines: dict[Any, dict[float, float]] = {}
     for trial in reversed(drawn):  # so that the best one of equal fields stays
-        is_full = trial.judged_tokens == facts.budget_tokens
+        is_full = trial.tokens_seen == facts.budget_tokens
         if x_field and is_full and trial.score is not None and trial.score <= limit:
             lines.setdefault(trial.values.get(line_field), {})[trial.values[x_field]] = trial.score
     # If a further field varies freely, neighbors on the axis are not neighbors in the space.

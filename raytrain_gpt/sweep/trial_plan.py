@@ -1,31 +1,34 @@
 """Derive the trials of a sweep file, and check each of them.
 
 base + overrides + fields set by the sweep    base_config, once
-+ the trial's searched values                 planned_trials, or a searcher's
++ the trial's searched values                 planned_trials, or Optuna's
 + steps that follow from tokens and batch
 + expressions                                 trial_config, validated like any configuration
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice, product
 from typing import Any
 
 from raytrain_gpt.config.resolved import check_shares
 from raytrain_gpt.config.schema import FIELDS, Config, check_kinds
-from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS
 from raytrain_gpt.config.wording import nearest_multiples
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.sweep.history import Trial, value_text
-from raytrain_gpt.sweep.results import progress_table
-from raytrain_gpt.sweep.rules import OBJECTIVES
-from raytrain_gpt.sweep.space import Grid, SampledDomain, Searched, with_expressions
-from raytrain_gpt.sweep.spec import Sweep
+from raytrain_gpt.sweep.history import ENDED, History, value_text
+from raytrain_gpt.sweep.space import (
+    Choice,
+    Domain,
+    Grid,
+    LogUniform,
+    RandInt,
+    SampledDomain,
+    Uniform,
+    with_expressions,
+)
+from raytrain_gpt.sweep.spec import OBJECTIVES, Sweep
 
 _MAX_CORNERS = 2000
 """Limit of the corners of the space that are checked before an adaptive search."""
@@ -55,39 +58,16 @@ def base_config(sweep: Sweep) -> Config:
     """Return the trials' shared configuration: base, overrides and fields set by the sweep.
 
     Searched fields have the first trial's values (Optuna: the low ends). Raises a ConfigError if it is
-    invalid, or tokens are not a multiple of every batch in the space.
+    invalid.
     """
     fields = sweep.base.load().field_values() | {"spike_detection": False} | sweep.overrides
     fields |= {"run_name": sweep.sweep_name, "resume": "auto"}
-    together = sweep.trials_per_gpu
-    if together not in (None, 1) and fields["num_workers"] not in ("auto", 0, 1):
-        raise ConfigError(
-            f"trials_per_gpu={together} needs trials of one worker, not num_workers="
-            f"{fields['num_workers']}; remove it, or set num_workers to 1 in overrides"
-        )
-    if isinstance(together, int):
-        fields["gpus_per_worker"] = gpu_share(together)
     evaluation = sweep.objective.partition("/")[0]
     if sweep.objective not in OBJECTIVES and evaluation not in fields["evaluations"]:
         raise ConfigError(
             f"objective {sweep.objective} is not measured; add {evaluation} to evaluations in overrides"
         )
-    batch = sweep.space.get("global_batch_tokens")
-    batches = batch.extremes if isinstance(batch, Searched) else (fields["global_batch_tokens"],)
-    unit = math.lcm(*batches)
-    for name in ("budget_tokens", "report_every_tokens"):
-        if (tokens := getattr(sweep, name)) % unit:
-            raise ConfigError(
-                f"{name}={tokens} is not a multiple of every step's {', '.join(map(str, batches))} "
-                f"tokens; nearest: {nearest_multiples(tokens, unit)}"
-            )
-    lowest = {name: d.extremes[0] for name, d in sweep.space.items() if isinstance(d, Searched)}
-    return _settled(sweep, fields, next(iter(planned_trials(sweep)), lowest))
-
-
-def gpu_share(number: int) -> float:
-    """Return the share of a GPU for this number of trials, which Ray counts in steps of 0.0001."""
-    return max(1, 10_000 // number) / 10_000
+    return _settled(sweep, fields, next(iter(planned_trials(sweep) or _reachable(sweep))))
 
 
 def trial_config(sweep: Sweep, base: Config, values: Mapping[str, Any]) -> Config:
@@ -103,27 +83,6 @@ def tied_values(sweep: Sweep, values: Mapping[str, Any], config: Config) -> dict
     return {name: values.get(name, fields[name]) for name in sweep.space}
 
 
-@dataclass(frozen=True)
-class SweepTrials:
-    """The trials of a sweep as a `TrialSet`; `base` is their fitted configuration."""
-
-    sweep: Sweep
-    base: Config
-
-    @property
-    def objective(self) -> str:
-        return self.sweep.objective
-
-    def config(self, values: dict[str, Any]) -> Config:
-        return trial_config(self.sweep, self.base, values)
-
-    def shown(self, values: dict[str, Any]) -> dict[str, Any]:
-        return tied_values(self.sweep, values, self.config(values))
-
-    def progress(self, trials: list[Trial]) -> str:
-        return progress_table(trials, self.sweep.objective, self.sweep.budget_tokens)
-
-
 def check_sweep(sweep: Sweep, num_workers: int) -> list[Config]:
     """Check the planned trials, or else values that Optuna may choose; return their configurations.
 
@@ -133,47 +92,43 @@ def check_sweep(sweep: Sweep, num_workers: int) -> list[Config]:
     base = base_config(sweep)
     configs = []
     for values in planned_trials(sweep) or _reachable(sweep):
-        config = trial_config(sweep, base, values)
-        with _naming(values):
-            check_shares(config, num_workers)
-            warmup, steps = config.optim.warmup_steps, config.train.max_steps
-            if warmup >= steps:
-                raise ConfigError(
-                    f"warmup_steps={warmup} is not below its {steps} steps; set it lower, or tie it: "
-                    "warmup_steps: {expression: max_steps / 20}"
-                )
-            memory = map(config.field_values().get, AUTO_MEMORY_FIELDS)
-            if sweep.trials_per_gpu == "auto" and "auto" in memory:
-                raise ConfigError(
-                    "trials_per_gpu=auto measures the memory of given micro-batches; set "
-                    "micro_batch_sequences and activation_checkpointing in overrides"
-                )
-        configs.append(config)
+        configs.append(trial_config(sweep, base, values))
+        check_shares(configs[-1], num_workers)
     return configs
 
 
 def _settled(sweep: Sweep, fields: Mapping[str, Any], values: Mapping[str, Any]) -> Config:
     """Add a trial's values, steps and expressions to the fields, and validate them."""
     fields = {**fields, **values}
-    steps = sweep.budget_tokens // fields["global_batch_tokens"]
-    every = sweep.report_every_tokens // fields["global_batch_tokens"]
-    fields |= {"max_steps": steps, "eval_every_steps": every, "checkpoint_every_steps": every}
-    with _naming(values):
+    batch = fields["global_batch_tokens"]
+    try:
+        steps = _steps(sweep, "budget_tokens", batch)
+        every = _steps(sweep, "report_every_tokens", batch)
+        fields |= {"max_steps": steps, "eval_every_steps": every, "checkpoint_every_steps": every}
         fields = with_expressions(sweep.space, fields | {"budget_tokens": sweep.budget_tokens})
         given = {*sweep.overrides, *sweep.space}
         config = Config().updated({n: value for n, value in fields.items() if n in FIELDS}, given)
         check_kinds(config)
+        if config.train.global_batch_tokens != batch:
+            raise ConfigError("global_batch_tokens takes no expression; use grid or choice")
+        if (warmup := config.optim.warmup_steps) >= steps:
+            raise ConfigError(
+                f"warmup_steps={warmup} is not below its {steps} steps; set it lower, or tie it: "
+                "warmup_steps: {expression: max_steps / 20}"
+            )
         return config
-
-
-@contextlib.contextmanager
-def _naming(values: Mapping[str, Any]) -> Iterator[None]:
-    """Name the trial in a ConfigError."""
-    try:
-        yield
     except ConfigError as error:
         trial = ", ".join(f"{name}={value_text(value)}" for name, value in values.items())
         raise ConfigError(f"a trial with {trial} is invalid: {error}") from None
+
+
+def _steps(sweep: Sweep, name: str, batch: int) -> int:
+    if (tokens := getattr(sweep, name)) % batch:
+        raise ConfigError(
+            f"{name}={tokens} is not a multiple of global_batch_tokens={batch}; nearest: "
+            f"{nearest_multiples(tokens, batch)}"
+        )
+    return int(tokens // batch)
 
 
 def _draw(sweep: Sweep, index: int) -> dict[str, Any]:
@@ -194,8 +149,41 @@ def _reachable(sweep: Sweep) -> Iterator[dict[str, Any]]:
     yield from (_draw(sweep, index) for index in range(_NUM_DRAWS_CHECKED))
 
 
-def shapes_of(config: Config) -> str:
-    """Return the fields that decide a trial's compiled graphs."""
-    train, sizes = config.train, (config.model, config.data.seq_len)
-    how = train.micro_batch_sequences, train.precision, train.activation_checkpointing
-    return repr([*sizes, *how])
+def sampled_values(sweep: Sweep, history: History, name: str) -> dict[str, Any]:
+    """Return Optuna's values of a trial that starts, or of its earlier start (TPE; Bergstra et al., 2011).
+
+    They follow from seed, trial and ended trials, without a state, so a killed sweep resumes with the same.
+    """
+    import optuna  # here: few sweeps use it
+
+    trials = {trial.name: trial for trial in history.trials()}
+    if name in trials and (started := trials[name].values):
+        return {one: started[one] for one in sweep.searched}
+    domains = {one: _distribution(sweep.space[one]) for one in sweep.searched}
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    seed = random.Random(f"{sweep.sweep_seed}/{name}").randrange(2**32)
+    modes = optuna.study.StudyDirection
+    direction = modes.MAXIMIZE if sweep.mode == "max" else modes.MINIMIZE
+    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed), direction=direction)
+    for trial in trials.values():
+        if trial.state in ENDED and trial.score is not None:
+            point = {one: trial.values[one] for one in domains}
+            known = optuna.trial.create_trial(
+                params=point, distributions=domains, value=trial.score
+            )
+            study.add_trial(known)
+    sampled: dict[str, Any] = study.ask(domains).params
+    return sampled
+
+
+def _distribution(domain: Domain) -> Any:
+    from optuna import distributions
+
+    if isinstance(domain, Uniform):
+        return distributions.FloatDistribution(*domain.uniform)
+    if isinstance(domain, LogUniform):
+        return distributions.FloatDistribution(*domain.loguniform, log=True)
+    if isinstance(domain, RandInt):
+        return distributions.IntDistribution(*domain.randint)
+    assert isinstance(domain, Choice)
+    return distributions.CategoricalDistribution(domain.choice)

@@ -1,4 +1,4 @@
-"""What a sweep notes of its trials' ends."""
+"""Checks of a sweep's directory before it starts or resumes, the ends of its trials, and its results."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ import pytest
 import ray
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.errors import TrainingFailed
+from raytrain_gpt.errors import ConfigError, TrainingFailed
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.sweep.campaign import CampaignCallback
+from raytrain_gpt.sweep import tune
+from raytrain_gpt.sweep.campaign import BASE_FILE, CampaignCallback, check_unchanged, to_yaml
+from raytrain_gpt.sweep.halving import Rule
 from raytrain_gpt.sweep.history import History
-from raytrain_gpt.sweep.trial_plan import SweepTrials
+from raytrain_gpt.sweep.spec import SWEEP_FILE, Sweep
+from raytrain_gpt.sweep.trial_plan import base_config
+from raytrain_gpt.sweep.tune import SweepSummary, finish
+from tests.conftest import RunCli, raises_line
 
 from .conftest import sweep_of
 
@@ -26,6 +31,11 @@ class NamedTrial(SimpleNamespace):
         return "000"
 
 
+def pickled(raised: Exception, directory: Path) -> str:
+    (directory / "error.pkl").write_bytes(ray.cloudpickle.dumps(raised))
+    return str(directory / "error.pkl")
+
+
 @pytest.fixture
 def history(tmp_path: Path) -> History:
     return History(Location.of(tmp_path))
@@ -33,9 +43,8 @@ def history(tmp_path: Path) -> History:
 
 @pytest.fixture
 def callback(history: History) -> CampaignCallback:
-    sweep = sweep_of({"peak_lr": {"grid": [1.0]}})
     campaign: Any = SimpleNamespace(history=history, log=print)
-    return CampaignCallback(campaign, SweepTrials(sweep, Config()), None)
+    return CampaignCallback(campaign, Rule(), 1)
 
 
 @pytest.mark.parametrize(
@@ -52,9 +61,7 @@ def test_a_process_that_died_too_often_fails_its_trial(
     message: str,
     tmp_path: Path,
 ) -> None:
-    file = tmp_path / "error.pkl"
-    file.write_bytes(ray.cloudpickle.dumps(error))
-    failed: Any = NamedTrial(pickled_error_file=error and str(file))
+    failed: Any = NamedTrial(pickled_error_file=error and pickled(error, tmp_path))
     callback.on_trial_error(failed)
     assert [(t.state, t.error) for t in history.trials()] == [("failed", message)]
 
@@ -73,10 +80,8 @@ def test_a_trial_that_cannot_continue_says_why(
 def test_the_loss_of_a_preempted_node_is_no_failure(
     callback: CampaignCallback, preempted: bool, more: int, tmp_path: Path
 ) -> None:
-    file = tmp_path / "error.pkl"
     died = ray.exceptions.RayActorError(None, "gone", False, preempted)
-    file.write_bytes(ray.cloudpickle.dumps(died))
-    trial: Any = NamedTrial(pickled_error_file=str(file), max_failures=3)
+    trial: Any = NamedTrial(pickled_error_file=pickled(died, tmp_path), max_failures=3)
     callback.on_trial_recover(trial)
     assert trial.max_failures == 3 + more
 
@@ -87,7 +92,98 @@ def test_a_report_of_an_earlier_session_is_not_noted_again(
     trial: Any = NamedTrial(config={"values": {}})
     report = {"step": 1, "objective": 2.0, "tokens_per_s": 1.0, "elapsed_s": 1.0, "run_dir": "x"}
     for tokens in (10, 20, 10, 20, 30):
-        more = {"tokens_seen": tokens, "values": {}, "done": tokens == 30}
+        more = {"tokens_seen": tokens, "done": tokens == 30}
         callback.on_trial_result(trial, {**report, **more})
     (noted,) = history.trials()
     assert noted.curve == ((10, 2.0), (20, 2.0), (30, 2.0))
+
+
+SPACE: dict[str, Any] = {"peak_lr": {"grid": [1e-3, 2e-3]}}
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Sweep:
+    """Return a sweep that has started in `tmp_path`."""
+    sweep = sweep_of(SPACE)
+    (tmp_path / SWEEP_FILE).write_text(to_yaml(sweep))
+    (tmp_path / BASE_FILE).write_text(base_config(sweep).to_yaml())
+    return sweep
+
+
+def known(sweep: Sweep, base: Config, directory: Location, resume: bool) -> None:
+    check_unchanged(sweep, base, directory, resume)
+
+
+def test_a_sweep_goes_on_as_it_was_and_not_as_another(started: Sweep, tmp_path: Path) -> None:
+    directory = Location.of(tmp_path)
+    known(started, base_config(started), directory, resume=True)
+    with raises_line(ConfigError, "already exists in", "--resume"):
+        known(started, base_config(started), directory, resume=False)
+    other = sweep_of(SPACE, budget_tokens=40_960)
+    with raises_line(ConfigError, "budget_tokens 81920 -> 40960"):
+        known(other, base_config(other), directory, resume=True)
+    (tmp_path / "config.yaml").touch()
+    with raises_line(ConfigError, "is already a run"):
+        known(started, base_config(started), directory, resume=False)
+
+
+def test_a_damaged_file_of_a_started_sweep_is_one_line(started: Sweep, tmp_path: Path) -> None:
+    (tmp_path / BASE_FILE).write_text("- 1")
+    with raises_line(ConfigError, str(tmp_path), "missing or damaged", "restore it"):
+        known(started, base_config(started), Location.of(tmp_path), resume=True)
+
+
+RATES = [1e-3, 2e-3, 3e-3]
+
+
+def ended_sweep(directory: Path, states: list[str]) -> SweepSummary:
+    """Return the summary of a sweep whose trials ended in these states; the first rates are the best."""
+    sweep = sweep_of({"peak_lr": {"grid": RATES}}, report_every_tokens=40_960)
+    history = History(Location.of(directory))
+    for number, state in enumerate(states):
+        name, values = f"{number:03}", {"peak_lr": RATES[number]}
+        history.add("started", name, values=values)
+        if state == "finished":
+            numbers = {"objective": 3.0 + number, "tokens_seen": 81_920, "tokens_per_s": 1.0}
+            history.add("report", name, values=values, elapsed_s=1.0, run_dir="x", **numbers)
+        error = None if state == "finished" else "DataError: data/x has no manifest.json"
+        history.add("ended", name, state=state, error=error)
+    base = base_config(sweep).updated({"mlflow_uri": None})
+    (directory / SWEEP_FILE).write_text(to_yaml(sweep))
+    campaign: Any = SimpleNamespace(history=history, base=base, log=print, close=lambda *_: None)
+    return finish(sweep, campaign)
+
+
+@pytest.mark.parametrize(
+    ("last", "way_out"),
+    [
+        ("finished", ""),
+        ("diverged", ""),
+        ("failed", "run the same command with --resume"),
+    ],
+)
+def test_a_sweep_with_failed_trials_fails_and_offers_no_best_configuration(
+    last: str,
+    way_out: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run_cli: RunCli,
+) -> None:
+    states = ["finished", "finished", last]
+    monkeypatch.setattr(tune, "run_sweep", lambda *_, **__: ended_sweep(tmp_path, states))
+    code, out, err = run_cli("tune", "tune_configs/quickstart.yaml", "--resume")
+    assert code == bool(way_out)
+    assert f"results.csv     {tmp_path}/results.csv" in out
+    assert ("next: raytrain-gpt train --config" in out) == (not way_out)
+    failure = (
+        "error: 1 of 3 trials of sweep small failed (002); 002: DataError: data/x has no "
+        f"manifest.json; fix the cause, then {way_out}"
+    )
+    assert err.splitlines() == ([failure] if way_out else [])
+
+
+@pytest.mark.parametrize("state", ["failed", "diverged"])
+def test_a_sweep_without_a_result_says_why(state: str, tmp_path: Path) -> None:
+    words = "3 of 3 trials" if state == "failed" else "all trials of sweep small diverged"
+    with raises_line(TrainingFailed, words):
+        ended_sweep(tmp_path, [state] * 3)

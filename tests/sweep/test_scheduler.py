@@ -1,15 +1,19 @@
-"""Which trial Ray Tune runs next, and which it pauses or ends."""
+"""Which trial Ray Tune runs next, and which it pauses or ends: the same in any order of reports."""
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ray.tune.experiment import Trial
 
+from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.halving import Halving
-from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN
+from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN, History
 from raytrain_gpt.sweep.scheduler import InPlannedOrder
 from raytrain_gpt.sweep.spec import Asha
 
@@ -17,33 +21,39 @@ LOSSES = [[1.0] * 9, [2.0] * 9, [0.5, 3.0, 3.0, *[3.0] * 6], [0.4] * 9, [1.5] * 
 NAMES = [f"{number:03d}" for number in range(len(LOSSES))]
 
 
+def halving() -> Halving:
+    """Make the rule for a budget of 90 tokens: rungs at 10 and 30."""
+    return Halving(Asha(kind="asha", grace_tokens=10, reduction_factor=3), 90, NAMES)
+
+
 class NamedTrial(SimpleNamespace):
     """A trial as Ray Tune's controller keeps it."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(name=name, config={}, status=Trial.PENDING, num_failures=0)
+        super().__init__(config={"name": name}, status=Trial.PENDING, num_failures=0)
 
     def __str__(self) -> str:
-        return str(self.name)
+        return str(self.config["name"])
 
     def set_status(self, status: str) -> None:
         self.status = status
 
 
 class Tune:
-    """What Ray Tune's controller does with the scheduler's answers; trials report in turns.
+    """What Ray Tune's controller does with the scheduler's answers.
+
+    Args:
+        order: Whose turn it is to report.
 
     Attributes:
         seen: Trial -> tokens that it trained.
         most: Most trials that ran at the same time.
     """
 
-    def __init__(self, at_once: int) -> None:
-        rule = Asha(kind="asha", grace_tokens=10, reduction_factor=3)
-        self._halving = Halving(rule, 90, NAMES)
-        self.scheduler = InPlannedOrder(
-            self._halving, NAMES, at_once, lambda name: {"peak_lr": LOSSES[int(name)][0]}
-        )
+    def __init__(self, losses: list[list[float]], at_once: int, order: list[int]) -> None:
+        self._rule, self._losses = halving(), losses
+        self._turns = itertools.cycle([*order, *range(len(NAMES))])
+        self.scheduler = InPlannedOrder(self._rule, NAMES, at_once, lambda name: {"values": name})
         self.trials: list[Any] = [NamedTrial(name) for name in NAMES]
         self.seen, self.most = dict.fromkeys(NAMES, 0), 0
         for trial in self.trials:
@@ -54,17 +64,19 @@ class Tune:
 
     def stop_trial(self, trial: Any) -> None:
         trial.set_status(Trial.TERMINATED)
-        self._halving.end(str(trial))
+        self._rule.end(str(trial))
 
-    def run(self) -> None:
+    def run(self) -> list[int]:
         while any(trial.status != Trial.TERMINATED for trial in self.trials):
             while (chosen := self.scheduler.choose_trial_to_run(self)) is not None:
-                assert chosen.config["values"] == {"peak_lr": LOSSES[int(str(chosen))][0]}
+                assert chosen.config["values"] == str(chosen)
                 chosen.set_status(Trial.RUNNING)
             running = [trial for trial in self.trials if trial.status == Trial.RUNNING]
             self.most = max(self.most, len(running))
-            for trial in reversed(running):  # the last of the plan is the fastest
+            trial = self.trials[next(self._turns)]
+            if trial in running:
                 self._report(trial)
+        return [*self.seen.values()]
 
     def _report(self, trial: Any) -> None:
         name = str(trial)
@@ -72,24 +84,48 @@ class Tune:
         if self.seen[name] == 90:
             self.stop_trial(trial)
             return
-        loss = LOSSES[int(name)][self.seen[name] // 10 - 1]
+        loss = self._losses[int(name)][self.seen[name] // 10 - 1]
         result = {TOKENS_SEEN: self.seen[name], OBJECTIVE: loss}
         if self.scheduler.on_trial_result(self, trial, result) == self.scheduler.PAUSE:
             trial.set_status(Trial.PAUSED)
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 4, 6])
-def test_any_number_of_trials_at_once_has_the_same_verdicts(at_once: int) -> None:
-    tune = Tune(at_once)
-    tune.run()
-    assert [*tune.seen.values()] == [90, 10, 30, 90, 10, 10]
-    assert tune.most == at_once
+@settings(max_examples=50)
+@given(
+    losses=st.lists(st.lists(st.floats(0, 10), min_size=9, max_size=9), min_size=6, max_size=6),
+    at_once=st.integers(1, 6),
+    order=st.lists(st.integers(0, 5), max_size=60),
+)
+def test_no_verdict_depends_on_who_comes_first(
+    losses: list[list[float]], at_once: int, order: list[int]
+) -> None:
+    assert Tune(losses, at_once, order).run() == Tune(losses, 1, []).run()
+
+
+def test_a_trial_is_stopped_at_a_rung_only_if_earlier_ones_were_better_there() -> None:
+    tune = Tune(LOSSES, 4, [])
+    assert tune.run() == [90, 10, 30, 90, 10, 10]
+    assert tune.most == 4
 
 
 def test_a_trial_whose_process_died_is_not_held_back() -> None:
-    tune = Tune(1)
+    tune = Tune(LOSSES, 1, [])
     (died, *_) = tune.trials
     died.status, died.num_failures = Trial.PENDING, 1
     tune.scheduler.on_trial_add(tune, died)
     assert died.status == Trial.PENDING
     assert tune.scheduler.choose_trial_to_run(tune) is None, "it takes the only place"
+
+
+def test_a_history_that_is_replayed_has_the_same_verdicts(tmp_path: Path) -> None:
+    history = History(Location.of(tmp_path))
+    numbers = {"tokens_per_s": 1.0, "elapsed_s": 1.0, "run_dir": "r", "values": {}, "step": 1}
+    for name, loss in (("000", 1.0), ("001", 2.0)):
+        history.add("report", name, tokens_seen=10, objective=loss, **numbers)
+    history.add("ended", "000", state="failed")
+    again = History(Location.of(tmp_path))
+    assert (again.events, again.trials()) == (history.events, history.trials())
+    rule = halving()
+    rule.replay(again.events)
+    assert not rule.passes("001", 10)
+    assert rule.missing("001", 30) == ["000", "001"], "a failed trial runs again"

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.schema import FIELDS, changed_fields
@@ -59,39 +57,14 @@ def test_the_draws_of_a_seed_stay_the_same_for_ever() -> None:
     assert trials == [(0.563722, 82), (0.487387, 79), (0.048115, 8)]
 
 
-@given(
-    seed=st.integers(0, 2**40),
-    num_trials=st.integers(1, 20),
-    more=st.integers(0, 20),
-    low=st.floats(1e-5, 1e-3),
-)
-def test_a_plan_is_pure_and_more_of_it_leaves_the_rest_as_it_is(
-    seed: int, num_trials: int, more: int, low: float
-) -> None:
-    space = {"peak_lr": {"loguniform": [low, 1e-2]}, "num_layers": {"randint": [1, 4]}}
-    sweep = sweep_of(space, num_trials=num_trials, sweep_seed=seed)
-    trials = planned_trials(sweep)
-    assert trials == planned_trials(sweep.model_copy())
-    assert len(trials) == num_trials
-    assert all(low <= t["peak_lr"] <= 1e-2 and t["num_layers"] in range(1, 5) for t in trials)
-    longer = sweep_of(space, num_trials=num_trials + more, sweep_seed=seed)
-    assert planned_trials(longer)[:num_trials] == trials
-    wider = sweep_of(
-        {"dropout": {"uniform": [0, 0.5]}, **space}, num_trials=num_trials, sweep_seed=seed
-    )
-    assert [{n: t[n] for n in space} for t in planned_trials(wider)] == trials
-
-
-def test_seeds_and_fields_have_draws_of_their_own() -> None:
-    space = {name: {"uniform": [0.0, 0.5]} for name in ("dropout", "weight_decay")}
-    trials = [
-        trial
-        for seed in (0, 1)
-        for trial in planned_trials(sweep_of(space, num_trials=50, sweep_seed=seed))
-    ]
-    values = [value for trial in trials for value in trial.values()]
-    assert len(set(values)) == len(values)
-    assert 0.2 < sum(values) / len(values) < 0.3
+def test_more_trials_and_fields_leave_the_others_as_they_are() -> None:
+    space = {"peak_lr": LR, "num_layers": {"randint": [1, 4]}}
+    trials = planned_trials(sweep_of(space, num_trials=5))
+    assert planned_trials(sweep_of(space, num_trials=9))[:5] == trials
+    wider = planned_trials(sweep_of({"dropout": {"uniform": [0, 0.5]}, **space}, num_trials=5))
+    assert [{n: t[n] for n in space} for t in wider] == trials
+    other = planned_trials(sweep_of(space, num_trials=5, sweep_seed=1))
+    assert not {t["peak_lr"] for t in trials} & {t["peak_lr"] for t in other}
 
 
 def test_trials_share_the_base_the_overrides_and_what_the_sweep_decides() -> None:
@@ -111,17 +84,6 @@ def test_trials_share_the_base_the_overrides_and_what_the_sweep_decides() -> Non
     }
     rescued = sweep_of({"peak_lr": {"grid": [5e-3]}}, overrides={"spike_detection": True})
     assert base_config(rescued).spikes.spike_detection
-
-
-def test_a_base_whose_own_values_do_not_fit_is_fine_where_every_trial_does() -> None:
-    fixed = {"seq_len": 96, "peak_lr": 1e-5, "warmup_steps": 5, "micro_batch_sequences": 10}
-    sweep = sweep_of(
-        {"global_batch_tokens": {"grid": [960, 1920]}, **TIED},
-        overrides={**fixed, "num_workers": 1},
-        budget_tokens=96_000,
-        report_every_tokens=9600,
-    )
-    assert [c.batch_sequences for c in check_sweep(sweep, num_workers=1)] == [10, 20]
 
 
 def test_trials_have_equal_tokens_whatever_their_batch() -> None:
@@ -161,12 +123,12 @@ def test_values_tied_to_a_trial_follow_its_own() -> None:
         (
             {"global_batch_tokens": {"grid": [1024, 1536]}},
             {},
-            ["budget_tokens=81920", "every step's 1024, 1536 tokens", "nearest: 79872, 82944"],
+            ["budget_tokens=81920", "global_batch_tokens=1536", "nearest: 81408, 82944"],
         ),
         (
-            {"global_batch_tokens": {"choice": [1024, 8192]}},
-            {"num_trials": 2},
-            ["report_every_tokens=4096", "1024, 8192", "nearest: 8192"],
+            {"global_batch_tokens": {"choice": [8192]}},
+            {"num_trials": 1},
+            ["report_every_tokens=4096", "global_batch_tokens=8192", "nearest: 8192"],
         ),
         (
             {"global_batch_tokens": {"grid": [512, 1024]}},
@@ -184,24 +146,14 @@ def test_values_tied_to_a_trial_follow_its_own() -> None:
             ["peak_lr=1e-4 is invalid", "min_lr=0.0003 is above peak_lr=0.0001"],
         ),
         (
-            {"peak_lr": {"grid": [1e-3]}, "warmup_steps": {"expression": "schedule * 2"}},
-            {},
-            ["uses schedule='wsd'", "not a number"],
-        ),
-        (
             {"peak_lr": {"grid": [1e-3]}},
             {"overrides": {"warmup_steps": 40}},
             ["warmup_steps=40 is not below its 40 steps", "expression: max_steps / 20"],
         ),
         (
-            {"peak_lr": {"grid": [1e-3]}},
-            {"trials_per_gpu": 2, "overrides": {"num_workers": 2}},
-            ["trials_per_gpu=2 needs trials of one worker", "num_workers=2"],
-        ),
-        (
-            {"micro_batch_sequences": {"grid": [1, "auto"]}},
-            {"trials_per_gpu": "auto"},
-            ["trials_per_gpu=auto measures", "set micro_batch_sequences"],
+            {"schedule": {"grid": ["wsd", "cosine"]}},
+            {"overrides": {"decay_fraction": 0.3}},
+            ["a trial with schedule=cosine", "decay_fraction=0.3 does not apply"],
         ),
         ({"peak_lr": {"grid": [1e-3]}}, {"base": {"preset": "quickstar"}}, ["did you mean"]),
     ],
@@ -218,12 +170,8 @@ def test_a_trial_that_is_not_possible_is_one_line(
     ("space", "words"),
     [
         (
-            {"peak_lr": {"loguniform": [1e-4, 1e-2]}, "min_lr": {"choice": [3e-4]}},
-            ["min_lr=0.0003 is above peak_lr=0.0001"],
-        ),
-        (
             {"min_lr": {"uniform": [0, 5e-3]}, "peak_lr": {"uniform": [1e-3, 1e-2]}},
-            ["min_lr=0.005 is above peak_lr=0.001"],
+            ["a trial with", "min_lr=0.005 is above peak_lr=0.001"],
         ),
         ({"global_batch_tokens": {"choice": [2048, 512]}}, ["does not divide over 1 worker"]),
     ],
@@ -231,7 +179,7 @@ def test_a_trial_that_is_not_possible_is_one_line(
 def test_what_optuna_may_come_to_is_tried_out_before(
     space: dict[str, Any], words: list[str]
 ) -> None:
-    with raises_line(ConfigError, "a trial with", *words):
+    with raises_line(ConfigError, *words):
         check_sweep(sweep_of(space, searcher="optuna", num_trials=2), num_workers=1)
 
 

@@ -48,13 +48,8 @@ def run(tmp_path: Any) -> Callable[..., TrialRun]:
         objective: str = "val/loss",
     ) -> TrialRun:
         kind = type("Known", (Replayed,), {"before": before, "after": after})
-        changes = {
-            "max_steps": STEPS,
-            "storage_path": str(tmp_path),
-            "cpus_per_worker": 1,
-            "num_workers": 0,
-        }
-        context = SimpleNamespace(trials=SimpleNamespace(objective=objective))
+        changes = {"max_steps": STEPS, "storage_path": str(tmp_path)}
+        context = SimpleNamespace(objective=objective)
         made: TrialRun = kind(Config().updated(changes), context, reported_tokens)
         return made
 
