@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 
 import regex  # type: ignore[import-untyped]
 import tiktoken
@@ -110,11 +112,13 @@ def _train_texts(plan: Plan, i: int, piece: SourcePiece, read: ReadDocuments) ->
                 yield text
 
 
-def _pieces(texts: Iterable[str]) -> Iterator[str]:
+def _pieces(texts: Iterable[str], stopped: threading.Event) -> Iterator[str]:
     """Cut texts to _TEXT_CHARACTERS, and a word at the end of each _WORD_CHARACTERS that it fills."""
     for text in texts:
         start = 0
         for stop in range(_WORD_CHARACTERS, len(text) + 1, _WORD_CHARACTERS):
+            if stopped.is_set():
+                raise KeyboardInterrupt
             word = _WORD.match(text, stop - _WORD_CHARACTERS, stop)
             if word.end() == stop or stop - start >= _TEXT_CHARACTERS:
                 yield text[start:stop]
@@ -139,7 +143,24 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tiktoken.Encoding:
         max_token_length=_MOST_TOKEN_BYTES,
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_pieces(texts), trainer)
+    result, stopped = Future[None](), threading.Event()
+
+    def train() -> None:
+        try:
+            tokenizer.train_from_iterator(_pieces(texts, stopped), trainer)
+            result.set_result(None)
+        except BaseException as error:
+            result.set_exception(error)
+
+    try:
+        # Python handles Ctrl+C only in the main thread, and not while `tokenizers` runs there.
+        threading.Thread(target=train, daemon=True).start()
+        result.result()
+    except BaseException:
+        stopped.set()
+        # If the thread still read texts when Python exits, the process would abort.
+        wait([result], 1)
+        raise
     ranks = token_ranks(tokenizer.get_vocab())
     if len(ranks) < vocab_size - 1:
         raise DataError(

@@ -174,7 +174,6 @@ def failing(old: str, new: str) -> str:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (failing("rope_theta: float = Field(8.0", "rope_theta: int = Field(8"), ["another type"]),
         (failing("self.ln_f =", "self.ln ="), ["architecture odd has no ln_f", "make_layers"]),
         (failing("self.h = nn.ModuleList(", "self.h = list("), ["no h", "nn.ModuleList"]),
         (failing("range(shape.num_layers)", "range(2)"), ["2 blocks in h, not num_layers=3"]),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -68,11 +70,11 @@ def test_ids_are_those_of_tokenizers_and_every_id_is_made(encoding: tiktoken.Enc
 def test_words_for_training_are_cut(word: str) -> None:
     ordinary = f"def f(x):\n    return {'x' * 200}\n" * 200
     text = f"{ordinary}{word * 20_000}{ordinary}"
-    cut = list(_pieces([text]))
+    cut = list(_pieces([text], threading.Event()))
     assert "".join(cut) == text
     words = [found[0] for one in cut for found in regex.finditer(GPT2_PATTERN, one)]
     assert max(map(len, words)) <= 3 * 256
-    assert [*_pieces([ordinary])] == [ordinary], "ordinary words stay whole"
+    assert [*_pieces([ordinary], threading.Event())] == [ordinary], "ordinary words stay whole"
 
 
 @pytest.mark.slow
@@ -198,3 +200,24 @@ def test_text_is_needed_and_its_tokens_are_not_known_before(tmp_path: Path) -> N
         prepare(
             [str(tmp_path / "ids.bin")], tmp_path / "data", "bpe:300", PrepareOptions(), log=print
         )
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_training() -> None:
+    code = (
+        "import random\n"
+        "from raytrain_gpt.ingest.train_tokenizer import train_bpe\n"
+        "def texts():\n"
+        "    yield ''.join(random.choices('abcdefghijklmnopqrstuvwxyz', k=3_000_000))\n"
+        "    print('read', flush=True)\n"
+        "train_bpe(texts(), 30_000)\n"  # takes half a minute
+        "print('trained', flush=True)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "read\n"
+        process.send_signal(signal.SIGINT)
+        shown, errors = process.communicate()
+    assert (shown, errors.splitlines()[-1]) == ("", "KeyboardInterrupt")

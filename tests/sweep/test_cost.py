@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raytrain_gpt.cluster.capacity import Node, Resources, fit_to_cluster
-from raytrain_gpt.config.resolved import SizedConfig
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.errors import ClusterError
@@ -133,7 +133,7 @@ def test_what_does_not_fit_here_has_no_time() -> None:
 
 
 def test_the_step_with_the_most_flops_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def configured(config: SizedConfig, *_: Any, **__: Any) -> Any:
+    def configured(config: Config, *_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt(config.model.num_layers)
 
     monkeypatch.setattr(cost, "probe_steps", configured)

@@ -49,6 +49,7 @@ def run(tmp_path: Any) -> Callable[..., TrialRun]:
     ) -> TrialRun:
         kind = type("Known", (Replayed,), {"before": before, "after": after})
         changes = {"max_steps": STEPS, "storage_path": str(tmp_path)}
+        changes |= {"num_workers": 1, "cpus_per_worker": 1}
         context = SimpleNamespace(objective=objective)
         made: TrialRun = kind(Config().updated(changes), context, reported_tokens)
         return made
