@@ -29,7 +29,7 @@ from raytrain_gpt.sweep.results import (
     results_csv,
 )
 from raytrain_gpt.sweep.spec import Asha, Sweep
-from raytrain_gpt.sweep.sweep_page import SweepFacts, sweep_page
+from raytrain_gpt.sweep.sweep_page import sweep_page
 from raytrain_gpt.sweep.trial_plan import (
     base_config,
     check_sweep,
@@ -109,7 +109,7 @@ def finish(sweep: Sweep, campaign: Campaign) -> SweepSummary:
         config = config.updated({name: original[name] for name in restored})
         files[BEST_FILE] = best_yaml(config, best, sweep).encode()
         metrics = {f"best/{objective}": best.objective or 0.0}
-    files[REPORT_FILE] = sweep_page(history, SweepFacts.read(directory)).encode()
+    files[REPORT_FILE] = sweep_page(history, sweep.model_dump(mode="json")).encode()
     for name, content in files.items():
         (directory / name).write_bytes(content)
     failure = failure_text(trials, sweep.title)

@@ -69,8 +69,7 @@ def test_a_value_that_its_field_cannot_have_is_one_line(
 )
 def test_a_domain_is_written_back_as_it_is_read(name: str, raw: Any, argument: Any) -> None:
     domain = parse_domain(name, raw)
-    assert domain.kind == next(iter(raw))
-    assert domain.model_dump() == {domain.kind: argument}
+    assert domain.model_dump() == {next(iter(raw)): argument}
     assert parse_domain(name, domain.model_dump(mode="json")) == domain
 
 
