@@ -68,6 +68,7 @@ class Examination:
         data: Training data, or None if it is missing or damaged.
         fitted: Configuration and world size, or None if the workers do not fit the cluster.
         storage_error: Why the driver cannot write the storage, or empty.
+        all_reduce_bytes_per_s: Tensor bytes -> algorithm bandwidth; empty if none was measured.
     """
 
     config: Config
@@ -77,6 +78,7 @@ class Examination:
     data: Mixture | None = None
     fitted: tuple[Config, int] | None = None
     storage_error: str = ""
+    all_reduce_bytes_per_s: dict[int, float] = field(default_factory=dict)
 
     @cached_property
     def nodes(self) -> list[NodeFacts]:
@@ -113,12 +115,6 @@ class Examination:
         if any(node.error for node in self.nodes):
             raise Skipped("a node does not respond")
         return ask_ranks(RunPlan.of(*self.fitted, 1, "none"), self.ingest)
-
-    @property
-    def all_reduce_bytes_per_s(self) -> dict[int, float]:
-        """Tensor bytes -> algorithm bandwidth; empty if none was measured."""
-        group = self.__dict__.get("group")
-        return {} if group is None else group.all_reduce_bytes_per_s
 
 
 def examine(config: Config, log: Log) -> Examination:
@@ -298,7 +294,7 @@ def check_all_reduce(exam: Examination) -> str:
         raise Skipped("not all ranks have a device")
     if not ranks[0].all_reduce_s:
         raise Failed(f"did not finish: {group.error}; {_BETWEEN_NODES}")
-    speeds = group.all_reduce_bytes_per_s
+    exam.all_reduce_bytes_per_s = speeds = group.all_reduce_bytes_per_s
     each = ", ".join(f"{size / 1e6:g} MB {speed / 1e9:.2f} GB/s" for size, speed in speeds.items())
     seen = f"{count(len(ranks), 'rank')} over {ranks[0].backend}, tensor bytes / time: {each}"
     if wrong := sum(rank.wrong_sums for rank in ranks):

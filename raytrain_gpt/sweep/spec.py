@@ -272,11 +272,6 @@ class Sweep(CampaignFile):
             )
 
     @property
-    def mode(self) -> Literal["min", "max"]:
-        """Whether a lower or a higher objective is better."""
-        return self.objective_mode or "min"
-
-    @property
     def searched(self) -> list[str]:
         """Fields of the space that are not computed from others, in the file's order."""
         return [name for name, d in self.space.items() if not isinstance(d, Expression)]

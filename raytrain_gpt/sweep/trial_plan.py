@@ -163,7 +163,7 @@ def sampled_values(sweep: Sweep, history: History, name: str) -> dict[str, Any]:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     seed = random.Random(f"{sweep.sweep_seed}/{name}").randrange(2**32)
     modes = optuna.study.StudyDirection
-    direction = modes.MAXIMIZE if sweep.mode == "max" else modes.MINIMIZE
+    direction = modes.MAXIMIZE if sweep.objective_mode == "max" else modes.MINIMIZE
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed), direction=direction)
     for trial in trials.values():
         if trial.state in ENDED and trial.score is not None:

@@ -74,7 +74,7 @@ def run_sweep(
         base = base_config(sweep)
         campaign = Campaign(sweep, base, signals, log, train_loop, resume=resume)
         check_sweep(sweep, workers_of(campaign.base).num_workers)
-        number, maximize = num_trials(sweep), sweep.mode == "max"
+        number, maximize = num_trials(sweep), sweep.objective_mode == "max"
         with campaign.on_cluster(number, sweep.max_concurrent_trials, maximize):
             names = [f"{index:03d}" for index in range(number)]
             rule = Rule()

@@ -79,13 +79,6 @@ def test_muons_products_take_their_share_of_the_tables_speed_only() -> None:
     assert found.checkpoint_bytes < adamw.checkpoint_bytes
 
 
-def test_a_measured_speed_goes_before_all_others() -> None:
-    facts = replace(FACTS, device=H200, tokens_per_s=500_000.0, step_time_s=37.5)
-    found = estimate(CONFIG, facts).speed
-    assert found is not None
-    assert (found.tokens_per_s, found.source) == (500_000.0, "probe")
-
-
 def test_prices_are_device_hours_times_rates() -> None:
     facts = replace(FACTS, num_workers=4, step_time_s=3600.0, price_per_hour=2.0)
     found = estimate(CONFIG.updated({"max_steps": 10, "warmup_steps": 1}), facts)

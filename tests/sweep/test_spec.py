@@ -59,14 +59,6 @@ def test_what_a_file_leaves_out_or_empty_has_a_default(tmp_path: Path) -> None:
     assert sweep.scheduler == NoScheduler()
 
 
-def test_values_are_as_their_fields_have_them(load: Load) -> None:
-    sweep = load(
-        overrides={"weight_decay": "1e-2", "seed": "7"}, space={"peak_lr": {"grid": ["1e-3"]}}
-    )
-    assert sweep.overrides == {"weight_decay": 0.01, "seed": 7}
-    assert sweep.space["peak_lr"].model_dump() == {"grid": (1e-3,)}
-
-
 @pytest.mark.parametrize(
     "changes",
     [
