@@ -26,8 +26,8 @@ from raytrain_gpt.config.load import describe_config
 from raytrain_gpt.errors import TrainingFailed
 from raytrain_gpt.format import shell
 from raytrain_gpt.redact import say
-from raytrain_gpt.scaling.study_file import SET_BY_STUDY, STUDY_FLAGS, Study, load_study
-from raytrain_gpt.sweep.spec import SET_BY_SWEEP, SWEEP_FLAGS, Sweep, load_sweep
+from raytrain_gpt.scaling.study_file import SET_BY_STUDY, STUDY_FLAGS, Study
+from raytrain_gpt.sweep.spec import SET_BY_SWEEP, SWEEP_FLAGS, Sweep
 
 
 class EstimateFlags(JsonOptions, ConfigOptions):
@@ -75,7 +75,7 @@ def estimate(options: EstimateFlags) -> None:
         law = read_result(LawFile, Location.of(options.law))
         parameters = result.flops_per_token / 6
         say(f"loss     {law.expected(parameters, result.total_tokens, config)}")
-        loss = law.predict(parameters, result.total_tokens)
+        loss = float(law.predict(parameters, result.total_tokens))
         expected = {"expected_loss": loss, "half_width": law.half_width}
     if result.fits is not False:
         say(f"next: {options.train_command()}")
@@ -149,7 +149,7 @@ def tune(options: PlannedOptions) -> None:
     Runs the trials of a sweep file, compares them after equal numbers of tokens, and writes the best
     configuration. Flags override the file.
     """
-    sweep = load_sweep(options.file, options.fields)
+    sweep = Sweep.load(options.file, options.fields)
     if options.dry_run:
         from raytrain_gpt.sweep.cost import cost_lines
 
@@ -188,7 +188,7 @@ def scale(options: ScaleOptions) -> None:
     Trains the runs of a study file, fits the loss over size and tokens, and writes the best configuration for
     the target. Flags override the file.
     """
-    study = load_study(options.file, options.fields)
+    study = Study.load(options.file, options.fields)
     if options.dry_run:
         from raytrain_gpt.scaling.plan import cost_lines
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, ParamSpec
+from typing import Literal
 
 from raytrain_gpt.errors import RaytrainGptError
-
-P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -38,23 +35,15 @@ class Skipped(RaytrainGptError):
     """A skipped check; the message has the reason."""
 
 
-def named_check(name: str) -> Callable[[Callable[P, str]], Callable[P, Check]]:
-    """Make a function that returns a text return a `Check`.
+def checked(name: str, judge: Callable[[], str]) -> Check:
+    """Make a check of a function that returns its text.
 
     `Skipped` skips the check and every other error of this package fails it, so the doctor can reuse the
     preflight checks of a run.
     """
-
-    def decorate(judge: Callable[P, str]) -> Callable[P, Check]:
-        @functools.wraps(judge)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> Check:
-            try:
-                return Check(name, "PASS", judge(*args, **kwargs))
-            except Skipped as why:
-                return Check(name, "SKIP", str(why))
-            except RaytrainGptError as error:
-                return Check(name, "FAIL", str(error))
-
-        return checked
-
-    return decorate
+    try:
+        return Check(name, "PASS", judge())
+    except Skipped as why:
+        return Check(name, "SKIP", str(why))
+    except RaytrainGptError as error:
+        return Check(name, "FAIL", str(error))

@@ -39,13 +39,13 @@ from raytrain_gpt.config.sections import DEFAULT_DATA
 from raytrain_gpt.data.locations import data_is_there, location, read_data, run_location
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.shards import SPLITS, read_manifest
-from raytrain_gpt.doctor.check import Check, Failed, Skipped, named_check
+from raytrain_gpt.doctor.check import Check, Failed, Skipped, checked
 from raytrain_gpt.doctor.rank_probe import (
     NUM_BATCHES,
     GroupFacts,
     ask_ranks,
 )
-from raytrain_gpt.errors import ClusterError, RaytrainGptError
+from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.format import Log, amount, count, size
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.tracking import mlflow_run
@@ -68,6 +68,7 @@ class Examination:
         data: Training data, or None if it is missing or damaged.
         fitted: Configuration and world size, or None if the workers do not fit the cluster.
         storage_error: Why the driver cannot write the storage, or empty.
+        all_reduce_bytes_per_s: Tensor bytes -> algorithm bandwidth; empty if none was measured.
     """
 
     config: Config
@@ -77,6 +78,7 @@ class Examination:
     data: Mixture | None = None
     fitted: tuple[Config, int] | None = None
     storage_error: str = ""
+    all_reduce_bytes_per_s: dict[int, float] = field(default_factory=dict)
 
     @cached_property
     def nodes(self) -> list[NodeFacts]:
@@ -114,12 +116,6 @@ class Examination:
             raise Skipped("a node does not respond")
         return ask_ranks(RunPlan.of(*self.fitted, 1, "none"), self.ingest)
 
-    @property
-    def all_reduce_bytes_per_s(self) -> dict[int, float]:
-        """Tensor bytes -> algorithm bandwidth; empty if none was measured."""
-        group = self.__dict__.get("group")
-        return {} if group is None else group.all_reduce_bytes_per_s
-
 
 def examine(config: Config, log: Log) -> Examination:
     """Check everything that a run of this configuration needs, and log a line for each check.
@@ -133,32 +129,27 @@ def examine(config: Config, log: Log) -> Examination:
     exam = Examination(config, log)
     with StopSignals("interrupted; nothing is left behind"), contextlib.ExitStack() as stack:
         stack.callback(end_own_cluster)
-        for check in (
-            check_cluster,
-            check_workers,
-            partial(check_data, is_default=is_default),
-            check_nodes,
-            check_storage_path,
-            check_tracking,
-            check_disk,
-            check_devices,
-            check_all_reduce,
-            check_sequences,
-        ):
-            exam.checks.append(check(exam))
+        checks: dict[str, Callable[[Examination], str]] = {
+            "cluster": check_cluster,
+            "workers": check_workers,
+            "data": partial(check_data, is_default=is_default),
+            "nodes": check_nodes,
+            "storage": check_storage_path,
+            "tracking": check_tracking,
+            "disk": check_disk,
+            "devices": check_devices,
+            "all_reduce": check_all_reduce,
+            "sequences": check_sequences,
+        }
+        for name, check in checks.items():
+            exam.checks.append(checked(name, partial(check, exam)))
             log(exam.checks[-1].line)
     return exam
 
 
-@named_check("cluster")
 def check_cluster(exam: Examination) -> str:
     """Check that the cluster can be joined, and that it requires a token."""
-    try:
-        exam.resources = resources = connect(cpus_to_start(exam.config), exam.log)
-    except ClusterError:
-        raise
-    except (RaytrainGptError, ray.exceptions.RayError, RuntimeError, OSError) as error:
-        raise Failed(f"{root_cause(error)}; run the doctor on a node of the cluster") from None
+    exam.resources = resources = connect(cpus_to_start(exam.config), exam.log)
     address = ray.get_runtime_context().gcs_address
     if not ask_head(address).asks_for_token:
         raise Failed(
@@ -172,7 +163,6 @@ def check_cluster(exam: Examination) -> str:
     return f"{origin}: {nodes}, {cpus}, {gpus}; calls without a token are refused"
 
 
-@named_check("workers")
 def check_workers(exam: Examination) -> str:
     """Check that the workers fit the cluster, and divide the batch."""
     if exam.resources is None:
@@ -183,7 +173,6 @@ def check_workers(exam: Examination) -> str:
     return f"{world_size} × {count(c.cpus_per_worker, 'CPU')}{gpus} fit the cluster"
 
 
-@named_check("data")
 def check_data(exam: Examination, is_default: bool) -> str:
     """Check that the data matches its manifest on the driver, and that all nodes can read it."""
     config = exam.config
@@ -215,7 +204,6 @@ def data_problem(data: Mixture | None, seq_len: int) -> str:
     return ""
 
 
-@named_check("nodes")
 def check_nodes(exam: Examination) -> str:
     """Check that every node responds, with the driver's versions of Python, Ray, torch and this package."""
     if silent := exam.nodes_with(lambda node: node.error):
@@ -235,7 +223,6 @@ def check_nodes(exam: Examination) -> str:
     return f"{', '.join(node.name for node in exam.nodes)} with {versions}"
 
 
-@named_check("storage")
 def check_storage_path(exam: Examination) -> str:
     """Check that the driver and all nodes can write the same storage."""
     storage, wrong = exam.config.run.storage_path, exam.nodes_with(lambda node: node.storage)
@@ -246,7 +233,6 @@ def check_storage_path(exam: Examination) -> str:
     return f"{storage} is readable and writable on {count(len(exam.nodes), 'node')}"
 
 
-@named_check("tracking")
 def check_tracking(exam: Examination) -> str:
     """Check that the run can log to MLflow."""
     config = exam.config
@@ -270,7 +256,6 @@ def check_tracking(exam: Examination) -> str:
     return f"MLflow responds at {uri}"
 
 
-@named_check("disk")
 def check_disk(exam: Examination) -> str:
     """Check that the run's checkpoints have room, and Ray's files on every node."""
     if full := exam.nodes_with(lambda node: node.disk):
@@ -287,7 +272,6 @@ def check_disk(exam: Examination) -> str:
     return f"{storage}: {room}, enough for the run's checkpoints"
 
 
-@named_check("devices")
 def check_devices(exam: Examination) -> str:
     """Check that each rank has a separate GPU if GPUs are requested."""
     group = exam.group
@@ -301,7 +285,6 @@ def check_devices(exam: Examination) -> str:
     return group.devices
 
 
-@named_check("all_reduce")
 def check_all_reduce(exam: Examination) -> str:
     """Check that all-reduce sums are correct, and show how fast they are."""
     group, ranks = exam.group, exam.group.ranks
@@ -311,7 +294,7 @@ def check_all_reduce(exam: Examination) -> str:
         raise Skipped("not all ranks have a device")
     if not ranks[0].all_reduce_s:
         raise Failed(f"did not finish: {group.error}; {_BETWEEN_NODES}")
-    speeds = group.all_reduce_bytes_per_s
+    exam.all_reduce_bytes_per_s = speeds = group.all_reduce_bytes_per_s
     each = ", ".join(f"{size / 1e6:g} MB {speed / 1e9:.2f} GB/s" for size, speed in speeds.items())
     seen = f"{count(len(ranks), 'rank')} over {ranks[0].backend}, tensor bytes / time: {each}"
     if wrong := sum(rank.wrong_sums for rank in ranks):
@@ -322,7 +305,6 @@ def check_all_reduce(exam: Examination) -> str:
     return f"sums are correct; {seen}"
 
 
-@named_check("sequences")
 def check_sequences(exam: Examination) -> str:
     """Check that the ranks together read each planned sequence once, in its step."""
     group, ranks, ingest = exam.group, exam.group.ranks, exam.ingest

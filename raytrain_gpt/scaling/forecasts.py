@@ -42,7 +42,7 @@ class Forecasts:
         size, batch = self.plan.size_near(parameters), self.plan.batch_tokens
         # The nearest shape is not equal, the compute is.
         steps = max(1, round(tokens * parameters / size.parameters / batch))
-        loss = self.file.predict(size.parameters, steps * batch)
+        loss = float(self.file.predict(size.parameters, steps * batch))
         return BestRun(size, steps, steps * batch, self.file.rule.rate(size.parameters), loss)
 
     def table(self) -> list[list[str]]:
@@ -69,6 +69,16 @@ class Forecasts:
             return f"its interval, {interval}, reaches the lowest loss of the runs, {lowest:.3f}"
         return ""
 
+    def summary(self) -> list[str]:
+        """Return two lines on the run for the target."""
+        best = self.best()
+        size, tokens = amount(best.size.parameters), amount(best.tokens)
+        return [
+            f"By {self.file.study}, for {best.compute:.3g} FLOPs: {size} parameters (FLOPs per token / 6) "
+            f"and {tokens} tokens.",
+            f"Expected validation loss: {self.file.loss_text(best.loss)} nats per token.",
+        ]
+
     def best_yaml(self) -> str:
         """Format the configuration of the run for the target, for `train --config`."""
         best, plan, name = self.best(), self.plan, self.file.study
@@ -77,9 +87,4 @@ class Forecasts:
         spikes = {"spike_detection": plan.study.base.load().spikes.spike_detection}
         length = {"peak_lr": best.peak_lr, "max_steps": best.steps, "run_name": f"{name}-best"}
         config = plan.base.updated({**best.size.fields, **length, **often, **spikes})
-        size, tokens = amount(best.size.parameters), amount(best.tokens)
-        loss = self.file.loss_text(best.loss)
-        return (
-            f"# By {name}, for {best.compute:.3g} FLOPs: {size} parameters (FLOPs per token / 6) and "
-            f"{tokens} tokens.\n# Expected validation loss: {loss} nats per token.\n{config.to_yaml()}"
-        )
+        return "".join(f"# {line}\n" for line in self.summary()) + config.to_yaml()

@@ -7,11 +7,13 @@ point. The objective is theirs, too: the Huber loss of log-loss errors with thre
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
+from raytrain_gpt.config.kinds import Strict
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.format import count
 
@@ -36,48 +38,27 @@ _HELD_OUT_QUANTILE, _HELD_OUT_FACTOR = 0.9, 2.0
 100% of larger runs, and 90% bootstraps covered 0 to 14%."""
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """Runs of a study that a law of its smaller runs predicts, in order of compute.
-
-    Attributes:
-        predicted: By the law of the smaller runs.
-        seen: Final losses.
-    """
-
-    parameters: Floats
-    tokens: Floats
-    predicted: Floats
-    seen: Floats
-
-    @property
-    def half_width(self) -> float:
-        """Half of the interval, in nats per token."""
-        errors = np.abs(self.predicted - self.seen)
-        return _HELD_OUT_FACTOR * float(np.quantile(errors, _HELD_OUT_QUANTILE))
+AtLeast0 = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
 
 
-@dataclass(frozen=True)
-class Law:
-    """L(N, D) = E + A·N^-α + B·D^-β in nats per token.
+class Law(Strict, alias_generator=str.lower, populate_by_name=True):
+    """L(N, D) = E + A·N^-α + B·D^-β in nats per token; files have `e`, `a` and `b`."""
 
-    Attributes:
-        objective: Mean Huber loss of the fit.
-        held_out: The study's own hold-out, or None if it has too few small runs or no larger ones.
-    """
-
-    e: float
-    a: float
-    b: float
-    alpha: float
-    beta: float
-    objective: float
-    held_out: HeldOut | None = None
+    E: AtLeast0
+    A: AtLeast0
+    B: AtLeast0
+    alpha: Positive
+    beta: Positive
+    objective: AtLeast0
+    """Mean Huber loss of the fit."""
+    half_width: AtLeast0 | None = None
+    """Half of the interval, or None if too few runs are small enough for a hold-out."""
 
     def predict(self, parameters: Floats | float, tokens: Floats | float) -> Floats:
         """Predict losses in nats per token, of the broadcast shape."""
         n, d = np.asarray(parameters, float), np.asarray(tokens, float)
-        return np.asarray(self.e + self.a * n**-self.alpha + self.b * d**-self.beta)
+        return np.asarray(self.E + self.A * n**-self.alpha + self.B * d**-self.beta)
 
     def optimal(self, compute: float) -> tuple[float, float]:
         """Return N and D of the lowest loss for a compute of 6·N·D FLOPs (Hoffmann et al., equation 4).
@@ -85,21 +66,21 @@ class Law:
         Raises:
             DataError: the law does not depend on both.
         """
-        if min(self.a, self.b) <= 0:
+        if min(self.A, self.B) <= 0:
             raise DataError(
                 "the law has no optimum: its loss does not fall with size and tokens; add sizes and lengths"
             )
-        ratio = (self.alpha * self.a) / (self.beta * self.b)
+        ratio = (self.alpha * self.A) / (self.beta * self.B)
         n = ratio ** (1 / (self.alpha + self.beta))
         n *= (compute / 6) ** (self.beta / (self.alpha + self.beta))
         return n, compute / 6 / n
 
     def interval(self, parameters: float, tokens: float) -> tuple[float, float] | None:
         """Return the lowest and highest expected loss, or None without a hold-out."""
-        if self.held_out is None:
+        if self.half_width is None:
             return None
-        loss, half = float(self.predict(parameters, tokens)), self.held_out.half_width
-        return loss - half, loss + half
+        loss = float(self.predict(parameters, tokens))
+        return loss - self.half_width, loss + self.half_width
 
 
 def fit_law(parameters: Floats, tokens: Floats, losses: Floats) -> Law:
@@ -125,10 +106,10 @@ def fit_law(parameters: Floats, tokens: Floats, losses: Floats) -> Law:
     large = compute > compute.max() * _HELD_OUT_ABOVE
     if (~large).sum() < MIN_RUNS:
         return law
-    inner = _fitted(n[~large], d[~large], seen[~large])
-    order = np.flatnonzero(large)[np.argsort(compute[large], kind="stable")]
-    held_out = HeldOut(n[order], d[order], inner.predict(n[order], d[order]), seen[order])
-    return Law(law.e, law.a, law.b, law.alpha, law.beta, law.objective, held_out)
+    smaller = _fitted(n[~large], d[~large], seen[~large])
+    errors = np.abs(smaller.predict(n[large], d[large]) - seen[large])
+    half_width = _HELD_OUT_FACTOR * float(np.quantile(errors, _HELD_OUT_QUANTILE))
+    return law.model_copy(update={"half_width": half_width})
 
 
 def _fitted(n: Floats, d: Floats, seen: Floats) -> Law:
@@ -147,12 +128,12 @@ def _fitted(n: Floats, d: Floats, seen: Floats) -> Law:
     e, a, b = solutions[best]
     scale_n, scale_d = np.exp(np.log(n).mean()), np.exp(np.log(d).mean())
     return Law(
-        float(e),
-        float(a * scale_n**alpha),
-        float(b * scale_d**beta),
-        float(alpha),
-        float(beta),
-        float(objectives[best]),
+        E=e,
+        A=a * scale_n**alpha,
+        B=b * scale_d**beta,
+        alpha=alpha,
+        beta=beta,
+        objective=objectives[best],
     )
 
 

@@ -5,52 +5,42 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from raytrain_gpt.config.kinds import Strict
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import data_is_there, read_data
 from raytrain_gpt.errors import ConfigError, DataError, problem, reason
 from raytrain_gpt.parsing import parse_json
-from raytrain_gpt.scaling.law import Floats, Law, fit_law
-from raytrain_gpt.scaling.plan import Positive, RunResult, StudyPlan, check_extrapolation
+from raytrain_gpt.scaling.law import AtLeast0, Floats, Law, Positive, fit_law
+from raytrain_gpt.scaling.plan import RunResult, StudyPlan, check_extrapolation
 from raytrain_gpt.scaling.rates import RateRule
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.train.preflight import expected_vocab_size
 
 LAW_FILE = "law.json"
 _RECIPE = ("architecture", "optimizer", "seq_len", "global_batch_tokens")
 """Fields that a law holds for."""
 
-_Number = Annotated[float, Field(allow_inf_nan=False)]
-_AtLeast0 = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
-
-class LawFile(Strict, extra="ignore"):
-    """`law.json`: without times, so the same after any number of restarts.
-
-    Attributes:
-        recipe: Field of _RECIPE -> value.
-        half_width: Half of the interval, in nats per token, or None without a hold-out.
-        largest_compute: FLOPs of the largest run in the law.
-    """
+class _Scope(Strict):
+    """What a law holds for; first in the file."""
 
     study: str
     recipe: dict[str, Any]
+    """Field of _RECIPE -> value."""
     vocab_hash: str
-    e: _AtLeast0
-    a: _AtLeast0
-    b: _AtLeast0
-    alpha: Positive
-    beta: Positive
-    objective: _AtLeast0
-    half_width: _AtLeast0 | None = None
+
+
+class LawFile(Law, _Scope, extra="ignore"):
+    """`law.json`: without times, so the same after any number of restarts."""
+
     largest_compute: Positive
+    """FLOPs of the largest run in the law."""
     rate_coefficient: Positive
-    rate_exponent: _Number
+    rate_exponent: float
     runs: list[RunResult]
 
     @property
@@ -58,32 +48,15 @@ class LawFile(Strict, extra="ignore"):
         """Runs in the law."""
         return [run for run in self.runs if run.role == "size" and not run.left_out]
 
-    def columns(self) -> tuple[Floats, Floats, Floats]:
-        """Return parameters, tokens and losses of the runs in the law."""
-        return _columns(self.fitted)
-
-    @property
-    def law(self) -> Law:
-        """The law, without its hold-out."""
-        return Law(self.e, self.a, self.b, self.alpha, self.beta, self.objective)
-
     @property
     def rule(self) -> RateRule:
         return RateRule(self.rate_coefficient, self.rate_exponent)
 
-    def predict(self, parameters: float, tokens: float) -> float:
-        return float(self.law.predict(parameters, tokens))
-
-    @property
-    def lengths(self) -> tuple[float, float]:
-        """Fewest and most tokens per parameter of the runs in the law."""
-        ratios = [run.tokens / run.parameters for run in self.fitted]
-        return min(ratios), max(ratios)
-
     def optimal(self, compute: float) -> tuple[float, float]:
         """Return the best N and D for a compute in FLOPs, within the lengths that were tried."""
-        parameters, tokens = self.law.optimal(compute)
-        ratio = float(np.clip(tokens / parameters, *self.lengths))
+        parameters, tokens = super().optimal(compute)
+        tried = [run.tokens / run.parameters for run in self.fitted]
+        ratio = float(np.clip(tokens / parameters, min(tried), max(tried)))
         parameters = math.sqrt(compute / 6 / ratio)
         return parameters, ratio * parameters
 
@@ -105,48 +78,42 @@ class LawFile(Strict, extra="ignore"):
         ]
         if data_is_there(config) and read_data(config).vocab_hash != self.vocab_hash:
             doubts.append("the law has a different tokenizer")
-        loss, most = self.predict(parameters, tokens), math.log(expected_vocab_size(config))
-        if not loss + (self.half_width or 0.0) <= most:
-            raise ConfigError(
-                f"{self.study} forecasts {self.loss_text(loss)}, but guessing has {most:.3f}; use another law"
-            )
+        loss = self.loss_text(float(self.predict(parameters, tokens)))
         by = f"nats per token, by {self.study}, at {times:.2g} times its largest compute"
-        return "; ".join([f"{self.loss_text(loss)} {by}", *doubts])
+        return "; ".join([f"{loss} {by}", *doubts])
 
 
 def law_file(
     plan: StudyPlan, vocab_hash: str, rule: RateRule, runs: Sequence[RunResult]
-) -> tuple[LawFile, Law]:
+) -> LawFile:
     """Fit the law to the runs of a study; raises a ConfigError if too few are left."""
     base = plan.base.field_values()
     fitted = [run for run in runs if run.role == "size" and not run.left_out]
     try:
-        law = fit_law(*_columns(fitted))
+        law = fit_law(*columns(fitted))
     except DataError as error:
         raise ConfigError(f"{plan.study.title} has no law: {error}") from None
-    numbers = {name: getattr(law, name) for name in ("e", "a", "b", "alpha", "beta", "objective")}
-    file = LawFile(
+    return LawFile(
         study=plan.study.study_name,
         recipe={name: base[name] for name in _RECIPE},
         vocab_hash=vocab_hash,
-        **numbers,
-        half_width=law.held_out and law.held_out.half_width,
+        **law.model_dump(),
         largest_compute=max(6 * run.parameters * run.tokens for run in fitted),
         rate_coefficient=rule.coefficient,
         rate_exponent=rule.exponent,
         runs=list(runs),
     )
-    return file, law
 
 
-def _columns(runs: Sequence[RunResult]) -> tuple[Floats, Floats, Floats]:
+def columns(runs: Sequence[RunResult]) -> tuple[Floats, Floats, Floats]:
+    """Return parameters, tokens and losses of runs."""
     rows = [(run.parameters, run.tokens, run.loss) for run in runs]
     parameters, tokens, losses = np.array(rows, float).reshape(-1, 3).T
     return parameters, tokens, losses
 
 
 def to_json(result: Strict) -> str:
-    return json.dumps(result.model_dump(exclude_none=True), indent=1) + "\n"
+    return json.dumps(result.model_dump(by_alias=True, exclude_none=True), indent=1) + "\n"
 
 
 class Verdict(Strict):
@@ -155,12 +122,21 @@ class Verdict(Strict):
     parameters: Positive
     tokens: Positive
     times: Positive
-    predicted: _Number
-    half_width: _AtLeast0
+    predicted: float
+    half_width: AtLeast0
     values: dict[str, Any]
     law_sha256: str
-    seen: _Number | None = None
+    seen: float | None = None
     inside: bool | None = None
+
+    @property
+    def text(self) -> str:
+        """Observed and predicted loss, in words."""
+        seen = "not finite" if self.seen is None else f"{self.seen:.3f}"
+        return (
+            f"{seen}, predicted {self.predicted:.3f} ± {self.half_width:.3f}: "
+            f"{'inside' if self.inside else 'outside'}, at {self.times:.1f} times the largest run"
+        )
 
 
 FileT = TypeVar("FileT", bound=Strict)

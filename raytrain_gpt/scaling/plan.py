@@ -12,9 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 from raytrain_gpt.config.kinds import Strict
 from raytrain_gpt.config.schema import Config, check_kinds
@@ -23,6 +21,7 @@ from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.data.locations import data_is_there, read_data
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import amount, count, table
+from raytrain_gpt.scaling.law import Positive
 from raytrain_gpt.scaling.study_file import LEAST, SET_BY_STUDY, Study
 from raytrain_gpt.sweep.cost import one_worker_for_auto, time_line
 from raytrain_gpt.train.preflight import expected_vocab_size
@@ -113,9 +112,6 @@ class PlannedRun:
     own_steps: int
 
 
-Positive = Annotated[float, Field(gt=0)]
-
-
 class RunResult(Strict):
     """A run of the study; `left_out` is why the law ignores it, or "" if it does not."""
 
@@ -166,11 +162,6 @@ class StudyPlan:
     def lengths(self) -> tuple[int, ...]:
         return self.study.tokens_per_parameter
 
-    @property
-    def middle_length(self) -> int:
-        """Length of the runs that compare rates."""
-        return self.lengths[len(self.lengths) // 2]
-
     def steps(self, size: Size, length: int) -> int:
         unit = self.lengths[0] * size.parameters / self.batch_tokens / _WHOLE_DECAYS
         return _WHOLE_DECAYS * max(1, round(unit)) * (length // self.lengths[0])
@@ -181,9 +172,9 @@ class StudyPlan:
         return 6 * largest.parameters * self.steps(largest, self.lengths[-1]) * self.batch_tokens
 
     def rate_runs(self, index: int, rates: Sequence[float]) -> list[PlannedRun]:
-        """Return the runs of a size with different peak rates."""
+        """Return the runs of a size with different peak rates, of the middle length."""
         size = self.sizes[index]
-        steps, name = self.steps(size, self.middle_length), f"rate-{index + 1}"
+        steps, name = self.steps(size, self.lengths[len(self.lengths) // 2]), f"rate-{index + 1}"
         return [self._run(f"{name}-{rate:g}", size, steps, peak_lr=rate) for rate in rates]
 
     def ladder(self, rates: Sequence[float]) -> list[PlannedRun]:
@@ -308,8 +299,5 @@ def cost_lines(study: Study) -> Iterator[str]:
     )
     times = study.target.compute / plan.largest_compute
     yield f"target: {study.target.compute:.3g} FLOPs, {times:.1f} times the largest run"
-    configs = [
-        base.updated({**r.size.fields, "max_steps": r.own_steps, "eval_every_steps": r.own_steps})
-        for r in runs
-    ]
+    configs = [base.updated({**run.size.fields, "max_steps": run.own_steps}) for run in runs]
     yield time_line(configs, study.max_concurrent_runs)

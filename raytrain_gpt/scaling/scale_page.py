@@ -9,8 +9,8 @@ import numpy as np
 
 from raytrain_gpt.format import amount
 from raytrain_gpt.scaling.forecasts import BestRun, Forecasts
-from raytrain_gpt.scaling.law import Floats, Law
-from raytrain_gpt.scaling.law_file import LawFile, Verdict
+from raytrain_gpt.scaling.law import Floats
+from raytrain_gpt.scaling.law_file import LawFile, Verdict, columns
 from raytrain_gpt.tracking import pages
 from raytrain_gpt.tracking.pages import Chart, Curve, curve_style
 
@@ -18,31 +18,24 @@ _Losses = partial(Chart, unit="nats per token", log=True)
 _dots = partial(Curve, marker="o", width=0)
 
 
-def scale_page(
-    forecasts: Forecasts,
-    law: Law,
-    best: BestRun,
-    doubts: list[str],
-    verdict: Verdict | None,
-) -> str:
+def scale_page(forecasts: Forecasts, doubts: list[str], verdict: Verdict | None) -> str:
     """Format the page of a study.
 
     Args:
-        law: With its hold-out.
         doubts: Doubts about the forecast, one line each.
         verdict: Content of `validation.json`, or None.
     """
-    blocks = _blocks(forecasts, law, best, doubts, verdict)
+    blocks = _blocks(forecasts, doubts, verdict)
     return pages.page("scaling study", forecasts.file.study, blocks, ["law.json"])
 
 
-def _blocks(
-    forecasts: Forecasts, law: Law, best: BestRun, doubts: list[str], verdict: Verdict | None
-) -> Iterator[str]:
-    file = forecasts.file
+def _blocks(forecasts: Forecasts, doubts: list[str], verdict: Verdict | None) -> Iterator[str]:
+    file, best = forecasts.file, forecasts.best()
     recipe = ", ".join(f"{name} {value}" for name, value in file.recipe.items())
     yield f"{len(file.fitted)} runs in the law · {recipe}"
-    yield pages.tiles(_numbers(file, best, verdict))
+    yield from forecasts.summary()
+    if verdict is not None:
+        yield f"Validation: {verdict.text}."
     if doubts:
         yield pages.heading("Doubts")
         yield from doubts
@@ -52,45 +45,14 @@ def _blocks(
     yield pages.table(names, rows)
     yield pages.heading("The law")
     yield (
-        f"loss = {file.e:.3f} + {file.a:.4g} · N^−{file.alpha:.3f} + {file.b:.4g} · D^−{file.beta:.3f} nats "
+        f"loss = {file.E:.3f} + {file.A:.4g} · N^−{file.alpha:.3f} + {file.B:.4g} · D^−{file.beta:.3f} nats "
         "per token. N is FLOPs per token / 6, D the training tokens. A law of the smaller runs predicts the "
         "larger ones; the interval is twice the 90% quantile of its errors."
     )
-    yield pages.figures(
-        [_over_compute(file, best, verdict), _ladder(file), *_hold_out(law), _rates(file)]
-    )
+    yield pages.figures([_over_compute(file, best, verdict), _ladder(file), _rates(file)])
     yield pages.heading("Runs")
     names = ["Run", "parameters", "tokens", "peak rate", "loss", "minus the law"]
     yield pages.table(names, _runs(file))
-
-
-def _numbers(
-    file: LawFile, best: BestRun, verdict: Verdict | None
-) -> Iterator[tuple[str, str, str]]:
-    size, tokens = best.size, best.tokens
-    yield "Loss to expect", file.loss_text(best.loss), "nats per token"
-    yield (
-        "Parameters",
-        amount(size.parameters),
-        "{} layers, {} heads, {} channels".format(*size.shape),
-    )
-    yield "Tokens", amount(tokens), f"{tokens / size.parameters:.0f} per parameter"
-    times = file.times(size.parameters, tokens)
-    yield "FLOPs", f"{best.compute:.2g}", f"{times:.1f} times the largest run"
-    yield (
-        "Peak rate",
-        f"{best.peak_lr:g}",
-        f"{file.rate_coefficient:.3g} · N^{file.rate_exponent:.2f}",
-    )
-    if verdict is not None:
-        seen = "not finite" if verdict.seen is None else f"{verdict.seen:.3f}"
-        predicted = f"predicted {verdict.predicted:.3f} ± {verdict.half_width:.3f}"
-        result = "inside" if verdict.inside else "outside"
-        yield (
-            "Validation",
-            seen,
-            f"{predicted}: {result}, at {verdict.times:.1f} times the largest run",
-        )
 
 
 def _runs(file: LawFile) -> Iterator[list[str]]:
@@ -100,7 +62,7 @@ def _runs(file: LawFile) -> Iterator[list[str]]:
         if run.loss is None:
             yield [*cells, run.left_out, "–"]
         else:
-            error = run.loss - file.predict(run.parameters, run.tokens)
+            error = run.loss - float(file.predict(run.parameters, run.tokens))
             yield [*cells, f"{run.loss:.4f}", f"{error:+.4f}"]
 
 
@@ -116,7 +78,7 @@ def _by_size(file: LawFile, role: str, x: str) -> Iterator[tuple[int, float, Flo
 
 
 def _over_compute(file: LawFile, best: BestRun, verdict: Verdict | None) -> Chart:
-    n, d, losses = file.columns()
+    n, d, losses = columns(file.fitted)
     line = np.geomspace(6 * (n * d).min(), 1.2 * max(best.compute, file.largest_compute), 60)
     optimal = np.array([file.predict(*file.optimal(compute)) for compute in line])
     half = np.nan if file.half_width is None else file.half_width
@@ -139,21 +101,9 @@ def _ladder(file: LawFile) -> Chart:
         color, _, marker = curve_style(i)
         line = np.geomspace(tokens[0], tokens[-1], 60)
         curves.append(_dots(amount(parameters), tokens, losses, color, marker=marker))
-        curves.append(Curve("", line, file.law.predict(parameters, line), color, width=1.2))
+        curves.append(Curve("", line, file.predict(parameters, line), color, width=1.2))
     title = "Ladder: runs (marks) and the law (lines), by parameters"
     return _Losses(title, curves=curves, x="tokens")
-
-
-def _hold_out(law: Law) -> Iterator[Chart]:
-    if (held := law.held_out) is None:
-        return
-    compute = 6 * held.parameters * held.tokens
-    curves = [
-        _dots("seen", compute, held.seen, 2, marker="s"),
-        _dots("predicted by the smaller runs", compute, held.predicted, 1),
-    ]
-    title = "Hold-out: runs above a quarter of the largest compute"
-    yield _Losses(title, curves=curves, x="FLOPs")
 
 
 def _rates(file: LawFile) -> Chart:

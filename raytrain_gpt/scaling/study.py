@@ -72,7 +72,7 @@ def run_study(
             if validate:
                 run.validate(law)
                 run.write(rule, found, lambda line: None)  # the page has the verdict
-            numbers = {"law/e": law.e, "law/alpha": law.alpha, "law/beta": law.beta}
+            numbers = {"law/e": law.E, "law/alpha": law.alpha, "law/beta": law.beta}
             campaign.close(True, numbers, {one.name: one.read_bytes() for one in files})
             return files
 
@@ -172,7 +172,7 @@ class _StudyRun:
         from raytrain_gpt.scaling.scale_page import scale_page  # here: it imports charts
 
         plan, directory = self.plan, self.campaign.directory
-        file, law = law_file(plan, self.campaign.data.vocab_hash, rule, found)
+        file = law_file(plan, self.campaign.data.vocab_hash, rule, found)
         files = [directory / name for name in (LAW_FILE, _PAGE_FILE, BEST_FILE)]
         files[0].write_text(to_json(file))
         forecasts = Forecasts(plan, file)
@@ -183,9 +183,9 @@ class _StudyRun:
             doubts.insert(0, f"not for planning: {objection}")
         verdict = directory / _VALIDATION_FILE
         seen = read_result(Verdict, verdict) if verdict.is_file() else None
-        files[1].write_text(scale_page(forecasts, law, forecasts.best(), doubts, seen))
+        files[1].write_text(scale_page(forecasts, doubts, seen))
         log(
-            f"loss = {file.e:.3f} + {file.a:.3g}·N^-{file.alpha:.3f} + {file.b:.3g}·D^-{file.beta:.3f}, from "
+            f"loss = {file.E:.3f} + {file.A:.3g}·N^-{file.alpha:.3f} + {file.B:.3g}·D^-{file.beta:.3f}, from "
             f"{count(len(file.fitted), 'run')}"
         )
         names, *rows = forecasts.table()
@@ -209,7 +209,8 @@ class _StudyRun:
         size = plan.size_near(2 * plan.sizes[-1].parameters)
         run = plan.larger_run(file.rule.rate(size.parameters), size)
         check_epochs("the validation", run.tokens, self.campaign.data.split_tokens("train"))
-        predicted, half = file.predict(size.parameters, run.tokens), file.half_width or 0.0
+        predicted = float(file.predict(size.parameters, run.tokens))
+        half = file.half_width or 0.0
         forecast = Verdict(
             parameters=size.parameters,
             tokens=run.tokens,
@@ -233,8 +234,7 @@ class _StudyRun:
         inside = result.loss is not None and abs(result.loss - predicted) <= half
         verdict = forecast.model_copy(update={"seen": result.loss, "inside": inside})
         (directory / _VALIDATION_FILE).write_text(to_json(verdict))
-        seen = "not finite" if result.loss is None else f"{result.loss:.3f}"
-        log(f"validation: {seen}, {'inside' if inside else 'outside'} the interval")
+        log(f"validation: {verdict.text}")
 
 
 def _digest(text: str) -> str:

@@ -10,16 +10,14 @@ Designs that cannot determine a law are refused when the file is read; `plan` de
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
 from raytrain_gpt.config.kinds import Strict
 from raytrain_gpt.config.open_section import Name
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.sweep.spec import Base, CampaignFile, load_file
+from raytrain_gpt.sweep.spec import Base, CampaignFile
 
 STUDY_FLAGS = ("study_name", "max_concurrent_runs")
 """Fields that can be set on the command line, besides all of the configuration."""
@@ -52,7 +50,8 @@ class Target(Strict):
 class Study(CampaignFile):
     set_by_file = SET_BY_STUDY
     may_change = ("max_concurrent_runs", "base", "overrides", "target", "peak_lrs")
-    history_file, runs_dir = "runs.jsonl", "runs"
+    file, history_file, runs_dir = "study.yaml", "runs.jsonl", "runs"
+    parts = (Base, Target)
 
     study_name: Name = Field(max_length=190)
     """Name of the study and its directory; default: the file's name."""
@@ -89,8 +88,3 @@ class Study(CampaignFile):
                 "can branch from one another"
             )
         return self
-
-
-def load_study(path: Path, flags: Mapping[str, Any]) -> Study:
-    """Load a study file; raises a ConfigError if it is missing, not YAML, or invalid."""
-    return load_file(Study, path, flags, STUDY_FLAGS, (Base, Target))

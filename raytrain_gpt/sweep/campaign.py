@@ -30,7 +30,7 @@ from raytrain_gpt.config.load import without_removed
 from raytrain_gpt.config.resolved import workers_of
 from raytrain_gpt.config.schema import Config, changed_fields, changes_math, parse_config
 from raytrain_gpt.data.locations import location, read_data
-from raytrain_gpt.errors import ConfigError, Interrupted, reason
+from raytrain_gpt.errors import ConfigError, Interrupted
 from raytrain_gpt.format import Log, count
 from raytrain_gpt.parsing import parse_yaml
 from raytrain_gpt.storage.lease import LEASE_FILE, Lease, hold_lease
@@ -255,13 +255,14 @@ def check_unchanged(
         return
     if not resume:
         raise ConfigError(f"{title} already exists in {directory}; use --resume, or {another}")
-    before, now = _kept(file), definition.model_dump(mode="json")
+    before, now = parse_yaml(file.read_text()), definition.model_dump(mode="json")
     changed = [
         f"{key} {before.get(key)} -> {now.get(key)}"
         for key in now
         if before.get(key) != now.get(key) and key not in definition.may_change
     ]
-    first = parse_config(without_removed(_kept(directory / BASE_FILE)), BASE_FILE)
+    kept = parse_yaml((directory / BASE_FILE).read_text())
+    first = parse_config(without_removed(kept), BASE_FILE)
     measured = {*_CHANGES_LOSS, *dict(first.eval), *dict(base.eval)}
     changed += [
         f"{name} {values}"
@@ -275,13 +276,6 @@ def check_unchanged(
         raise ConfigError(
             f"{title} cannot continue with changed {', '.join(changed)}; restore it, or {another}"
         )
-
-
-def _kept(file: Location) -> dict[str, Any]:
-    try:
-        return dict(parse_yaml(file.read_text()))
-    except (FileNotFoundError, TypeError, ValueError) as error:
-        raise ConfigError(f"{file} is missing or damaged: {reason(error)}; restore it") from None
 
 
 def _interrupted() -> Interrupted:

@@ -14,8 +14,7 @@ from raytrain_gpt.config.resolved import workers_of
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import resolve_precision
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.core.registry import count_model, step_flops
-from raytrain_gpt.data.locations import data_is_there, read_data
+from raytrain_gpt.core.registry import step_flops
 from raytrain_gpt.format import amount, count, duration, table
 from raytrain_gpt.sweep.history import value_text
 from raytrain_gpt.sweep.spec import Sweep
@@ -26,7 +25,7 @@ from raytrain_gpt.sweep.trial_plan import (
     planned_trials,
     tied_values,
 )
-from raytrain_gpt.train.memory_fit import MAX_CPU_TOKENS, MemorySearch, gpu_limit_bytes
+from raytrain_gpt.train.memory_fit import MAX_CPU_TOKENS, MemoryFit, MemorySearch, gpu_limit_bytes
 from raytrain_gpt.train.preflight import expected_vocab_size
 from raytrain_gpt.train.probe import probe_steps
 
@@ -114,27 +113,18 @@ def time_line(trials: Sequence[Config], most: int | None) -> str:
     flop_s = _seconds_per_flop(trials, vocab_size)
     if flop_s is None:
         return "time: unknown; the largest trial is too large for this machine"
-    total_s = flop_s * sum(_flops(config, vocab_size) for config in trials)
+    steps_flops = [one.train.max_steps * _step_flops(one, vocab_size) for one in trials]
+    total_s = flop_s * sum(steps_flops)
     about = duration(total_s / workers_of(trials[0]).num_workers / at_once)
     return (
-        f"time: about {about} without starts and early stopping, {at_once} at once; a step of the largest "
-        "trial measured here, scaled by FLOPs"
+        f"time: about {about} without starts, evaluations and early stopping, {at_once} at once; a step of "
+        "the largest trial measured here, scaled by FLOPs"
     )
 
 
-def _step_flops(config: Config, vocab_size: int, tokens: int) -> float:
+def _step_flops(config: Config, vocab_size: int, tokens: int | None = None) -> float:
+    tokens = tokens or config.train.global_batch_tokens
     return step_flops(GPTShape.of(config, vocab_size), config.optim.optimizer, tokens)
-
-
-def _flops(config: Config, vocab_size: int) -> float:
-    """Return the FLOPs of a trial's steps and evaluations, which have no backward pass."""
-    tokens, steps = config.eval.eval_tokens, config.train.max_steps
-    if data_is_there(config):
-        tokens = min(tokens, read_data(config).split_tokens("val"))
-    evaluated = steps // config.eval.eval_every_steps * tokens
-    flops_per_token = count_model(GPTShape.of(config, vocab_size)).flops_per_token
-    step = _step_flops(config, vocab_size, config.train.global_batch_tokens)
-    return steps * step + evaluated * flops_per_token / 3
 
 
 def _seconds_per_flop(configs: Sequence[Config], vocab_size: int) -> float | None:
@@ -143,33 +133,29 @@ def _seconds_per_flop(configs: Sequence[Config], vocab_size: int) -> float | Non
     Returns:
         A worker's seconds for a FLOP, or None if it does not fit, or would take minutes.
     """
-    config = max(configs, key=lambda c: _step_flops(c, vocab_size, c.train.global_batch_tokens))
+    config = max(configs, key=lambda one: _step_flops(one, vocab_size))
     on_gpu = config.cluster.use_gpu is not False and torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
-    torch.set_num_threads(workers_of(config).cpus_per_worker)
-    precision = resolve_precision(config.train.precision, device)
-    num_workers = workers_of(config).num_workers
-    limit_bytes: float = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if on_gpu:
-        total_bytes = torch.cuda.get_device_properties(device).total_memory
-        limit_bytes = gpu_limit_bytes(total_bytes, num_workers, config.cluster.gpus_per_worker)
+    workers, share = workers_of(config), config.cluster.gpus_per_worker if on_gpu else 1
+    torch.set_num_threads(workers.cpus_per_worker)
     eager = config.updated({"compile": False, "use_gpu": on_gpu})
-    search = MemorySearch.of(eager, num_workers, vocab_size, precision != "fp32")
-    if (fit := search.largest(limit_bytes)) is None:
+    if on_gpu:
+        bf16 = resolve_precision(config.train.precision, device) != "fp32"
+        total_bytes = torch.cuda.get_device_properties(device).total_memory
+        search = MemorySearch.of(eager, workers.num_workers, vocab_size, bf16)
+        fit = search.largest(gpu_limit_bytes(total_bytes, workers.num_workers, share))
+    else:  # more tokens gain little speed, and may take minutes
+        micro, most = config.train.micro_batch_sequences, MAX_CPU_TOKENS // config.data.seq_len
+        fit = MemoryFit(1 if micro == "auto" else max(1, min(micro, most)), "none")
+    if fit is None:
         return None
-    sequences = fit.sequences
-    if not on_gpu:  # more tokens gain little speed, and may take minutes
-        is_auto = config.train.micro_batch_sequences == "auto"
-        most = 1 if is_auto else MAX_CPU_TOKENS // config.data.seq_len
-        sequences = max(1, min(sequences, most))
-    flops = _step_flops(config, vocab_size, sequences * config.data.seq_len)
+    flops = _step_flops(config, vocab_size, fit.sequences * config.data.seq_len)
     if not on_gpu and flops > _MAX_CPU_FLOPS:
         return None
-    how = vocab_size, sequences, fit.activation_checkpointing, device
+    how = vocab_size, fit.sequences, fit.activation_checkpointing, device
     times: list[float] = []
     for seconds in probe_steps(eager, *how, repeat(1, _MAX_STEPS)):
         times.append(seconds)  # the first step fills caches
         if len(times) > 1 and sum(times) > _PROBE_S:
             break
-    share = config.cluster.gpus_per_worker if on_gpu else 1
     return fmean(times[1:]) / flops / share

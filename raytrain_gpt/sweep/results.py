@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.format import amount, count, cut, duration, table
+from raytrain_gpt.format import amount, count, cut, short_duration, table
 from raytrain_gpt.sweep.history import State, Trial, best_trial, ranking, value_text
 from raytrain_gpt.sweep.spec import Sweep
 
@@ -27,21 +27,26 @@ _STATES: tuple[State, ...] = get_args(State)  # in the order of a trial's life
 def final_table(trials: Sequence[Trial], objective: str, budget_tokens: int) -> str:
     """Format the result of a sweep: trials by rank, errors of failed ones, and tokens used."""
     ranked = ranking(trials)
-    lines = _table(ranked, objective, budget_tokens)
+    names, rows = trial_table(ranked, objective)
+    lines = table(names[:3], names[3:], [[text for _, text in row] for row in rows])
     for trial in ranked:
         if trial.state in ("diverged", "failed"):
-            lines.append(f"{trial.name} {trial.state}: {_error_text(trial)}")
+            lines.append(f"{trial.name} {trial.state}: {error_text(trial)}")
+    return "\n".join([*lines, summary(trials, objective, budget_tokens)])
+
+
+def summary(trials: Sequence[Trial], objective: str, budget_tokens: int) -> str:
+    """Format states, tokens and the best trial as one line."""
     trained, full = sum(t.tokens_seen for t in trials), len(trials) * budget_tokens
     saved = sum(max(budget_tokens - t.tokens_seen, 0) for t in trials if t.state == "stopped")
-    lines.append(
+    line = (
         f"{count(len(trials), 'trial')}: {counts_text(trials)} | {amount(trained)} of {amount(full)} tokens "
         f"trained, stopping early saved {saved / max(full, 1):.0%}"
     )
-    if best := best_trial(trials):
-        lines[-1] += (
-            f" | best {best.name}: {objective} {_objective_text(best)} at {amount(best.tokens_seen)} tokens"
-        )
-    return "\n".join(lines)
+    if (best := best_trial(trials)) is None:
+        return line
+    at = f"{_objective_text(best)} at {amount(best.tokens_seen)} tokens"
+    return f"{line} | best {best.name}: {objective} {at}"
 
 
 def failure_text(trials: Sequence[Trial], title: str) -> str | None:
@@ -51,13 +56,13 @@ def failure_text(trials: Sequence[Trial], title: str) -> str | None:
     names = ", ".join(trial.name for trial in failed)
     return (
         f"{len(failed)} of {len(trials)} trials of {title} failed ({cut(names, 80)}); "
-        f"{failed[0].name}: {_error_text(failed[0])}; fix the cause, then run the same command with --resume"
+        f"{failed[0].name}: {error_text(failed[0])}; fix the cause, then run the same command with --resume"
     )
 
 
 def results_csv(trials: Sequence[Trial], objective: str) -> str:
     """Format `results.csv`: full precision, by rank; unknown values and ranks without a score are empty."""
-    fields = field_names(trials)
+    fields = _field_names(trials)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     measured = ("tokens_seen", "tokens_per_s", "elapsed_s")
@@ -84,24 +89,27 @@ def best_yaml(config: Config, trial: Trial, sweep: Sweep) -> str:
     return "".join(f"# {line}\n" for line in header) + named.to_yaml()
 
 
-def _table(ranked: Sequence[Trial], objective: str, budget_tokens: int) -> list[str]:
-    fields = field_names(ranked)
-    rows = [
-        [
-            f"{rank:>4}" if trial.score is not None else "   -",
-            trial.name,
-            trial.state,
-            _objective_text(trial),
-            amount(trial.tokens_seen),
-            f"{trial.tokens_seen / budget_tokens:.0%}",
-            "-" if trial.tokens_per_s is None else f"{trial.tokens_per_s:,.0f}",
-            "-" if trial.elapsed_s is None else duration(trial.elapsed_s),
-            *(value_text(trial.values[n]) if n in trial.values else "-" for n in fields),
-        ]
-        for rank, trial in enumerate(ranked, 1)
-    ]
-    names = [objective, "tokens", "share", "tokens/s", "time", *fields]
-    return table(["rank", "trial", "state"], names, rows)
+def trial_table(
+    ranked: Sequence[Trial], objective: str
+) -> tuple[list[str], list[list[tuple[Any, str]]]]:
+    """Return the columns' names, and value and text of every cell."""
+    fields = _field_names(ranked)
+    rows: list[list[tuple[Any, str]]] = []
+    for rank, trial in enumerate(ranked, 1):
+        speed, spent_s = trial.tokens_per_s, trial.elapsed_s
+        rows.append(
+            [
+                (None, "-") if trial.score is None else (rank, str(rank)),
+                (trial.name, trial.name),
+                (trial.state, trial.state),
+                (trial.score, _objective_text(trial)),
+                (trial.tokens_seen, amount(trial.tokens_seen)),
+                (speed, "-" if speed is None else f"{speed:,.0f}"),
+                (spent_s, "-" if spent_s is None else short_duration(spent_s)),
+                *((trial.values.get(name), value_text(trial.values.get(name))) for name in fields),
+            ]
+        )
+    return ["rank", "trial", "state", objective, "tokens", "tokens/s", "time", *fields], rows
 
 
 def counts_text(trials: Iterable[Trial]) -> str:
@@ -110,7 +118,7 @@ def counts_text(trials: Iterable[Trial]) -> str:
     return ", ".join(f"{counts[state]} {state}" for state in _STATES if counts[state])
 
 
-def field_names(trials: Iterable[Trial]) -> list[str]:
+def _field_names(trials: Iterable[Trial]) -> list[str]:
     return list(dict.fromkeys(name for trial in trials for name in trial.values))
 
 
@@ -120,8 +128,8 @@ def _objective_text(trial: Trial) -> str:
     return "-" if trial.objective is None else f"{trial.objective:.4f}"
 
 
-def _error_text(trial: Trial) -> str:
-    return cut(" ".join((trial.error or "no message").split()), _MAX_ERROR_CHARS)
+def error_text(trial: Trial) -> str:
+    return cut(" ".join((trial.error or "").split()), _MAX_ERROR_CHARS)
 
 
 def _plain(value: Any) -> str:

@@ -44,28 +44,14 @@ _Positive = Annotated[float, Field(gt=0)]
 class _Domain(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    @property
-    def kind(self) -> str:
-        """Name in the file: grid, choice, …"""
-        return next(iter(type(self).model_fields))
 
-
-class Searched(_Domain):
-    """A domain of values that are searched, not computed from other fields."""
-
-    @property
-    def extremes(self) -> tuple[Any, ...]:
-        """All values of a list; both ends of a range."""
-        return tuple(getattr(self, self.kind))
-
-
-class Grid(Searched):
+class Grid(_Domain):
     """Every value is tried, with every value of the other grids."""
 
     grid: tuple[Any, ...]
 
 
-class Choice(Searched):
+class Choice(_Domain):
     """One of the values, all equally likely."""
 
     choice: tuple[Any, ...]
@@ -74,7 +60,7 @@ class Choice(Searched):
         return self.choice[min(int(fraction * len(self.choice)), len(self.choice) - 1)]
 
 
-class Uniform(Searched):
+class Uniform(_Domain):
     uniform: Annotated[tuple[float, float], AfterValidator(_ascending)]
 
     def at(self, fraction: float) -> float:
@@ -82,7 +68,7 @@ class Uniform(Searched):
         return min(low + fraction * (high - low), high)
 
 
-class LogUniform(Searched):
+class LogUniform(_Domain):
     """A number between two ends above 0, as likely from 1 to 10 as from 10 to 100."""
 
     loguniform: Annotated[tuple[_Positive, _Positive], AfterValidator(_ascending)]
@@ -92,7 +78,7 @@ class LogUniform(Searched):
         return min(low * math.exp(fraction * math.log(high / low)), high) if fraction < 1 else high
 
 
-class RandInt(Searched):
+class RandInt(_Domain):
     """An integer between two ends, both included."""
 
     randint: Annotated[tuple[int, int], AfterValidator(_ascending)]

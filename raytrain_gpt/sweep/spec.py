@@ -14,9 +14,9 @@ Trials are compared at equal tokens, so the file counts in tokens, and a trial's
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -31,9 +31,9 @@ from raytrain_gpt.format import own_scores, preview
 from raytrain_gpt.sweep.history import HISTORY_FILE
 from raytrain_gpt.sweep.space import (
     Domain,
+    Expression,
     Grid,
     SampledDomain,
-    Searched,
     expression_order,
     field_value,
     parse_domain,
@@ -62,8 +62,6 @@ _SAME_IN_ALL_TRIALS = ("eval", "cluster", "run", "tracking")
 """Sections for locations, resources and the measurement of the objective; settings of kinds may vary."""
 _OTHER_LOSSES = ("data_path", "init_from", "document_mask")
 """Fields of other sections that make losses incomparable."""
-_MAX_TRIALS = 1000
-"""Most trials of a sweep, whose names have three digits."""
 
 SWEEP_FILE = "sweep.yaml"
 """The resolved sweep in its directory."""
@@ -113,9 +111,13 @@ class CampaignFile(Strict):
     """Field that the file sets in every run -> what to do instead of setting it."""
     may_change: ClassVar[tuple[str, ...]]
     """Fields that may differ on `--resume`; for base and overrides, their configuration is compared."""
+    file: ClassVar[str]
+    """Name of the resolved file."""
     history_file: ClassVar[str]
     runs_dir: ClassVar[str]
     """Directory of the runs, in that of the sweep or study."""
+    parts: ClassVar[tuple[type[Strict], ...]]
+    """Models of values in the file, whose fields are known to messages."""
 
     base: Base
     """Base configuration of all runs: {preset: NAME} or {config: FILE}."""
@@ -135,14 +137,41 @@ class CampaignFile(Strict):
         return {name: read(str(name), value) for name, value in raw.items()}
 
     @classmethod
+    def load(cls, path: Path, flags: Mapping[str, Any]) -> Self:
+        """Load a file; its default name is that of the path.
+
+        Args:
+            flags: Field of the file, or of the configuration for overrides -> text; `null` is None.
+
+        Raises:
+            ConfigError: it is missing, not YAML, or invalid.
+        """
+        raw = read_mapping(path, cls.kind(), cls.model_fields)
+        raw = {key: value for key, value in raw.items() if value is not None}
+        raw = {f"{cls.kind()}_name": path.stem, "overrides": {}, **raw}
+        base = raw.get("base")
+        if isinstance(base, dict) and isinstance(base.get("config"), str):
+            raw["base"] = {**base, "config": str((path.parent / base["config"]).absolute())}
+        for name, text in flags.items():
+            fields = raw if name in cls.model_fields else raw["overrides"]
+            fields[name] = None if text == "null" else text
+        models: tuple[type[Strict], ...] = (*cls.parts, cls)
+        known = {name: field for one in models for name, field in one.model_fields.items()}
+
+        def unknown(key: str) -> str:
+            name = key.rpartition(".")[2]
+            hint = "; it belongs below overrides" if name in FIELDS else suggestion(name, known)
+            return f"unknown key {name}{hint}"
+
+        try:
+            return cls.model_validate(raw)
+        except ValidationError as error:
+            raise ConfigError(f"{path}: {refusal(error, known, unknown)}") from None
+
+    @classmethod
     def kind(cls) -> str:
         """Text `sweep` or `study`."""
         return cls.__name__.lower()
-
-    @property
-    def file(self) -> str:
-        """Name of the resolved file."""
-        return f"{self.kind()}.yaml"
 
     @property
     def name(self) -> str:
@@ -157,7 +186,8 @@ class CampaignFile(Strict):
 class Sweep(CampaignFile):
     set_by_file = SET_BY_SWEEP
     may_change = ("max_concurrent_trials", "base", "overrides")
-    history_file, runs_dir = HISTORY_FILE, "trials"
+    file, history_file, runs_dir = SWEEP_FILE, HISTORY_FILE, "trials"
+    parts = (Asha, Base)
 
     sweep_name: Name = Field(max_length=190)
     """Name of the sweep and its directory; default: the file's name."""
@@ -204,7 +234,7 @@ class Sweep(CampaignFile):
         return self
 
     def _check_space(self) -> None:
-        """Refuse fields that cannot vary between trials, and an empty search."""
+        """Refuse fields that cannot vary between trials."""
         for name in self.space:
             if name in self.overrides:
                 raise ConfigError(
@@ -215,8 +245,6 @@ class Sweep(CampaignFile):
                 raise ConfigError(
                     f"{name} cannot vary between trials; move it from space to overrides"
                 )
-        if not self.searched:
-            raise ConfigError("the space has nothing to search; add a grid, choice or range")
         expression_order(self.space)
 
     def _is_same_in_all_trials(self, name: str) -> bool:
@@ -242,65 +270,8 @@ class Sweep(CampaignFile):
                 f"num_trials={number} does not fit the grid's {points} points; set a multiple of them if "
                 "values are drawn, else remove it"
             )
-        if number > _MAX_TRIALS:
-            raise ConfigError(f"{number:,} trials are more than {_MAX_TRIALS:,}; use fewer")
-
-    @property
-    def mode(self) -> Literal["min", "max"]:
-        """Whether a lower or a higher objective is better."""
-        return self.objective_mode or "min"
 
     @property
     def searched(self) -> list[str]:
         """Fields of the space that are not computed from others, in the file's order."""
-        return [name for name, d in self.space.items() if isinstance(d, Searched)]
-
-
-def load_sweep(path: Path, flags: Mapping[str, Any]) -> Sweep:
-    """Load a sweep file; raises a ConfigError if it is missing, not YAML, or invalid.
-
-    `flags` maps SWEEP_FLAGS, and fields that become overrides, to texts; `null` is None.
-    """
-    return load_file(Sweep, path, flags, SWEEP_FLAGS, (Asha, Base))
-
-
-FileT = TypeVar("FileT", bound=CampaignFile)
-
-
-def load_file(
-    kind: type[FileT],
-    path: Path,
-    flags: Mapping[str, Any],
-    own_flags: Container[str],
-    below: Iterable[type[Strict]],
-) -> FileT:
-    """Load a file with `base` and `overrides`, whose default name is the file's.
-
-    Args:
-        flags: Name -> text; `null` is None. Those not in `own_flags` become overrides.
-        below: Models of values in it, whose fields are known to messages.
-
-    Raises:
-        ConfigError: it is missing, not YAML, or invalid.
-    """
-    raw = read_mapping(path, kind.kind(), kind.model_fields)
-    raw = {key: value for key, value in raw.items() if value is not None}
-    raw = {f"{kind.kind()}_name": path.stem, "overrides": {}, **raw}
-    base = raw.get("base")
-    if isinstance(base, dict) and isinstance(base.get("config"), str):
-        raw["base"] = {**base, "config": str((path.parent / base["config"]).absolute())}
-    for name, text in flags.items():
-        fields = raw if name in own_flags else raw["overrides"]
-        fields[name] = None if text == "null" else text
-    known = {name: field for one in below for name, field in one.model_fields.items()}
-    known |= kind.model_fields
-
-    def unknown(key: str) -> str:
-        name = key.rpartition(".")[2]
-        hint = "; it belongs below overrides" if name in FIELDS else suggestion(name, known)
-        return f"unknown key {name}{hint}"
-
-    try:
-        return kind.model_validate(raw)
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {refusal(error, known, unknown)}") from None
+        return [name for name, d in self.space.items() if not isinstance(d, Expression)]

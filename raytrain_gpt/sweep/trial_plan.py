@@ -143,7 +143,7 @@ def _draw(sweep: Sweep, index: int) -> dict[str, Any]:
 def _reachable(sweep: Sweep) -> Iterator[dict[str, Any]]:
     """Yield values that Optuna may choose: the first corners of the space, and some draws."""
     domains = {name: d for name, d in sweep.space.items() if isinstance(d, SampledDomain)}
-    corners = product(*(domain.extremes for domain in domains.values()))
+    corners = product(*((domain.at(0), domain.at(1)) for domain in domains.values()))
     for corner in islice(corners, _MAX_CORNERS):
         yield dict(zip(domains, corner, strict=True))
     yield from (_draw(sweep, index) for index in range(_NUM_DRAWS_CHECKED))
@@ -163,7 +163,7 @@ def sampled_values(sweep: Sweep, history: History, name: str) -> dict[str, Any]:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     seed = random.Random(f"{sweep.sweep_seed}/{name}").randrange(2**32)
     modes = optuna.study.StudyDirection
-    direction = modes.MAXIMIZE if sweep.mode == "max" else modes.MINIMIZE
+    direction = modes.MAXIMIZE if sweep.objective_mode == "max" else modes.MINIMIZE
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed), direction=direction)
     for trial in trials.values():
         if trial.state in ENDED and trial.score is not None:

@@ -29,7 +29,7 @@ from raytrain_gpt.sweep.results import (
     results_csv,
 )
 from raytrain_gpt.sweep.spec import Asha, Sweep
-from raytrain_gpt.sweep.sweep_page import SweepFacts, sweep_page
+from raytrain_gpt.sweep.sweep_page import sweep_page
 from raytrain_gpt.sweep.trial_plan import (
     base_config,
     check_sweep,
@@ -74,7 +74,7 @@ def run_sweep(
         base = base_config(sweep)
         campaign = Campaign(sweep, base, signals, log, train_loop, resume=resume)
         check_sweep(sweep, workers_of(campaign.base).num_workers)
-        number, maximize = num_trials(sweep), sweep.mode == "max"
+        number, maximize = num_trials(sweep), sweep.objective_mode == "max"
         with campaign.on_cluster(number, sweep.max_concurrent_trials, maximize):
             names = [f"{index:03d}" for index in range(number)]
             rule = Rule()
@@ -109,7 +109,7 @@ def finish(sweep: Sweep, campaign: Campaign) -> SweepSummary:
         config = config.updated({name: original[name] for name in restored})
         files[BEST_FILE] = best_yaml(config, best, sweep).encode()
         metrics = {f"best/{objective}": best.objective or 0.0}
-    files[REPORT_FILE] = sweep_page(history, SweepFacts.read(directory)).encode()
+    files[REPORT_FILE] = sweep_page(history, sweep.model_dump(mode="json")).encode()
     for name, content in files.items():
         (directory / name).write_bytes(content)
     failure = failure_text(trials, sweep.title)

@@ -16,7 +16,7 @@ from raytrain_gpt.cluster.capacity import Node, Resources
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.mixture import Mixture, read_mixture
 from raytrain_gpt.doctor import cluster_checks
-from raytrain_gpt.doctor.check import Check
+from raytrain_gpt.doctor.check import checked
 from raytrain_gpt.doctor.cluster_checks import Examination, data_problem
 from raytrain_gpt.doctor.rank_probe import GroupFacts, RankFacts
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
@@ -38,10 +38,8 @@ def exam_of(
     return exam
 
 
-def finds(
-    check: Callable[[Examination], Check], exam: Examination, status: str, *words: str
-) -> None:
-    found = check(exam)
+def finds(check: Callable[[Examination], str], exam: Examination, status: str, *words: str) -> None:
+    found = checked("any", partial(check, exam))
     assert found.status == status, found.line
     assert "\n" not in found.line
     for word in words:
@@ -81,6 +79,23 @@ def test_data_and_disk_of_one_node(make_config: MakeConfig) -> None:
     finds(check, exam, "PASS", "is readable on 2 nodes")
     exam.data = None
     finds(cluster_checks.check_disk, exam, "SKIP", "size is unknown")
+
+
+def test_workers_disk_and_tracking_that_are_not_there(
+    make_config: MakeConfig, dataset: Path, tmp_path: Path
+) -> None:
+    exam = exam_of(SOUND)
+    exam.config = make_config(
+        num_workers=16,
+        num_layers=1000,
+        embd_size=16384,
+        mlflow_uri=f"sqlite:///{tmp_path}/none/mlflow.db",
+        storage_path=str(tmp_path),
+    )
+    exam.data = read_mixture([(Location.of(dataset), Fraction(1))])
+    finds(cluster_checks.check_workers, exam, "FAIL", "16 workers × 1 CPU do not fit")
+    finds(cluster_checks.check_disk, exam, "FAIL", "checkpoints of", "free some space")
+    finds(cluster_checks.check_tracking, exam, "FAIL", f"cannot write in {tmp_path}/none")
 
 
 def test_ranks_without_a_gpu_and_two_on_one() -> None:

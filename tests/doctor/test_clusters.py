@@ -18,7 +18,6 @@ from .conftest import Doctor
 
 pytestmark = pytest.mark.long
 
-RANK_CHECKS = {"devices", "all_reduce", "sequences"}
 SMALL_DISK_BYTES = 100_000_000
 
 
@@ -34,26 +33,6 @@ def test_a_sound_cluster_passes(
     assert set(visit.found["all_reduce_bytes_per_s"]) == {"1000000", "100000000"}
     assert not list(own_storage.iterdir())
     assert own("ray::TrainController") == []
-
-
-def test_what_the_configuration_asks_for_is_not_there(
-    head: Head, doctor: Doctor, make_config: MakeConfig, own_storage: Path, tmp_path: Path
-) -> None:
-    """The cluster lacks workers, disk space and MLflow's directory."""
-    config = make_config(
-        num_workers=6,
-        num_layers=1000,
-        embd_size=16384,
-        mlflow_uri=f"sqlite:///{tmp_path}/none/mlflow.db",
-        storage_path=str(own_storage),
-    )
-    visit = doctor(config, env=head.env)
-    assert visit.code == 1
-    assert visit.statuses("FAIL") == {"workers", "disk", "tracking"}
-    visit.says("FAIL", "workers", "6 workers × 1 CPU do not fit", "set num_workers to at most 2")
-    visit.says("FAIL", "disk", "checkpoints of", "free some space")
-    visit.says("FAIL", "tracking", f"cannot write in {tmp_path}/none")
-    assert visit.statuses("SKIP") == RANK_CHECKS
 
 
 @pytest.mark.fault("`ray start` cluster with a different token or version")

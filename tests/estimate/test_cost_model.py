@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from raytrain_gpt import cli
-from raytrain_gpt.commands.train import EstimateFlags
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.core.device import gpu_spec
 from raytrain_gpt.core.memory import MemoryModel, TrainingMemory
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.estimate.cost_model import Facts, estimate
 from raytrain_gpt.estimate.estimate import estimate_run, lines
-from tests.conftest import RunCli, raises_line
+from tests.conftest import RunCli
 
 H200 = gpu_spec("NVIDIA H200")
 FACTS = Facts(vocab_size=50_257, num_workers=1, bf16=True, train_tokens=10**10)
@@ -41,15 +39,14 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_workers", "step_time_s", "days"), [(1, 37.5, 41.4), (4, 9.5, 10.5)])
-def test_figures_of_a_run_that_was_done(num_workers: int, step_time_s: float, days: float) -> None:
-    found = estimate(CONFIG, replace(FACTS, num_workers=num_workers, step_time_s=step_time_s))
+def test_figures_of_a_run_that_was_done() -> None:
+    found = estimate(CONFIG, replace(FACTS, num_workers=4, step_time_s=9.5))
     assert found.steps_per_epoch == 19_073
     assert found.max_steps == 5 * 19_073 == 95_365
-    assert found.micro_batches_per_step == 16 // num_workers
-    assert found.train_s == pytest.approx(days * 86_400, rel=0.005)
+    assert found.micro_batches_per_step == 4
+    assert found.train_s == pytest.approx(10.5 * 86_400, rel=0.005)
     assert found.speed is not None
-    assert found.speed.tokens_per_s == pytest.approx(524_288 / step_time_s)
+    assert found.speed.tokens_per_s == pytest.approx(524_288 / 9.5)
 
 
 @pytest.mark.slow
@@ -80,13 +77,6 @@ def test_muons_products_take_their_share_of_the_tables_speed_only() -> None:
     given = replace(facts, step_time_s=0.5)
     assert estimate(muon, given).speed == estimate(CONFIG, given).speed
     assert found.checkpoint_bytes < adamw.checkpoint_bytes
-
-
-def test_a_measured_speed_goes_before_all_others() -> None:
-    facts = replace(FACTS, device=H200, tokens_per_s=500_000.0, step_time_s=37.5)
-    found = estimate(CONFIG, facts).speed
-    assert found is not None
-    assert (found.tokens_per_s, found.source) == (500_000.0, "probe")
 
 
 def test_prices_are_device_hours_times_rates() -> None:
@@ -121,19 +111,6 @@ def test_the_answer_says_what_is_not_known() -> None:
     assert "not measured" in printed
     assert "fits NVIDIA H200" in printed
     assert "on demand" in printed
-
-
-@pytest.mark.parametrize(
-    ("facts", "words"),
-    [
-        ({"step_time_s": 0.0}, "step_time_s=0.0: must be greater than 0.000000001"),
-        ({"mfu": 1.5}, "mfu=1.5: must be less than or equal to 1"),
-        ({"train_tokens": 2**63}, "train_tokens=9223372036854775808: must be less than 2**63"),
-    ],
-)
-def test_what_cannot_be_is_refused(facts: dict[str, Any], words: str) -> None:
-    with raises_line(ConfigError, words):
-        EstimateFlags(**facts)
 
 
 def test_an_unknown_device_and_an_odd_batch_are_refused() -> None:

@@ -13,7 +13,7 @@ from raytrain_gpt.scaling.plan import RunResult, StudyPlan, study_base
 from raytrain_gpt.scaling.rates import RateRule
 from raytrain_gpt.scaling.study_file import Study
 
-TRUTH = Law(e=0.9, a=60.0, b=300.0, alpha=0.4, beta=0.42, objective=0.0)
+TRUTH = Law(E=0.9, A=60.0, B=300.0, alpha=0.4, beta=0.42, objective=0.0)
 RULE = RateRule(0.5, -0.4)
 NOISE = 0.004
 VOCAB_SIZE = 257

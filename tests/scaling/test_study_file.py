@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.scaling.study_file import load_study
+from raytrain_gpt.scaling.study_file import Study
 from tests.conftest import RunCli, raises_line
 
 from .conftest import make_study
@@ -40,8 +40,6 @@ def test_a_design_that_means_nothing_is_one_line(changes: dict[str, Any], words:
     [
         ("target: {}", "compute is missing"),
         ("peak_lr: 1", "unknown key peak_lr; it belongs below overrides"),
-        ("size: [1]", "did you mean sizes?"),
-        ("overrides: 3", "overrides has no fields below it"),
     ],
 )
 def test_a_wrong_file_is_one_line(tmp_path: Path, run_cli: RunCli, more: str, words: str) -> None:
@@ -56,6 +54,6 @@ def test_a_wrong_file_is_one_line(tmp_path: Path, run_cli: RunCli, more: str, wo
 def test_the_name_is_the_files_and_flags_become_overrides(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(FILE)
-    study = load_study(file, {"max_concurrent_runs": "2", "seq_len": "64"})
+    study = Study.load(file, {"max_concurrent_runs": "2", "seq_len": "64"})
     assert (study.study_name, study.overrides) == ("mine", {"seq_len": 64})
     assert study.max_concurrent_runs == 2

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from raytrain_gpt.sweep.spec import Sweep, load_sweep
+from raytrain_gpt.sweep.spec import Sweep
 from tests.runs import SMALL
 
 BATCH_TOKENS = int(str(SMALL["global_batch_tokens"]))
@@ -60,6 +60,6 @@ def make_sweep(write_sweep: WriteSweep) -> Callable[..., Sweep]:
     """Return a function that writes such a file and loads its sweep."""
 
     def make(name: str, space: dict[str, Any], **more: Any) -> Sweep:
-        return load_sweep(write_sweep(name, space, **more), {})
+        return Sweep.load(write_sweep(name, space, **more), {})
 
     return make

@@ -127,12 +127,6 @@ def test_a_sweep_goes_on_as_it_was_and_not_as_another(started: Sweep, tmp_path: 
         known(started, base_config(started), directory, resume=False)
 
 
-def test_a_damaged_file_of_a_started_sweep_is_one_line(started: Sweep, tmp_path: Path) -> None:
-    (tmp_path / BASE_FILE).write_text("- 1")
-    with raises_line(ConfigError, str(tmp_path), "missing or damaged", "restore it"):
-        known(started, base_config(started), Location.of(tmp_path), resume=True)
-
-
 RATES = [1e-3, 2e-3, 3e-3]
 
 

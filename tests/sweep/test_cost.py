@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from raytrain_gpt.cluster.capacity import Node, Resources, fit_to_cluster
-from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.core.registry import count_model
+from raytrain_gpt.core.registry import step_flops
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.format import duration
 from raytrain_gpt.sweep import cost
@@ -21,7 +20,7 @@ from raytrain_gpt.sweep.cost import (
     one_worker_for_auto,
     trials_at_once,
 )
-from raytrain_gpt.sweep.spec import Sweep, load_sweep
+from raytrain_gpt.sweep.spec import Sweep
 from raytrain_gpt.sweep.trial_plan import base_config, num_trials
 from raytrain_gpt.train.preflight import expected_vocab_size
 
@@ -91,7 +90,6 @@ def test_a_cluster_of_its_own_has_a_trial_for_each_core(monkeypatch: pytest.Monk
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost, "data_is_there", lambda config: False)
     monkeypatch.setattr(cost, "_seconds_per_flop", lambda configs, vocab_size: FLOP_S)
 
 
@@ -106,9 +104,7 @@ def test_the_cost_is_said_before_a_sweep_starts() -> None:
     assert tokens == "tokens: 9 × 46.1k = 414.7k without early stopping"
     config = base_config(one)
     shape = GPTShape.of(config, expected_vocab_size(config))
-    # 9 trials of 90 steps of 512 tokens, and of 9 evaluations, which have a third of the FLOPs.
-    all_tokens = 9 * (90 * 512 + 9 * config.eval.eval_tokens / 3)
-    all_s = FLOP_S * all_tokens * count_model(shape).flops_per_token
+    all_s = FLOP_S * 9 * 90 * step_flops(shape, config.optim.optimizer, 512)
     assert time.startswith(f"time: about {duration(all_s)} without starts")
 
 
@@ -132,19 +128,9 @@ def test_what_does_not_fit_here_has_no_time() -> None:
     assert lines[-1] == "time: unknown; the largest trial is too large for this machine"
 
 
-def test_the_step_with_the_most_flops_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def configured(config: Config, *_: Any, **__: Any) -> Any:
-        raise KeyboardInterrupt(config.model.num_layers)
-
-    monkeypatch.setattr(cost, "probe_steps", configured)
-    base = one_worker_for_auto(base_config(sweep()))
-    with pytest.raises(KeyboardInterrupt, match="3"):
-        cost._seconds_per_flop([base.updated({"num_layers": n}) for n in (1, 3, 2)], 257)
-
-
 @pytest.mark.usefixtures("measured")
 def test_the_example_of_the_documentation_has_a_cost(tmp_path: Path) -> None:
     # A step of the 124M model would take seconds, so the speed is made up.
     file = tmp_path / "example.yaml"
     file.write_text(DOCS.read_text("utf-8").split("```yaml")[1].split("```")[0], "utf-8")
-    assert cost_lines(load_sweep(file, {}))[17].startswith("each trial: 4 CPUs, with GPUs 1")
+    assert cost_lines(Sweep.load(file, {}))[17].startswith("each trial: 4 CPUs, with GPUs 1")

@@ -16,7 +16,6 @@ from raytrain_gpt.sweep.spec import (
     SWEEP_FLAGS,
     NoScheduler,
     Sweep,
-    load_sweep,
 )
 from tests.conftest import raises_line
 
@@ -40,7 +39,7 @@ def load(tmp_path: Path) -> Load:
         tree = {k: v for k, v in {**FILE, **changes}.items() if v is not None}
         path = tmp_path / "small.yaml"
         path.write_text(yaml.safe_dump(tree, sort_keys=False), "utf-8")
-        return load_sweep(path, flags or {})
+        return Sweep.load(path, flags or {})
 
     return load_changed
 
@@ -54,18 +53,10 @@ def test_fields_of_sweep_and_configuration_have_names_of_their_own() -> None:
 def test_what_a_file_leaves_out_or_empty_has_a_default(tmp_path: Path) -> None:
     text = yaml.safe_dump(FILE, sort_keys=False) + "overrides:\nscheduler:\nnum_trials:\n"
     (tmp_path / "small.yaml").write_text(text, "utf-8")
-    sweep = load_sweep(tmp_path / "small.yaml", {})
+    sweep = Sweep.load(tmp_path / "small.yaml", {})
     assert (sweep.sweep_name, sweep.overrides, sweep.searched) == ("small", {}, ["peak_lr"])
     assert (sweep.objective, sweep.searcher, sweep.sweep_seed) == ("val/loss", "random", 0)
     assert sweep.scheduler == NoScheduler()
-
-
-def test_values_are_as_their_fields_have_them(load: Load) -> None:
-    sweep = load(
-        overrides={"weight_decay": "1e-2", "seed": "7"}, space={"peak_lr": {"grid": ["1e-3"]}}
-    )
-    assert sweep.overrides == {"weight_decay": 0.01, "seed": 7}
-    assert sweep.space["peak_lr"].model_dump() == {"grid": (1e-3,)}
 
 
 @pytest.mark.parametrize(
@@ -106,7 +97,6 @@ def test_flags_win_over_the_file(load: Load) -> None:
     ("flags", "words"),
     [
         ({"num_trails": "3"}, ["unknown configuration key num_trails"]),
-        ({"num_trials": "many"}, ["num_trials='many'", "integer", "one for each point"]),
         ({"peak_lr": "1e-3"}, ["peak_lr", "overrides (0.001)", "remove one of them"]),
     ],
 )
@@ -127,10 +117,7 @@ def test_a_wrong_flag_is_one_line(load: Load, flags: dict[str, str], words: list
         ({"objective": "accuracy/top1"}, ["objective='accuracy/top1'", "min or max"]),
         ({"sweep_name": "../up"}, ["sweep_name='../up'"]),
         ({"overrides": ["peak_lr"]}, ["overrides has no fields", "peak_lr"]),
-        ({"overrides": {"peek_lr": 1}}, ["peek_lr", "did you mean peak_lr?"]),
-        ({"space": {"min_lr": {"expression": "peak_lr / 9"}}}, ["has nothing to search"]),
         ({"space": {"eval_tokens": {"grid": [1, 2]}}}, ["eval_tokens cannot vary", "move it"]),
-        ({"space": {"num_workers": {"grid": [1, 2]}}}, ["num_workers cannot vary", "move it"]),
         ({"overrides": {"max_steps": 9}}, ["max_steps is set by the sweep: set budget_tokens"]),
         ({"space": {"run_name": {"grid": ["a"]}}}, ["run_name is set by the sweep"]),
     ],
@@ -151,7 +138,6 @@ BOTH = {**GRID, "weight_decay": {"uniform": [0.0, 0.1]}}
         (BOTH, None, "random", ["set num_trials", "weight_decay"]),
         (BOTH, 10, "random", ["num_trials=10 does not fit the grid's 3 points"]),
         (BOTH, 3, "optuna", ["optuna takes no grid (peak_lr); use choice"]),
-        (DRAWN, 10_000_000, "random", ["10,000,000 trials are more than 1,000"]),
     ],
 )
 def test_numbers_of_trials_that_do_not_fit_the_space(

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from raytrain_gpt.sweep.history import State, Trial, ranking
-from raytrain_gpt.sweep.sweep_page import _MAX_NAMED_CURVES, SweepFacts, sweep_charts
+from raytrain_gpt.sweep.sweep_page import _MAX_NAMED_CURVES, sweep_charts
 from raytrain_gpt.tracking.pages import Chart, Curve
 
 BUDGET = 1_000_000
 LRS, BATCHES = (3e-4, 1e-3, 3e-3), (4096, 16384)
-SPACE = ["peak_lr", "global_batch_tokens"]
+SPACE = ("peak_lr", "global_batch_tokens")
 
 
 def trial(
@@ -46,9 +46,10 @@ def grid(**changes: tuple[float | None, int, State | None]) -> list[Trial]:
     return found
 
 
-def charts(trials: list[Trial], space: list[str] = SPACE) -> list[Chart]:
-    facts = {"objective": "val/loss", "budget_tokens": BUDGET, "maximize": False, "searched": space}
-    return sweep_charts(ranking(trials), SweepFacts(name="small", **facts))
+def charts(trials: list[Trial], *space: str) -> list[Chart]:
+    domains = {**{name: {"choice": []} for name in space or SPACE}, "min_lr": {"expression": "1"}}
+    sweep = {"objective": "val/loss", "budget_tokens": BUDGET, "space": domains}
+    return sweep_charts(ranking(trials), sweep)
 
 
 def shown(curves: list[Curve] | Any) -> list[float]:
@@ -57,28 +58,28 @@ def shown(curves: list[Curve] | Any) -> list[float]:
 
 def test_there_is_nothing_to_draw_before_an_evaluation() -> None:
     waiting = [Trial("000"), trial(1, {"peak_lr": 1e-3}, tokens=0, state="running")]
-    assert charts(waiting, ["peak_lr"]) == []
+    assert charts(waiting, "peak_lr") == []
     one = trial(2, {"peak_lr": 1e-3}, tokens=BUDGET // 10, state="running")
-    assert [chart.title for chart in charts([*waiting, one], ["peak_lr"])] == ["Learning curves"]
+    assert [chart.title for chart in charts([*waiting, one], "peak_lr")] == ["Learning curves"]
 
 
-def test_each_batch_has_a_line_and_stopped_trials_are_on_none() -> None:
-    curves, by_rate = charts(grid(t002=(3.1, BUDGET // 2, None)))
+def test_each_number_has_a_chart_of_trials_that_were_not_stopped() -> None:
+    curves, by_rate, by_batch = charts(grid(t002=(3.1, BUDGET // 2, None)))
     assert (curves.unit, by_rate.title) == ("val/loss", "Final val/loss by peak_lr")
-    assert by_rate.log
-    first, second = by_rate.curves
-    labels = ("global_batch_tokens 4,096", "global_batch_tokens 16,384")
-    assert (first.label, second.label) == labels
-    assert (first.dash, first.marker) != (second.dash, second.marker)  # for black and white
-    assert [*first.xs] == [3e-4, 3e-3]
-    assert [*first.values] == pytest.approx([3.0, 3.4])
-    assert first.width > 0
+    assert (by_rate.log, by_batch.log) == (True, False)
+    (dots,) = by_rate.curves
+    assert (dots.marker, dots.width) == ("o", 0)
+    assert [*dots.xs] == [3e-4, 3e-4, 1e-3, 3e-3, 3e-3]
+    assert [*dots.values] == pytest.approx([3.0, 3.1, 3.3, 3.4, 3.5])
+    values = [{"schedule": s, "peak_lr": 1e-3} for s in ("wsd", "cosine")]
+    one_rate = [trial(i, v) for i, v in enumerate(values)]
+    assert len(charts(one_rate, "schedule", "peak_lr")) == 1, "names have no axis"
 
 
 def test_the_best_is_thick_and_of_many_curves_only_the_first_are_named() -> None:
     number = _MAX_NAMED_CURVES + 1
     trials = [trial(i, {"peak_lr": 1e-3 * 1.1**i}, 3 + 0.01 * i) for i in range(number)]
-    drawn = charts(trials, ["peak_lr"])[0].curves
+    drawn = charts(trials, "peak_lr")[0].curves
     assert [curve.label for curve in drawn] == [f"{i:03}" for i in range(number - 1)] + [""]
     assert [curve.width > 2 for curve in drawn] == [True] + [False] * (number - 1)
 
@@ -98,25 +99,8 @@ def test_what_is_far_off_flattens_nothing() -> None:
     assert max(shown(by_rate.curves)) < 4.5
 
 
-def test_without_a_rate_the_first_number_is_the_axis() -> None:
-    values = [{"schedule": s, "weight_decay": w} for s in ("wsd", "cosine") for w in (0.0, 0.1)]
-    trials = [trial(i, v) for i, v in enumerate(values)]
-    _, by_decay = charts(trials, ["schedule", "weight_decay"])
-    assert (by_decay.x, by_decay.log) == ("weight_decay", False)
-    assert [curve.label for curve in by_decay.curves] == ["schedule cosine", "schedule wsd"]
-    assert len(charts(trials[::2], ["schedule"])) == 1  # names have no axis
-
-
-def test_points_are_not_joined_where_another_field_varies_freely() -> None:
-    rates = [1e-3, 1.3e-3, 2.1e-3, 4.7e-3]
-    trials = [trial(i, {"peak_lr": r, "dropout": 0.013 * i}) for i, r in enumerate(rates)]
-    for space, is_line in ((["peak_lr", "dropout"], False), (["peak_lr"], True)):
-        (curve,) = charts(trials, space)[1].curves
-        assert (curve.width > 0) == is_line
-
-
 def test_evaluations_that_were_written_as_null_are_gaps() -> None:
     points = ((100_000, 5.0), (200_000, None), (300_000, None))
     lost = Trial("001", "stopped", {"peak_lr": 3e-3}, None, 300_000, 1.0, 1.0, "x", None, points)
-    _, curve = charts([trial(0, {"peak_lr": 1e-3}), lost], ["peak_lr"])[0].curves
+    _, curve = charts([trial(0, {"peak_lr": 1e-3}), lost], "peak_lr")[0].curves
     assert [*np.isnan(curve.values)] == [False, True, True]

@@ -11,7 +11,7 @@ import pytest
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.schema import FIELDS, changed_fields
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.sweep.spec import load_sweep
+from raytrain_gpt.sweep.spec import Sweep
 from raytrain_gpt.sweep.trial_plan import (
     base_config,
     check_sweep,
@@ -188,7 +188,7 @@ def test_the_sweeps_that_come_with_the_product_are_possible(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir("/")
-    sweep = load_sweep(path, {})
+    sweep = Sweep.load(path, {})
     assert {*sweep.overrides, *sweep.space} <= set(FIELDS)
     num_workers = base_config(sweep).cluster.num_workers
     assert isinstance(num_workers, int), "set the number of workers per trial"
