@@ -19,6 +19,7 @@ from raytrain_gpt.scaling.law import AtLeast0, Floats, Law, Positive, fit_law
 from raytrain_gpt.scaling.plan import RunResult, StudyPlan, check_extrapolation
 from raytrain_gpt.scaling.rates import RateRule
 from raytrain_gpt.storage.location import Location
+from raytrain_gpt.train.preflight import expected_vocab_size
 
 LAW_FILE = "law.json"
 _RECIPE = ("architecture", "optimizer", "seq_len", "global_batch_tokens")
@@ -78,9 +79,13 @@ class LawFile(Law, _Scope, extra="ignore"):
         ]
         if data_is_there(config) and read_data(config).vocab_hash != self.vocab_hash:
             doubts.append("the law has a different tokenizer")
-        loss = self.loss_text(float(self.predict(parameters, tokens)))
+        loss, most = float(self.predict(parameters, tokens)), math.log(expected_vocab_size(config))
+        if not loss + (self.half_width or 0.0) <= most:
+            raise ConfigError(
+                f"{self.study} forecasts {self.loss_text(loss)}, but guessing has {most:.3f}; use another law"
+            )
         by = f"nats per token, by {self.study}, at {times:.2g} times its largest compute"
-        return "; ".join([f"{loss} {by}", *doubts])
+        return "; ".join([f"{self.loss_text(loss)} {by}", *doubts])
 
 
 def law_file(

@@ -24,6 +24,7 @@ from raytrain_gpt.sweep.history import (
     Trial,
     best_trial,
     ranking,
+    value_text,
 )
 from raytrain_gpt.sweep.results import error_text, summary, trial_table
 from raytrain_gpt.sweep.space import is_number
@@ -33,6 +34,7 @@ from raytrain_gpt.tracking.pages import Chart, Curve, curve_style
 from raytrain_gpt.tracking.report import REPORT_FILE
 
 _MAX_NAMED_CURVES = 10
+_BATCH = "global_batch_tokens"
 
 
 def report_sweep(name: str, storage_path: str, as_json: bool, say: Log) -> bool:
@@ -97,19 +99,35 @@ def sweep_charts(ranked: Sequence[Trial], sweep: Mapping[str, Any]) -> list[Char
 
 
 def _by_field(drawn: Sequence[Trial], sweep: Mapping[str, Any], limit: float) -> Iterator[Chart]:
-    """Chart the objectives of unstopped trials over each number that was searched."""
+    """Chart the objectives of unstopped trials over each number that was searched.
+
+    Each batch size that was searched has a curve of its own.
+    """
     full = [trial for trial in drawn if trial.tokens_seen == sweep["budget_tokens"]]
     shown = [trial for trial in full if trial.score is not None and trial.score <= limit]
-    for name in (name for name, domain in sweep["space"].items() if "expression" not in domain):
-        points = [(trial.values[name], trial.score) for trial in shown]
-        places = {place for place, _ in points}
-        if len(places) < 2 or not all(map(is_number, places)):
+    searched = [name for name, domain in sweep["space"].items() if "expression" not in domain]
+    for name in searched:
+        if not all(is_number(trial.values[name]) for trial in shown):
             continue
-        xs, scores = np.array(points, np.float64).T
+        line_field = _BATCH if _BATCH in searched and name != _BATCH else ""
+        lines: dict[Any, list[tuple[float, float | None]]] = {}
+        for trial in shown:
+            point = trial.values[name], trial.score
+            lines.setdefault(trial.values.get(line_field), []).append(point)
+        places = {x for points in lines.values() for x, _ in points}
+        if len(places) < 2:
+            continue
+        # If a third field varies, neighbors on the axis are not neighbors in the space.
+        width = 1.6 if {*searched} == {name, line_field} else 0
+        curves = []
+        for i, batch in enumerate(sorted(lines) if line_field else lines):
+            xs, scores = np.array(sorted(lines[batch]), np.float64).T
+            label = f"{line_field} {value_text(batch)}" if line_field else ""
+            color, dash, marker = curve_style(i)
+            curves.append(Curve(label, xs, scores, color, dash, marker, width))
         is_log = min(places) > 0 and max(places) > 8 * min(places)
-        curve = Curve("", xs, scores, marker="o", width=0)
         title = f"Final {sweep['objective']} by {name}"
-        yield Chart(title, sweep["objective"], [curve], x=name, log=is_log)
+        yield Chart(title, sweep["objective"], curves, x=name, log=is_log)
 
 
 def _limit(trials: Sequence[Trial]) -> float:

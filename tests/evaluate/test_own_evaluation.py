@@ -30,7 +30,7 @@ from raytrain_gpt.export.model_card import _scores
 from raytrain_gpt.format import ROW_PREFIXES
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.history import History, best_trial, ranking
-from raytrain_gpt.sweep.sweep_page import SweepFacts, sweep_charts
+from raytrain_gpt.sweep.sweep_page import sweep_charts
 from raytrain_gpt.sweep.trial_plan import base_config
 from raytrain_gpt.train.launch import train
 from tests.checkpoints import write_checkpoint
@@ -291,7 +291,7 @@ def test_a_sweep_ranks_the_highest_first_if_it_is_told_so(tmp_path: Path) -> Non
     with raises_line(ConfigError, "mine/a is not measured; add mine to evaluations"):
         base_config(sweep_of(space, **own))
     sweep = sweep_of(space, overrides={"evaluations": ["mine"]}, **own)
-    history = History(Location.of(tmp_path), sweep.mode == "max")
+    history = History(Location.of(tmp_path), sweep.objective_mode == "max")
     numbers = {
         "tokens_seen": sweep.budget_tokens,
         "tokens_per_s": 1.0,
@@ -309,8 +309,6 @@ def test_a_sweep_ranks_the_highest_first_if_it_is_told_so(tmp_path: Path) -> Non
     best, ranked = best_trial(history.trials()), ranking(history.trials())
     assert best is not None
     assert best.name == ranked[0].name == "001"
-    facts = {"objective": "mine/a", "budget_tokens": sweep.budget_tokens, "maximize": True}
-    shown = SweepFacts(name="small", searched=sweep.searched, **facts)
-    curves, by_rate = sweep_charts(ranked, shown)
+    curves, by_rate, _ = sweep_charts(ranked, sweep.model_dump())
     assert curves.curves[0].label == "001"
-    assert [[*curve.values] for curve in by_rate.curves] == [[0.2, 0.3], [0.9, 0.1]]
+    assert [[*curve.values] for curve in by_rate.curves] == [[0.2, 0.9, 0.1, 0.3]]

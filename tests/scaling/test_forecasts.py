@@ -59,6 +59,15 @@ def test_a_damaged_law_is_one_line(forecasts: Forecasts, tmp_path: Path, run_cli
     assert str(file) in run_cli.refuses("estimate", "--law", file)
 
 
+@pytest.mark.parametrize("absurd", [{"half_width": 1e30}, {"E": 1e30}])
+def test_numbers_that_are_no_law_are_refused(
+    forecasts: Forecasts, absurd: dict[str, float]
+) -> None:
+    file = forecasts.file.model_copy(update=absurd)
+    with raises_line(ConfigError, "but guessing has"):
+        file.expected(1e6, 2e7, forecasts.plan.base)
+
+
 def test_estimate_names_the_loss_to_expect(
     forecasts: Forecasts, dataset: Path, tmp_path: Path, run_cli: RunCli
 ) -> None:

@@ -67,10 +67,12 @@ def test_each_number_has_a_chart_of_trials_that_were_not_stopped() -> None:
     curves, by_rate, by_batch = charts(grid(t002=(3.1, BUDGET // 2, None)))
     assert (curves.unit, by_rate.title) == ("val/loss", "Final val/loss by peak_lr")
     assert (by_rate.log, by_batch.log) == (True, False)
-    (dots,) = by_rate.curves
-    assert (dots.marker, dots.width) == ("o", 0)
-    assert [*dots.xs] == [3e-4, 3e-4, 1e-3, 3e-3, 3e-3]
-    assert [*dots.values] == pytest.approx([3.0, 3.1, 3.3, 3.4, 3.5])
+    small, large = by_rate.curves
+    assert [small.label, large.label] == [f"global_batch_tokens {n:,}" for n in BATCHES]
+    assert ([*small.xs], [*large.xs]) == ([3e-4, 3e-3], [*LRS])
+    assert [*large.values] == pytest.approx([3.1, 3.3, 3.5])
+    (dots,) = by_batch.curves
+    assert (len(dots.xs), dots.width) == (5, 0)
     values = [{"schedule": s, "peak_lr": 1e-3} for s in ("wsd", "cosine")]
     one_rate = [trial(i, v) for i, v in enumerate(values)]
     assert len(charts(one_rate, "schedule", "peak_lr")) == 1, "names have no axis"
