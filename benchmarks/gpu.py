@@ -51,6 +51,8 @@ from harness import VOCAB_SIZE, data_wait_fraction, flags, quiet_config, run_row
 from plain_gpt2 import PlainGPT, Sizes, train_plainly
 
 from raytrain_gpt.config.load import load_preset
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.sections import TrainSection
 from raytrain_gpt.core.accumulation import FloatAccumulator
 from raytrain_gpt.core.device import (
     best_device,
@@ -266,8 +268,9 @@ def initial(args: argparse.Namespace) -> GPT:
 
 def counted_memory_mb(args: argparse.Namespace, compiled: bool) -> int:
     """Return the predicted device memory in MB, to compare with the peak."""
-    narrow, bf16 = args.narrow_residual, args.precision == "bf16"
-    model = MemoryModel(args.shape, bf16, compiled, optim=args.optim, narrow_residual=narrow)
+    residual = "bf16" if args.narrow_residual else "fp32"
+    train = TrainSection(compile=compiled, residual_dtype=residual)
+    model = MemoryModel(Config(optim=args.optim, train=train), args.shape, args.precision == "bf16")
     return round(model.predict(args.sequences, args.activation_checkpointing).total / 1e6)
 
 

@@ -217,9 +217,9 @@ def measured(case: Case) -> dict[str, Any]:
     evaluation_graphs = len(codes) - len(training_codes)
     model.train()
     next(results)
-    predicted = MemoryModel(
-        shape, True, True, optim=config.optim, narrow_residual=case.narrow_residual
-    )
+    residual = "bf16" if case.narrow_residual else "fp32"
+    compiled = config.updated({"compile": True, "residual_dtype": residual})
+    predicted = MemoryModel(compiled, shape, True)
     return {
         **counted(events, training_codes, case, shape),
         "graphs": len(training_codes),

@@ -97,28 +97,18 @@ def all_gather_values(value: T, kind: Any, group: dist.ProcessGroup | None = Non
         ValueError: a rank sent a value of the wrong type, or more than MAX_JSON_BYTES.
     """
     adapter = TypeAdapter(kind)
-    sent = as_bytes(adapter.dump_json(value, by_alias=True))
+    sent = torch.frombuffer(bytearray(adapter.dump_json(value, by_alias=True)), dtype=torch.uint8)
     sizes = all_gather_rows(torch.tensor([len(sent)]), group).flatten().tolist()
-    check_size(max(sizes))
+    if not 0 <= min(sizes) <= max(sizes) <= MAX_JSON_BYTES:
+        raise ValueError(
+            f"a rank sent {max(sizes)} bytes, more than the maximum of {MAX_JSON_BYTES}"
+        )
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(sent)] = sent
     rows = all_gather_rows(padded, group)
     return [
         adapter.validate_json(bytes(row[:n].numpy())) for row, n in zip(rows, sizes, strict=True)
     ]
-
-
-def as_bytes(text: bytes) -> Tensor:
-    """Convert bytes to uint8 (n,)."""
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-
-def check_size(num_bytes: int) -> None:
-    """Raise a ValueError unless a rank may send that many bytes."""
-    if not 0 <= num_bytes <= MAX_JSON_BYTES:
-        raise ValueError(
-            f"a rank sent {num_bytes} bytes, more than the maximum of {MAX_JSON_BYTES}"
-        )
 
 
 class DelayedFlags:

@@ -36,8 +36,6 @@ class Node:
 
     cpus: float
     gpus: float
-    memory_bytes: float = math.inf
-    """Memory that Ray schedules, without the object store; infinite if Ray reports none."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import signal
 import threading
@@ -91,7 +90,7 @@ def cluster_resources(ours: bool = False) -> Resources:
     """Return the cluster's current resources, without draining nodes."""
     draining = ray._private.state.state.get_draining_nodes()
     nodes = tuple(
-        Node(has.get("CPU", 0.0), has.get("GPU", 0.0), has.get("memory", math.inf))
+        Node(has.get("CPU", 0.0), has.get("GPU", 0.0))
         for node in ray.nodes()
         if node["Alive"] and node["NodeID"] not in draining
         for has in [node["Resources"]]

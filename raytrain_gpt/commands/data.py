@@ -140,7 +140,7 @@ def find(options: FindOptions) -> None:
     from raytrain_gpt.train.provenance import RunProvenance
 
     run = RunProvenance(options.run, Location.of(options.storage_path), options.data)
-    facts = run.find(options.text, say)
+    facts = run.find(options.text)
     for step in facts["steps"]:
         rows = [f"{one['dataset']} {one['shard']} row {one['row']}" for one in step["sequences"]]
         say(f"step {step['step']}: {', '.join(rows)}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from raytrain_gpt.errors import ConfigError, RaytrainGptError, UserError, reason
+from raytrain_gpt.errors import ConfigError, RaytrainGptError, UserError, damage_as
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,8 @@ class Code:
     @classmethod
     def read(cls, path: Path, may_differ: bool = False) -> Code:
         """Read a file; raises ConfigError if it is missing or not UTF-8."""
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise ConfigError(f"cannot read code {path}: {reason(error)}") from None
-        try:
-            return cls(path.name, content.decode(), may_differ)
-        except UnicodeDecodeError:
-            raise ConfigError(f"code {path} is not UTF-8; save it as UTF-8") from None
+        with damage_as(ConfigError, f"code {path}"):
+            return cls(path.name, path.read_bytes().decode(), may_differ)
 
     @property
     def _shown(self) -> str:

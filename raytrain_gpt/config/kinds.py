@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-import types
-import typing
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -211,10 +209,6 @@ def _check_setting(one: Kind, name: str, field: FieldInfo) -> None:
     where = f"setting {name} of {one.selector} {one.name}"
     if field.is_required():
         raise ConfigError(f"{where} has no default; give it one")
-    if not _is_plain(field.annotation):
-        raise ConfigError(
-            f"{where} is not a bool, int, float, str, None or Literal; use one of them"
-        )
     if owner := reserved_names.get(name):
         raise ConfigError(f"{where} is already {owner}; choose another name")
     declared = _declaring_class(one.settings, name)
@@ -236,14 +230,6 @@ reserved_names = dict.fromkeys(("preset", "config", "code"), "an option of train
 def _declaring_class(settings: type[Settings], name: str) -> type:
     """First class that declared a setting; subclasses may declare it again with a different default."""
     return [one for one in settings.__mro__ if name in inspect.get_annotations(one)][-1]
-
-
-def _is_plain(annotation: Any) -> bool:
-    if typing.get_origin(annotation) is Literal:
-        return True
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return all(map(_is_plain, typing.get_args(annotation)))
-    return annotation in (bool, int, float, str, types.NoneType)
 
 
 def _execute(code: Code) -> Kinds:

@@ -107,16 +107,9 @@ class OpenSection(Strict, extra="allow"):
         given = getattr(owners[0].settings.model_validate({name: value}), name)
         if given in [one.settings.model_fields[name].default for one in owners]:
             return
-        names = " and ".join(
-            f"{selector}={getattr(self, selector)}"
-            for selector in self.selectors
-            if any(kind.selector == selector for kind in owners)
-        )
         choices = " or ".join(f"{kind.selector} {kind.name}" for kind in owners)
         shown = preview(given, MAX_SHOWN)
-        raise ValueError(
-            f"{name}={shown} does not apply to {names}; choose {choices}, or remove {name}"
-        )
+        raise ValueError(f"{name}={shown} applies only to {choices}; choose it, or remove {name}")
 
 
 def _unknown(name: str, value: Any) -> ValidationError:

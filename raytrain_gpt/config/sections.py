@@ -13,9 +13,6 @@ from raytrain_gpt.config.kinds import Selector, Strict
 from raytrain_gpt.config.open_section import Name, Names, OpenSection
 from raytrain_gpt.config.wording import check_divides
 
-STEPS_BEFORE_PROFILE = 5
-"""Steps before profiling starts; they compile, fill caches and warm up."""
-
 SHAPE_FIELDS = ("architecture", "num_layers", "num_heads", "embd_size")
 """Fields fixed by a checkpoint's weights, besides the settings of the architecture."""
 
@@ -163,17 +160,6 @@ class TrainSection(Strict):
                 )
         return self
 
-    @model_validator(mode="after")
-    def _profile_within_the_run(self) -> TrainSection:
-        at_most = max(self.max_steps - STEPS_BEFORE_PROFILE, 0)
-        if self.profile_steps > at_most:
-            raise ValueError(
-                f"profile_steps={self.profile_steps} after the first {STEPS_BEFORE_PROFILE} steps is "
-                f"beyond max_steps={self.max_steps}; set profile_steps to at most {at_most}, or "
-                f"max_steps to {self.profile_steps + STEPS_BEFORE_PROFILE} or more"
-            )
-        return self
-
 
 class SpikesSection(SafeSection):
     """Steps with a loss or gradient norm that is not finite, or far above earlier ones."""
@@ -260,12 +246,7 @@ class ClusterSection(SafeSection):
                 f"gpus_per_worker={self.gpus_per_worker:g} does not apply to num_workers="
                 f"{self.num_workers}: NCCL needs one GPU per worker; set num_workers to 1"
             )
-        if self.num_workers == 0 and self.min_workers is not None:
-            raise ValueError(
-                f"min_workers={self.min_workers} does not apply to local mode (num_workers=0); set "
-                "min_workers to null, or num_workers to 1 or more"
-            )
-        if isinstance(self.num_workers, int) and (self.min_workers or 0) > self.num_workers:
+        if self.num_workers != "auto" and 0 < self.num_workers < (self.min_workers or 0):
             raise ValueError(
                 f"min_workers={self.min_workers} is above num_workers={self.num_workers}; "
                 f"set min_workers to at most {self.num_workers}"

@@ -11,7 +11,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,8 +21,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from raytrain_gpt.config import kinds
-from raytrain_gpt.config.kinds import Kind
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.loss import chunk_tokens
@@ -47,10 +45,6 @@ def optimizer_state_bytes(shape: GPTShape, optim: OptimSection) -> int:
     if (built_in := optimizer_class(optim.optimizer)) is not None:
         return built_in.state_bytes(counts.num_parameters, counts.matrices)
     return 2 * counts.num_parameters * _FP32_BYTES
-
-
-def _architecture(shape: GPTShape) -> Kind:
-    return kinds.kind("architecture", shape.architecture)
 
 
 @dataclass(frozen=True)
@@ -83,48 +77,34 @@ class TrainingMemory:
 class MemoryModel:
     """Predicts the memory of one rank for any micro-batch on a GPU.
 
+    A compiled model has the logits of all tokens at once, in 16 bits, and recomputes some activations. If it
+    cannot be traced, its activations are counted as an eager model's.
+
     Attributes:
         bf16: Whether the forward pass runs under 16-bit autocast.
-        compiled: A compiled model has the logits of all tokens at once, in 16 bits, and recomputes some
-            activations. If it cannot be traced, its activations count as those of the eager model.
-        num_shards: Ranks that share weights, gradients and moments; 1 without sharding.
-        narrow_residual: Whether the sums between blocks are in 16 bits.
     """
 
+    config: Config
     shape: GPTShape
     bf16: bool
-    compiled: bool = False
-    num_shards: int = 1
-    optim: OptimSection = field(default_factory=OptimSection)
-    exact: bool = False
-    narrow_residual: bool = False
+    world_size: int = 1
 
-    @classmethod
-    def of(cls, config: Config, world_size: int, shape: GPTShape, bf16: bool) -> MemoryModel:
-        """Model the memory of a configuration, with a shape that may differ from its own."""
-        train, num_shards = config.train, config.train.num_shards(world_size)
-        return cls(
-            shape,
-            bf16,
-            train.compile,
-            num_shards,
-            config.optim,
-            train.exact,
-            narrow_residual=train.residual_dtype == "bf16" and train.precision != "fp16",
-        )
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share weights, gradients and moments; 1 without sharding."""
+        return self.config.train.num_shards(self.world_size)
 
     def predict(self, micro_batch_sequences: int, activation_checkpointing: str) -> TrainingMemory:
         """Predict the memory of a micro-batch and mode (`none`, `selective` or `full`)."""
-        counts, optimizer = count_model(self.shape), optimizer_class(self.optim.optimizer)
+        counts, optim = count_model(self.shape), self.config.optim
+        optimizer = optimizer_class(optim.optimizer)
         weights = counts.num_parameters * _FP32_BYTES
-        batch = micro_batch_sequences, activation_checkpointing
+        sums = 2 * weights if self.config.train.exact else 0  # int64
         unsharded = TrainingMemory(
             weights=weights,
-            gradients=weights * (3 if self.exact else 1),  # plus int64 sums, twice as long
-            moments=optimizer_state_bytes(self.shape, self.optim),
-            activations=self._compiled_activations(*batch)
-            if self.compiled
-            else self._activations(*batch),
+            gradients=weights + sums,
+            moments=optimizer_state_bytes(self.shape, optim),
+            activations=self._activations(micro_batch_sequences, activation_checkpointing),
             logits=self._logits(micro_batch_sequences * self.shape.seq_len),
         )
         memory = unsharded if self.num_shards == 1 else self._sharded(unsharded)
@@ -132,39 +112,30 @@ class MemoryModel:
         return replace(memory, update=max(0, update - memory.activations - memory.logits))
 
     def _activations(self, sequences: int, mode: str) -> int:
-        """All activations of one block, plus those that the mode saves in the others.
+        """Activations of one block, plus those that the mode keeps in the others, which are all alike.
 
-        Recomputing a block restores all of its activations; without recomputation all blocks are alike.
-        Bytes are linear in layers and sequences, so one and two of each determine them.
+        In an eager model, recomputing a block restores all of its activations.
         """
+        train = self.config.train
+        narrow_residual = train.residual_dtype == "bf16" and train.precision != "fp16"
 
-        def saved(num_layers: int, mode: str) -> int:
-            one, two = (_saved_bytes(self._pass(num_layers, mode), num) for num in (1, 2))
-            return one + (sequences - 1) * (two - one)
+        def kept(num_layers: int, mode: str, compiled: bool) -> int:
+            shape = replace(self.shape, num_layers=num_layers)
+            fixed, per_sequence = _kept_bytes(shape, mode, self.bf16, narrow_residual, compiled)
+            return fixed + sequences * per_sequence
 
-        return saved(1, "none") + (self.shape.num_layers - 1) * (saved(2, mode) - saved(1, mode))
-
-    def _compiled_activations(self, sequences: int, mode: str) -> int:
-        """What a compiled model keeps for its backward pass besides the logits; all blocks but one are alike.
-
-        The gradient of the logits takes their place.
-        """
-        one, two = (_kept_compiled_bytes(self._pass(num_layers, mode)) for num_layers in (1, 2))
-        if one is None or two is None:
-            return self._activations(sequences, mode)
-        first, both = (kept.fixed + sequences * kept.per_sequence for kept in (one, two))
-        logits = self._logits(sequences * self.shape.seq_len)
-        return first + (self.shape.num_layers - 1) * (both - first) - logits
-
-    def _pass(self, num_layers: int, mode: str) -> _ForwardPass:
-        shape = replace(self.shape, num_layers=num_layers)
-        return _ForwardPass(shape, _architecture(shape), mode, self.bf16, self.narrow_residual)
+        others = self.shape.num_layers - 1
+        if train.compile and (one := kept(1, mode, True)):
+            # Logits are among them; their gradient takes their place.
+            logits = self._logits(sequences * self.shape.seq_len)
+            return one + others * (kept(2, mode, True) - one) - logits
+        return kept(1, "none", False) + others * (kept(2, mode, False) - kept(1, mode, False))
 
     def _logits(self, tokens: int) -> int:
         vocab, channels = self.shape.padded_vocab_size, self.shape.embd_size
         narrow = _BF16_BYTES if self.bf16 else 0
         casts = (tokens + vocab) * channels * narrow  # hidden states and weight
-        if self.compiled:
+        if self.config.train.compile:
             return tokens * vocab * (narrow or _FP32_BYTES) + casts
         at_once = min(tokens, chunk_tokens(vocab, "cuda"))
         logits = at_once * vocab * (narrow + 2 * _FP32_BYTES)
@@ -194,54 +165,41 @@ class MemoryModel:
         return replace(step, evaluation=max(0, evaluation - step.total))
 
 
-@dataclass(frozen=True)
-class _ForwardPass:
-    """All inputs of a traced forward pass; kinds with one name and different code are not equal."""
+@functools.cache
+def _kept_bytes(
+    shape: GPTShape, mode: str, bf16: bool, narrow_residual: bool, compiled: bool
+) -> tuple[int, int]:
+    """Count what a forward pass keeps for its backward pass: with logits if compiled, else up to them.
 
-    shape: GPTShape
-    architecture: Kind
-    mode: str
-    bf16: bool
-    narrow_residual: bool
-
-    def model(self) -> GPT:
-        model = new_model(self.shape, self.mode)
-        model.narrow_residual = self.narrow_residual
+    Returns:
+        Bytes for any batch, which are copies of weights in 16 bits, and bytes for each sequence; zeros if a
+        compiled model cannot be traced.
+    """
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=bf16)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = new_model(shape, mode)
+        model.narrow_residual = narrow_residual
         model.train()
-        return model
+        ids = torch.zeros(_TRACED_SEQUENCES, shape.seq_len, dtype=torch.int64)
+        kept = (_kept_by_compiler if compiled else _kept_by_autograd)(model, ids, autocast)
+    scaling = sum(num_bytes for num_bytes in kept if num_bytes % _TRACED_SEQUENCES == 0)
+    return sum(kept) - scaling, scaling // _TRACED_SEQUENCES
 
-    def autocast(self) -> torch.autocast:
-        return torch.autocast("cpu", torch.bfloat16, enabled=self.bf16)
 
-
-@functools.cache
-def _saved_bytes(of: _ForwardPass, num_sequences: int) -> int:
-    """Bytes allocated after a forward pass, besides the parameters."""
+def _kept_by_autograd(model: GPT, ids: Tensor, autocast: torch.autocast) -> list[int]:
+    """Sizes of the tensors alive after a forward pass, besides the parameters."""
     allocations = _Allocations()
-    with FakeTensorMode():
-        model = of.model()
-        with allocations, of.autocast():
-            ids = torch.zeros(num_sequences, of.shape.seq_len, dtype=torch.int64)
-            hidden = model.hidden(ids)
-        num_bytes = allocations.alive_bytes(without=model.parameters())
-        del hidden  # it kept the graph, and so the activations, alive
-        return num_bytes
+    with allocations, autocast:
+        hidden = model.hidden(ids)
+    sizes = allocations.alive_bytes(without=model.parameters())
+    del hidden  # it kept the graph, and so the activations, alive
+    return sizes
 
 
-@dataclass(frozen=True)
-class _KeptBytes:
-    """Bytes kept for the backward pass, logits included; `fixed` are copies of weights in 16 bits."""
+def _kept_by_compiler(model: GPT, ids: Tensor, autocast: torch.autocast) -> list[int]:
+    """Sizes of the tensors that a compiled forward pass keeps; none if it cannot be traced.
 
-    fixed: int
-    per_sequence: int
-
-
-@functools.cache
-def _kept_compiled_bytes(of: _ForwardPass) -> _KeptBytes | None:
-    """Count what a compiled model keeps for its backward pass, or None if it cannot be traced.
-
-    It is traced on fake tensors, without generating code. Inductor's partitioner chooses the tensors to keep;
-    all others are recomputed.
+    No code is generated. Inductor's partitioner chooses the tensors to keep; all others are recomputed.
     """
     from torch._dynamo import config
     from torch._dynamo.backends.common import aot_autograd
@@ -255,34 +213,27 @@ def _kept_compiled_bytes(of: _ForwardPass) -> _KeptBytes | None:
         kept.extend(_output_bytes(graph))
         return make_boxed_func(graph.forward)
 
-    def backward(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
-        return make_boxed_func(graph.forward)
-
     backend = aot_autograd(
         fw_compiler=forward,
-        bw_compiler=backward,
+        bw_compiler=lambda graph, _: make_boxed_func(graph.forward),
         partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
         decompositions=select_decomp_table(),
     )
     # It warns of in-place operators, which our blocks do not have.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+
+    def loss(ids: Tensor) -> Any:
+        return model(ids, ids)
+
     with (
-        FakeTensorMode(allow_non_fake_inputs=True),
         config.patch(recompile_limit=_MAX_TRACES, accumulated_recompile_limit=_MAX_TRACES),
-        of.autocast(),
+        autocast,
     ):
-        model = of.model()
-        ids = torch.zeros(_TRACED_SEQUENCES, of.shape.seq_len, dtype=torch.int64)
-
-        def loss(ids: Tensor) -> Any:
-            return model(ids, ids)
-
         try:
             torch.compile(loss, backend=backend, fullgraph=True, dynamic=False)(ids)
         except Exception:  # any error of the user's code, or of the compiler
-            return None
-    scaling = sum(num_bytes for num_bytes in kept if num_bytes % _TRACED_SEQUENCES == 0)
-    return _KeptBytes(fixed=sum(kept) - scaling, per_sequence=scaling // _TRACED_SEQUENCES)
+            return []
+    return kept
 
 
 def _output_bytes(graph: fx.GraphModule) -> list[int]:
@@ -314,11 +265,11 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._storages[storage._cdata] = (weak, storage.nbytes())
         return results
 
-    def alive_bytes(self, without: Iterable[Tensor]) -> int:
-        """Bytes still alive, except those of some tensors and their views."""
+    def alive_bytes(self, without: Iterable[Tensor]) -> list[int]:
+        """Sizes of those still alive, except some tensors and their views."""
         excluded = {tensor.untyped_storage()._cdata for tensor in without}
-        return sum(
+        return [
             num_bytes
             for address, (storage, num_bytes) in self._storages.items()
             if address not in excluded and not storage.expired()
-        )
+        ]

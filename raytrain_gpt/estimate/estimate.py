@@ -23,6 +23,7 @@ from raytrain_gpt.doctor.rank_probe import ask_ranks
 from raytrain_gpt.errors import ConfigError, TrainingFailed
 from raytrain_gpt.estimate.cost_model import Estimate, Facts, estimate
 from raytrain_gpt.format import Log, amount, count, duration, size
+from raytrain_gpt.tracking.configured import tracker_warnings
 from raytrain_gpt.train import preflight
 from raytrain_gpt.train.launch import training_session
 from raytrain_gpt.train.memory_fit import fit_memory
@@ -155,7 +156,7 @@ def run_lines(config: Config, log: Log) -> list[str]:
     """
     config_and_estimate = estimate_run(config, Facts(), log)
     change = micro_batch_change(config, config_and_estimate[1].num_workers)
-    warnings = [*preflight.warnings(config), *([change] if change else [])]
+    warnings = [*tracker_warnings(config), *([change] if change else [])]
     out = [*lines(*config_and_estimate)[:3], *(f"warning  {line}" for line in warnings)]
     if config.cluster.num_workers == "auto":
         out.append("workers  auto: one per GPU, or 1 without GPUs; the batch is shown for 1")

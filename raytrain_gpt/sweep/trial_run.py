@@ -29,8 +29,7 @@ from ray import tune
 from ray.tune.result import DONE
 
 from raytrain_gpt.checkpoint.catalog import Catalog
-from raytrain_gpt.cluster.capacity import Resources
-from raytrain_gpt.cluster.connection import cluster_resources, connect
+from raytrain_gpt.cluster.connection import connect
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import workers_of
@@ -65,13 +64,6 @@ class TrialContext:
     train_loop: TrainLoop
 
 
-class _InTrial(InProcess):
-    """The process of a trial as a `Backend`: it shares the nodes with other trials."""
-
-    def resources(self) -> Resources:
-        return cluster_resources()
-
-
 class TrialRun:
     """A run in a thread, paused at every evaluation.
 
@@ -87,7 +79,7 @@ class TrialRun:
         self.run_dir = run_location(config)
         assert reported_tokens < self._all_tokens, "the trial has already ended"
         self._sync = RunSync(self.run_dir)
-        self._place = _InTrial(0, 1, 1, workers_of(config).cpus_per_worker)
+        self._place = InProcess(0, 1, 1)
         self._signals = StopSignals("")
         self._killed = threading.Event()
         self._reports: queue.SimpleQueue[Report | BaseException] = queue.SimpleQueue()

@@ -20,7 +20,7 @@ import ray.train.torch
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint, resume_step
 from raytrain_gpt.cluster.all_nodes import check_storage
-from raytrain_gpt.cluster.capacity import Pause, Resources, ScaleUp, wait_for_workers
+from raytrain_gpt.cluster.capacity import Pause, ScaleUp, wait_for_workers
 from raytrain_gpt.cluster.connection import cluster_resources
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.orphans import kill_controllers, kill_process, remove_orphaned_groups
@@ -105,9 +105,6 @@ class Backend(Protocol):
     retries: bool
     """Whether a new attempt follows a failed one."""
 
-    def resources(self) -> Resources:
-        """Return the nodes available now."""
-
     def check_storage(self, run_dir: Location, data: Sequence[Location]) -> None:
         """Check that all nodes share the directories; raises ClusterError."""
 
@@ -125,12 +122,11 @@ class RayBackend:
     """The connected Ray cluster as a `Backend`."""
 
     retries = True
-    resources = staticmethod(cluster_resources)
     check_storage = staticmethod(check_storage)
     recorder = staticmethod(ActorRecorder)
 
     def await_workers(self, config: Config, current: int, pause: Pause, log: Log) -> int:
-        return wait_for_workers(config, current, self.resources, pause, log)
+        return wait_for_workers(config, current, cluster_resources, pause, log)
 
     def train(self, attempt: Attempt) -> AttemptEnd:
         return _WatchedFit(attempt).run()

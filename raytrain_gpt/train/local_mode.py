@@ -24,16 +24,13 @@ import ray.train
 import ray.train.torch
 import torch
 import torch.distributed as dist
-from pydantic import TypeAdapter
-from ray._private.utils import estimate_available_memory
 
-from raytrain_gpt.checkpoint.collectives import as_bytes, check_size
+from raytrain_gpt.checkpoint.collectives import all_gather_values
 from raytrain_gpt.cluster.all_nodes import storage_probe
-from raytrain_gpt.cluster.capacity import Node, Pause, Resources, fit_to_process
+from raytrain_gpt.cluster.capacity import Pause, fit_to_process
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.process_groups import rendezvous_on_host
 from raytrain_gpt.cluster.signals import StopSignals
-from raytrain_gpt.config.resolved import workers_of
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import set_cuda_defaults
 from raytrain_gpt.data.locations import read_data
@@ -65,11 +62,6 @@ def train_locally(
         Interrupted: Ctrl+C or SIGTERM, after saving.
         TrainingFailed: the run failed.
     """
-    if (address := os.environ.get("RAY_ADDRESS", "local")) not in ("", "local"):
-        raise ConfigError(
-            f"num_workers=0 trains in this process without Ray, but RAY_ADDRESS={address} names a cluster; "
-            "set num_workers to 1 or more to train there, or unset RAY_ADDRESS"
-        )
     here = InProcess.of_environment()
     if config.cluster.use_gpu is False and here.world_size > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else they use NCCL, which has no CPU tensors
@@ -83,7 +75,6 @@ def train_locally(
         fitted = preflight.absolute_paths(fitted)
         data = read_data(fitted)
         here.init_group()
-        here.cpus_per_worker = workers_of(fitted).cpus_per_worker
         log(
             f"local mode: {count(here.world_size, 'process', 'processes')}, no Ray, no automatic "
             "restarts; run the same command again to resume"
@@ -105,9 +96,6 @@ def in_local_mode(run: Callable[[], T]) -> T:
     return result
 
 
-_SPEC: TypeAdapter[WorkerSpec | None] = TypeAdapter(WorkerSpec | None)
-
-
 @dataclass
 class InProcess:
     """This process among those of one launch; rank 0 is a `Backend`.
@@ -121,7 +109,6 @@ class InProcess:
     rank: int
     world_size: int
     in_node: int
-    cpus_per_worker: int = 1
     training: bool = field(default=False, init=False)
     control: RankControl = field(default_factory=RankControl, init=False)
     _group: Any = field(default=None, init=False)
@@ -153,9 +140,7 @@ class InProcess:
     def broadcast_spec(self, spec: WorkerSpec | None) -> None:
         """Send the other ranks their spec; None makes them exit."""
         if self.world_size > 1:
-            text = as_bytes(_SPEC.dump_json(spec))
-            dist.broadcast(torch.tensor([len(text)]), 0, group=self._group)
-            dist.broadcast(text, 0, group=self._group)
+            all_gather_values(spec, WorkerSpec | None, self._group)
 
     def release_followers(self) -> None:
         """Have followers exit; if an error stopped rank 0 mid-attempt, the launcher ends them."""
@@ -178,18 +163,8 @@ class InProcess:
         sys.exit(Interrupted.exit_code if signals.stop.is_set() else 0)
 
     def _received(self, signals: StopSignals) -> WorkerSpec | None:
-        size = torch.zeros(1, dtype=torch.int64)
         with signals.default_handlers():
-            dist.broadcast(size, 0, group=self._group)
-            check_size(int(size))
-            text = torch.empty(int(size), dtype=torch.uint8)
-            dist.broadcast(text, 0, group=self._group)
-        return _SPEC.validate_json(bytes(text.numpy()))
-
-    def resources(self) -> Resources:
-        memory_bytes = estimate_available_memory()  # Ray's estimate; respects a container's limit
-        cpus = self.in_node * self.cpus_per_worker
-        return Resources((Node(cpus, torch.cuda.device_count(), memory_bytes),), ours=True)
+            return all_gather_values(None, WorkerSpec | None, self._group)[0]
 
     def check_storage(self, run_dir: Location, data: Sequence[Location]) -> None:
         with storage_probe(run_dir, run_dir.parent):

@@ -28,7 +28,7 @@ from raytrain_gpt.format import Log, count, size
 from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.redact import say
 from raytrain_gpt.storage.location import Location, is_url
-from raytrain_gpt.tracking.configured import absolute_stores, check_packages, tracker_warnings
+from raytrain_gpt.tracking.configured import absolute_stores, check_packages
 
 _DEFAULT_TOKENIZER = "bytes"
 _VERIFY_CONTENT_BYTES = 2**30
@@ -72,17 +72,6 @@ def check_data(config: Config, data: Mixture) -> None:
         check_shards(dataset.directory, dataset.manifest, content)
     make_order(config, data)
     check_val_split(data, config.data.seq_len)
-
-
-def warnings(config: Config) -> list[str]:
-    """List settings that are allowed but rarely intended."""
-    messages, max_steps = [], config.train.max_steps
-    if (warmup := config.optim.warmup_steps) > max_steps:
-        messages.append(
-            f"warmup_steps={warmup} is above max_steps={max_steps}, so the learning rate never reaches "
-            "peak_lr; usual: a twentieth of max_steps"
-        )
-    return messages + tracker_warnings(config)
 
 
 def sizes_of_init_from(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -20,16 +19,16 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from raytrain_gpt.config.sections import STEPS_BEFORE_PROFILE
 from raytrain_gpt.core.device import synchronize
 from raytrain_gpt.core.loop import StepResult
 
 STEP_SPAN = "training step"
+STEPS_BEFORE_PROFILE = 5
+"""Steps before profiling starts; they compile, fill caches and warm up."""
 _TABLE_ROWS, _NAME_CHARACTERS = 50, 60
 
-TakeProfile = Callable[[str, bytes, float], None]
-"""Receives torch's table of the operators in the steps, their Chrome trace (gzipped JSON), and the seconds
-spent on both after the last step."""
+TakeProfile = Callable[[str, bytes], None]
+"""Receives torch's table of the operators in the steps, and their Chrome trace (gzipped JSON)."""
 
 
 class StepProfile:
@@ -83,7 +82,6 @@ class StepProfile:
                     synchronize(self._device)
                 if step < self.steps[-1]:
                     yield result
-            done_at = time.perf_counter()
         table = profiler.key_averages().table(
             f"self_{'cuda' if on_gpu else 'cpu'}_time_total",
             _TABLE_ROWS,
@@ -92,5 +90,5 @@ class StepProfile:
         with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as directory:
             path = Path(directory, "trace.json.gz")
             profiler.export_chrome_trace(str(path))
-            take(table, path.read_bytes(), time.perf_counter() - done_at)
+            take(table, path.read_bytes())
         yield result

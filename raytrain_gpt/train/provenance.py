@@ -6,7 +6,6 @@ batch's sequences.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,14 +21,13 @@ from raytrain_gpt.data.shards import read_row_group
 from raytrain_gpt.data.tokenizer import decode_tokens, token_to_bytes
 from raytrain_gpt.data.tokenizer_file import read_tokenizer
 from raytrain_gpt.errors import ConfigError, DataError
-from raytrain_gpt.format import Log, amount, count, preview
+from raytrain_gpt.format import count, preview
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.goodput import read_attempts
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, read_rows
 from raytrain_gpt.tracking.runs import find_run
 from raytrain_gpt.train.resume import read_skipped
 
-_SAY_EVERY_S = 10.0
 _SHOWN_CHARACTERS = 100
 _NO_TEXT = b"\xff"
 """Stands for special tokens; it is invalid UTF-8, so no match spans documents."""
@@ -82,7 +80,7 @@ class RunProvenance:
                 f"run {self.dir} was trained on different data than {data or self._config.data.data_path} "
                 "has now; restore the old dataset, or pass it as --data"
             )
-        self._skipped = read_skipped(self.dir, newest, print)
+        self._skipped = read_skipped(self.dir, newest)
         self._branch = read_branch(self.dir)
         self._base = (self._branch.step, self._branch.next_batch) if self._branch else (0, 0)
         counts = [
@@ -159,7 +157,7 @@ class RunProvenance:
             )
         return sequences
 
-    def find(self, text: str, say: Log) -> dict[str, Any]:
+    def find(self, text: str) -> dict[str, Any]:
         """Find the steps that had a text inside one of their sequences.
 
         Returns:
@@ -171,7 +169,7 @@ class RunProvenance:
         """
         if not text:
             raise ConfigError("the text to find is empty; give some words of it")
-        ids, cut = self._ids_with(text.encode("utf-8", "surrogateescape"), say)
+        ids, cut = self._ids_with(text.encode("utf-8", "surrogateescape"))
         steps = []
         for step, batch in self.batches():
             hits = self._order.batch_ids(batch)
@@ -181,16 +179,16 @@ class RunProvenance:
                 steps.append({"step": step, "sequences": sequences})
         return {"steps": steps, "cut": cut}
 
-    def _ids_with(self, text: bytes, say: Log) -> tuple[Ids, int]:
+    def _ids_with(self, text: bytes) -> tuple[Ids, int]:
         """Ids of the sequences that contain a text, and the number of split occurrences."""
-        tokenizer, size, said_at = self._tokenizer, self._seq_len, time.monotonic()
+        tokenizer, size = self._tokenizer, self._seq_len
         special = set(tokenizer._special_tokens.values())
         table = [
             _NO_TEXT if token in special else token_to_bytes(tokenizer, token)
             for token in range(self._data.vocab_size)
         ]
         lengths = np.array([len(one) for one in table])
-        first_id = done = cut = 0
+        first_id = cut = 0
         ids: list[int] = []
         for dataset in self._data.datasets:
             counts = dataset.manifest.row_group_sequences("train", self._seq_len)
@@ -210,12 +208,6 @@ class RunProvenance:
                     cut += not having
                     at = content.find(text, at + 1)
                 first_id += num
-                done += len(tokens)
-                if time.monotonic() - said_at > _SAY_EVERY_S:
-                    said_at = time.monotonic()
-                    say(
-                        f"searched {amount(done)} of {amount(self._data.split_tokens('train'))} tokens"
-                    )
         return np.unique(np.array(ids, np.int64)), cut
 
 

@@ -17,10 +17,10 @@ from raytrain_gpt.config.resolved import for_workers
 from raytrain_gpt.config.schema import Config, changed_fields, changes_math, parse_config
 from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS
 from raytrain_gpt.core.spikes import BadStreak
-from raytrain_gpt.data.locations import location, run_location
+from raytrain_gpt.data.locations import run_location
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.order import ORDER_VERSION, BatchRanges
-from raytrain_gpt.errors import CheckpointError, reason
+from raytrain_gpt.errors import CheckpointError, damage_as
 from raytrain_gpt.format import Log
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location
@@ -64,7 +64,8 @@ def keep_start(config: Config, resumed: Checkpoint) -> Config:
     started = _trained(resumed).field_values()
     for name in _START_FIELDS:
         given, original = config.field_values()[name], started[name]
-        if given in (None, original) or (name == "init_from" and _is_in(config, original, given)):
+        # A run's directory was resolved to one of its checkpoints.
+        if given in (None, original) or f"{original}".startswith(f"{given}/checkpoints/"):
             continue
         original = "null" if original is None else original
         raise CheckpointError(
@@ -72,13 +73,6 @@ def keep_start(config: Config, resumed: Checkpoint) -> Config:
             f"to {original}, or use another run_name"
         )
     return config.updated({name: started[name] for name in _START_FIELDS if started[name]})
-
-
-def _is_in(config: Config, checkpoint: str | None, run: str) -> bool:
-    """Whether a run's directory was resolved to this one of its checkpoints."""
-    return checkpoint is not None and location(config, checkpoint).parent.parent == location(
-        config, run
-    )
 
 
 def _run_dir(checkpoint: Checkpoint) -> Location:
@@ -128,16 +122,16 @@ def check_changes(config: Config, data: Mixture, resumed: Checkpoint, log: Log) 
             log(f"changed since that checkpoint: {name} {change}")
 
 
-def read_skipped(run_dir: Location, resumed: Checkpoint | None, log: Log) -> BatchRanges:
-    """Merge the skipped ranges of a run's file and of a checkpoint, perhaps of a different run."""
-    file, skipped = run_dir / SKIPPED_FILE, set()
-    try:
+def read_skipped(run_dir: Location, resumed: Checkpoint | None) -> BatchRanges:
+    """Merge the skipped ranges of a run's file and of a checkpoint, perhaps of a different run.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    file = run_dir / SKIPPED_FILE
+    with damage_as(CheckpointError, file):
         content = parse_json(file.read_bytes()) if file.is_file() else []
         skipped = set(TypeAdapter(BatchRanges).validate_python(content))
-    except ValueError as error:
-        log(
-            f"ignoring damaged {file} ({reason(error)}); using the skipped batches stored in the checkpoint"
-        )
     if resumed:
         skipped.update(resumed.state.skipped_batches)
     return tuple(sorted(skipped))

@@ -48,6 +48,7 @@ from raytrain_gpt.format import Log, amount, count
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.lease import LEASE_FILE, Lease, hold_lease
 from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.configured import tracker_warnings
 from raytrain_gpt.tracking.mlflow_run import mark_interrupted
 from raytrain_gpt.tracking.recorder import RecorderSpec
 from raytrain_gpt.tracking.report import REPORT_FILE, write_report
@@ -186,7 +187,7 @@ class Run:
                 return self._summary(existing, was_finished=True)
             self._announce()
             self.output.write_config(self.config)
-            skipped = read_skipped(self.run_dir, resumed, self.log)
+            skipped = read_skipped(self.run_dir, resumed)
             self.rollbacks = Rollbacks(self.config, skipped, self.log)
             return self._supervise(resumed, lease)
 
@@ -202,7 +203,7 @@ class Run:
             f"{count(self.world_size, 'worker')} with {count(c.cpus_per_worker, 'CPU')}"
             f"{f' and {c.gpus_per_worker:g} GPU' if c.use_gpu else ''}{' each' * (self.world_size > 1)}"
         )
-        for line in preflight.warnings(self.config):
+        for line in tracker_warnings(self.config):
             self.log(line)
 
     def _supervise(self, resumed: Checkpoint | None, lease: Lease) -> RunSummary:
@@ -266,10 +267,7 @@ class Run:
                 self.world_size,
                 self.data.vocab_size,
                 self.log,
-                self.place.resources,
-                resumed=resumed.state if resumed else None,
-                stop=self.signals.stop,
-                is_trial=self.trial is not None,
+                resumed.state if resumed else None,
             )
         except (ray.exceptions.RayError, SystemExit) as error:  # looking at a GPU failed
             return policy.AttemptEnd("failed", error)

@@ -262,10 +262,9 @@ class Worker:
             activation_checkpointing=self.config.train.activation_checkpointing,
         )
 
-    def _take_profile(self, table: str, trace: bytes, took_s: float) -> None:
+    def _take_profile(self, table: str, trace: bytes) -> None:
         steps = self.profile.steps
         self.recorder.call("add_profile", self.spec.attempt, steps.start, len(steps), table, trace)
-        self.log.exclude_time(took_s)
 
     def record(self, result: StepResult) -> None:
         """Add a result without reading it from the device."""

@@ -400,12 +400,3 @@ def test_a_copy_named_like_another_step_is_never_resumed_from(run_dir: Location)
     assert steps(catalog) == [10, 20]
     write(catalog, 30)
     assert newest_step(catalog) == 30
-
-
-def test_a_renamed_checkpoint_names_the_way_out(tmp_path: Path) -> None:
-    path = write(Catalog(Location.of(tmp_path)), 10).path
-    renamed = path.rename(path.with_name("step=00000005"))
-    with raises_line(CheckpointError, "name it step=00000010, or remove it"):
-        resolve_checkpoint(Location.of(renamed))
-    free = renamed.rename(path.with_name("kept"))  # a name without a step
-    assert resolve_checkpoint(Location.of(free)).state.step == 10

@@ -95,11 +95,9 @@ def test_a_dry_run_prints_the_warnings_of_a_start(run_cli: RunCli, tmp_path: Pat
     flags = ("--dry_run", "--num_workers", 8, "--data_path", tmp_path)
     _, plain, _ = run_cli("train", *flags, "--micro_batch_sequences", 1)
     assert "# warning" not in plain
-    flags += ("--micro_batch_sequences", 4, "--max_steps", 7, "--warmup_steps", 8)
+    flags += ("--micro_batch_sequences", 4)
     _, shown, _ = run_cli("train", *flags, "--storage_path", "s3://bucket/runs")
     assert [line for line in shown.splitlines() if line.startswith("# warning")] == [
-        "# warning  warmup_steps=8 is above max_steps=7, so the learning rate never reaches peak_lr; "
-        "usual: a twentieth of max_steps",
         "# warning  MLflow is off: its SQLite file cannot be in an object store; set mlflow_uri",
         "# warning  micro_batch_sequences 4 -> 2, to divide the 2 sequences per worker and step",
     ]

@@ -80,10 +80,10 @@ def test_another_choice_drops_the_settings_of_the_one_before() -> None:
 
 def test_a_setting_of_a_kind_that_is_not_chosen_is_refused_unless_it_is_the_default() -> None:
     use(OWN)
-    words = ["beta1=0.8 does not apply to optimizer=lion", "optimizer adamw", "remove beta1"]
+    words = ["beta1=0.8 applies only to optimizer adamw", "or remove beta1"]
     with raises_line(ConfigError, *words):
         Config().updated({"optimizer": "lion", "beta1": 0.8})
-    with raises_line(ConfigError, "lion_beta=0.5", "optimizer=adamw", "choose optimizer lion"):
+    with raises_line(ConfigError, "lion_beta=0.5 applies only to optimizer lion"):
         Config().updated({"lion_beta": 0.5})
     assert Config().updated({"optimizer": "lion", "beta1": "0.9"}).optim.optimizer == "lion"
     with raises_line(
@@ -102,9 +102,9 @@ def test_files_of_earlier_versions_have_fields_of_kinds_that_they_did_not_choose
     optim = {"schedule": "constant", "decay_fraction": 1.0}
     config = parse_config({"model": model, "optim": optim}, "state.json")
     assert config == parse_config({"optim": {"schedule": "constant"}}, "state.json")
-    with raises_line(ConfigError, "num_kv_heads=2 does not apply to architecture=gpt2"):
+    with raises_line(ConfigError, "num_kv_heads=2 applies only to architecture qwen3"):
         parse_config({"model": model | {"num_kv_heads": 2}}, "config.yaml")
-    with raises_line(ConfigError, "decay_fraction=0.3 does not apply to schedule=constant"):
+    with raises_line(ConfigError, "decay_fraction=0.3 applies only to schedule wsd"):
         config.updated({"decay_fraction": 0.3})
 
 
@@ -182,7 +182,6 @@ def test_changed_text_declares_its_own_kinds_and_the_first_text_its_own_again() 
         (OWN.replace("lion_beta: float", "preset: float"), ["preset", "an option of train"]),
         (OWN.replace("csv_file: str", "lion_beta: str"), ["lion_beta", "optimizer lion"]),
         (OWN.replace('csv_file: str = "rows.csv"', "csv_file: str"), ["csv_file", "no default"]),
-        (OWN.replace('str = "rows.csv"', "list[int] = [1]"), ["csv_file", "not a bool, int"]),
     ],
 )
 def test_code_that_cannot_be_used_is_one_line_with_its_place(text: str, words: list[str]) -> None:
@@ -199,7 +198,7 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     with raises_line(ConfigError, f"cannot read code {file}", "No such file"):
         Code.read(file)
     file.write_bytes(b"\xff\xfe")
-    with raises_line(ConfigError, "not UTF-8"):
+    with raises_line(ConfigError, f"code {file} is damaged", "utf-8"):
         Code.read(file)
 
 

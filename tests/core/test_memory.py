@@ -13,6 +13,7 @@ from torch import Tensor
 
 from raytrain_gpt.config.built_in import Qwen3Settings
 from raytrain_gpt.config.load import load_preset
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core import attention, memory
 from raytrain_gpt.core.gpt2 import GPT2
@@ -30,6 +31,10 @@ NARROW = replace(
 """Shape whose keys, values and MLP have fewer channels than the model."""
 BOTH = pytest.mark.parametrize("shape", [SHAPE, NARROW], ids=["gpt2", "qwen3"])
 SMALL = GPTShape(12, 12, 768, 1024, 50_257)
+
+
+def predicted(shape: GPTShape, bf16: bool = True, **settings: Any) -> MemoryModel:
+    return MemoryModel(Config().updated(settings), shape, bf16)
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +66,7 @@ def kept_bytes(shape: GPTShape, num_sequences: int, bf16: bool, recompute: str) 
 def test_activations_are_those_that_a_real_forward_pass_keeps(
     shape: GPTShape, num_sequences: int, bf16: bool
 ) -> None:
-    counted = MemoryModel(shape, bf16).predict(num_sequences, "none")
+    counted = predicted(shape, bf16).predict(num_sequences, "none")
     kept = kept_bytes(shape, num_sequences, bf16, "none")
     assert counted.activations == pytest.approx(kept, rel=0.005)
 
@@ -81,19 +86,19 @@ def test_recomputing_takes_what_is_kept_and_the_rest_of_one_block(
         kept_bytes(deeper, 10, bf16, mode) - kept_bytes(shape, 10, bf16, mode)
         for mode in ("none", recompute)
     )
-    counted = MemoryModel(shape, bf16).predict(10, recompute)
+    counted = predicted(shape, bf16).predict(10, recompute)
     expected = kept_bytes(shape, 10, bf16, recompute) + every - kept
     assert counted.activations == pytest.approx(expected, rel=0.03)
 
 
 @pytest.mark.slow
 def test_logits_are_those_of_a_chunk_once_there_are_more() -> None:
-    few, many, more = (MemoryModel(SMALL, True)._logits(1024 * n) for n in (1, 8, 80))
+    few, many, more = (predicted(SMALL)._logits(1024 * n) for n in (1, 8, 80))
     assert few == 1024 * (50_304 * (2 + 8) + 768 * 2) + 50_304 * 768 * 2
     of_chunk = chunk_tokens(50_304, "cuda") * 50_304 * (2 + 4 + 4)
     assert of_chunk < many < of_chunk + 0.5e9
     assert more - many == 72 * 1024 * 768 * 4  # the gradient of the hidden states
-    compiled = MemoryModel(SMALL, True, compiled=True)._logits(1024 * 80)
+    compiled = predicted(SMALL, compile=True)._logits(1024 * 80)
     assert 1 < compiled / (80 * 1024 * 50_304 * 2) < 1.1
 
 
@@ -112,8 +117,9 @@ def test_a_compiled_model_takes_what_was_measured_on_a_gpu(
 ) -> None:
     """Peaks of `benchmarks/gpu.sh 124m|modern|350m` on one H200, with torch 2.11."""
     config = load_preset(preset)
-    model = MemoryModel(GPTShape.of(config, 50_257), True, compiled=True, optim=config.optim)
-    assert model.predict(sequences, mode).total == pytest.approx(peak_mb * 1e6, rel=0.05)
+    shape = GPTShape.of(config, 50_257)
+    found = MemoryModel(config.updated({"compile": True, "residual_dtype": "fp32"}), shape, True)
+    assert found.predict(sequences, mode).total == pytest.approx(peak_mb * 1e6, rel=0.05)
 
 
 @pytest.mark.slow
@@ -128,7 +134,7 @@ def test_a_model_that_cannot_be_traced_counts_as_if_compiling_saved_nothing(
     monkeypatch.setattr(memory, "new_model", Untraceable)
     shape = replace(SHAPE, num_layers=5)  # none that another test has traced
     eager, compiled = (
-        MemoryModel(shape, True, compiled).predict(3, "none") for compiled in (False, True)
+        predicted(shape, compile=compiled).predict(3, "none") for compiled in (False, True)
     )
     assert compiled.activations == eager.activations
 
@@ -139,7 +145,7 @@ def test_a_model_that_cannot_be_traced_counts_as_if_compiling_saved_nothing(
 def test_the_counted_state_is_that_of_a_built_optimizer(shape: GPTShape, optimizer: Any) -> None:
     states = build_optimizer(new_model(shape), OptimSection(optimizer=optimizer)).state.values()
     built = sum(tensor.nbytes for state in states for tensor in state.values() if tensor.dim())
-    found = MemoryModel(shape, True, optim=OptimSection(optimizer=optimizer)).predict(1, "none")
+    found = predicted(shape, optimizer=optimizer).predict(1, "none")
     assert found.moments == built
     assert found.weights == found.gradients == 4 * count_model(shape).num_parameters
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,20 +22,10 @@ FACTS = Facts(vocab_size=50_257, num_workers=1, bf16=True, train_tokens=10**10)
 CONFIG = load_preset("gpt2-124m")
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Stands in for the traced prediction, which takes seconds; tests/core and the README have it."""
-
-    each_bytes: int = 1000
-    num_shards: int = 1
-
-    def predict(self, _sequences: int, _mode: str) -> TrainingMemory:
-        return TrainingMemory(*[self.each_bytes] * 5)
-
-
 @pytest.fixture(autouse=True)
 def memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MemoryModel, "of", lambda *_: Memory())
+    """Replace the traced prediction, which takes seconds; tests/core and the README have it."""
+    monkeypatch.setattr(MemoryModel, "predict", lambda *_: TrainingMemory(*[1000] * 5))
 
 
 @pytest.mark.slow
@@ -142,11 +132,6 @@ def test_a_plain_name_means_the_sxm_variant_and_says_so(
     assert told == ([said] if others else [])
 
 
-@dataclass(frozen=True)
-class Huge(Memory):
-    each_bytes: int = 10**12
-
-
 @pytest.mark.slow
 def test_what_does_not_fit_is_not_to_be_trained_next(
     run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
@@ -156,7 +141,7 @@ def test_what_does_not_fit_is_not_to_be_trained_next(
     assert "| fits NVIDIA A10G" in shown
     assert "to fit" not in shown
     assert "next: raytrain-gpt train" in shown
-    monkeypatch.setattr(MemoryModel, "of", lambda *_: Huge())
+    monkeypatch.setattr(MemoryModel, "predict", lambda *_: TrainingMemory(*[10**12] * 5))
     _, shown, _ = run_cli("estimate", *flags)
     assert "DOES NOT FIT" in shown
     assert "to fit   set " in shown

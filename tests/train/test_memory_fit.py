@@ -1,25 +1,31 @@
-"""`auto` memory settings: reuse on resume, memory of the nodes, log lines and errors, and real runs."""
+"""`auto` memory settings: reuse on resume, log lines and errors, and real runs."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from raytrain_gpt.checkpoint.catalog import Catalog
-from raytrain_gpt.cluster.capacity import Node, Resources
-from raytrain_gpt.config.resolved import RunPlan
+from raytrain_gpt.config.resolved import ActivationCheckpointing, RunPlan
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.core.memory import MemoryModel
+from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.errors import ClusterError, TrainingFailed
 from raytrain_gpt.tracking.summary import RunSummary
+from raytrain_gpt.train import memory_fit
 from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.memory_fit import (
-    PROCESS_BYTES,
+    MIN_EFFICIENT_TOKENS,
+    MODES,
+    GpuFacts,
     MemoryFit,
-    cpu_limit_bytes,
+    MemorySearch,
     fit_from_checkpoint,
     fit_memory,
 )
@@ -41,10 +47,6 @@ def config(**values: object) -> Config:
     }  # fmt: skip
     workers = {"num_workers": 2, "use_gpu": False, "cpus_per_worker": 2}
     return Config().updated({**sizes, **workers, **values})
-
-
-def nodes(*found: Node) -> Resources:
-    return Resources(found, ours=False)
 
 
 BEFORE = RunPlan.of(config(), 2, 4, "selective").config
@@ -81,41 +83,131 @@ def test_numbers_stay_and_nobody_is_asked() -> None:
     assert lines == ["micro_batch_sequences 8 -> 6, to divide the 6 sequences per worker and step"]
 
 
-def test_the_memory_of_a_node_is_shared_by_its_workers() -> None:
-    def limit(world_size: int, *found: Node) -> float:
-        return cpu_limit_bytes(config(), world_size, VOCAB_SIZE, nodes(*found))
-
-    one = limit(1, Node(8, 0, 16e9))
-    assert 12e9 < one < 14e9
-    assert limit(1, Node(8, 0, 16e9), Node(8, 0, 8e9)) < one / 1.9
-    assert limit(1, Node(8, 0, 16e9), Node(1, 0, 1e9)) == one  # too few CPUs for a worker
-    assert limit(2, Node(8, 0, 16e9)) == pytest.approx(limit(1, Node(8, 0, 8e9)))
-    assert limit(9, Node(8, 0, 16e9)) == limit(4, Node(8, 0, 16e9)) < 4e9
-    assert math.isinf(limit(2, Node(8, 0)))
-
-
-def test_much_memory_needs_no_recomputing_and_little_is_one_line() -> None:
+def test_much_memory_needs_no_recomputing_and_little_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lines: list[str] = []
-    there = nodes(Node(8, 0, 64e9))
 
-    def fit(given: Config) -> RunPlan:
-        return fit_memory(given, 2, VOCAB_SIZE, lines.append, lambda: there)
+    def fit(gigabytes: float) -> RunPlan:
+        gpu = GpuFacts("H100", gigabytes * 1e9, bf16=True)
+        monkeypatch.setattr(memory_fit, "gpu_facts", lambda _: gpu)
+        return fit_memory(config(use_gpu=True), 2, VOCAB_SIZE, lines.append)
 
-    train = fit(config()).config.train
+    train = fit(80).config.train
     assert (train.micro_batch_sequences, train.activation_checkpointing) == (12, "none")
     assert lines[0].startswith(
-        "micro_batch_sequences auto: 12 of 12, activation_checkpointing auto: none ("
+        "micro_batch_sequences auto: 12 of 12, activation_checkpointing auto: none (about "
     )
-    assert lines[0].endswith(" per worker, estimated)")
-    there = nodes(Node(8, 0, PROCESS_BYTES))
+    assert lines[0].endswith(" of 71.5 GB of H100)")
     ways = (
         "with activation_checkpointing=full",
         "set parallel to fsdp, lower num_layers",
         "1 × 32 tokens",
+        "may use only 0 B of H100",
     )
     with raises_line(ClusterError, *ways):
-        fit(config())
+        fit(1)
     assert len(lines) == 1
+
+
+PER_SEQUENCE: dict[ActivationCheckpointing, int] = {"none": 10, "selective": 6, "full": 3}
+STATE = 20
+
+
+def searched(**values: object) -> Config:
+    return config(**{"use_gpu": True, "activation_checkpointing": "none", **values})
+
+
+@dataclass(frozen=True)
+class Table(MemorySearch):
+    """Search with a made-up prediction, which grows with the sequences."""
+
+    def predict(self, sequences: int, mode: ActivationCheckpointing) -> float:
+        return STATE + sequences * PER_SEQUENCE[mode]
+
+
+def table(config: Config, world_size: int = 1) -> Table:
+    return Table(model_of(config, world_size))
+
+
+def model_of(config: Config, world_size: int = 1) -> MemoryModel:
+    return MemoryModel(config, GPTShape.of(config, VOCAB_SIZE), True, world_size)
+
+
+def sizes(config: Config, world_size: int) -> list[int]:
+    return table(config, world_size).sizes
+
+
+def test_candidates_are_the_divisors_of_a_ranks_share() -> None:
+    assert sizes(searched(), 1) == [1, 2, 3, 4, 6, 8, 12, 24]
+    assert sizes(searched(), 2) == [1, 2, 3, 4, 6, 12]
+    assert sizes(searched(), 24) == [1]
+    assert sizes(searched(micro_batch_sequences=4), 2) == [4]
+    assert sizes(searched(micro_batch_sequences=8), 2) == [6]
+    huge = searched(seq_len=1, global_batch_tokens=10**11)
+    assert sizes(huge, 1)[-1] == 64_000
+    assert sizes(huge.updated({"use_gpu": False}), 1)[-1] == 2048
+
+
+def auto(share: int, enough: int) -> Config:
+    """Return a configuration with `share` sequences; `enough` of them suffice without recomputing."""
+    seq_len = MIN_EFFICIENT_TOKENS // enough
+    return searched(
+        seq_len=seq_len, global_batch_tokens=share * seq_len, activation_checkpointing="auto"
+    )
+
+
+@given(
+    share=st.integers(1, 64),
+    limit=st.integers(0, 700),
+    enough=st.sampled_from([1, 2, 4, 8, 16, 32, 64]),
+)
+def test_the_largest_that_fits_is_found_and_recomputes_only_if_it_is_small(
+    share: int, limit: int, enough: int
+) -> None:
+    search = table(auto(share, enough))
+    largest = {
+        mode: max((n for n in search.sizes if search.predict(n, mode) <= limit), default=0)
+        for mode in MODES
+    }
+    expected = next((m for m in MODES if largest[m] >= min(enough, share)), None)
+    if expected is None:
+        expected = max(MODES, key=lambda mode: largest[mode])
+    found = search.largest(limit)
+    if not largest[expected]:
+        assert found is None
+    else:
+        needed_bytes = search.predict(largest[expected], expected)
+        assert found == MemoryFit(largest[expected], expected, needed_bytes)
+
+
+def test_what_is_predicted_grows_and_the_least_is_what_fits_last() -> None:
+    wanted = searched(activation_checkpointing="auto")
+    search = MemorySearch(model_of(wanted))
+    for mode in MODES:
+        needs = [search.predict(n, mode) for n in search.sizes]
+        assert needs == sorted(needs)
+    least = search.smallest()
+    assert search.largest(least.needed_bytes) == least
+    assert search.largest(least.needed_bytes - 1) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "num_workers", "ways"),
+    [
+        ({}, 1, "set activation_checkpointing to auto, lower num_layers"),
+        ({"activation_checkpointing": "full"}, 2, "set parallel to fsdp, lower num_layers"),
+        ({"micro_batch_sequences": 3, "exact": True}, 2, "set micro_batch_sequences to 1, "),
+        ({"micro_batch_sequences": 3}, 1, "set micro_batch_sequences to auto, "),
+    ],
+)
+def test_what_does_not_fit_is_answered_with_the_settings_that_can_still_save_memory(
+    values: dict[str, Any], num_workers: int, ways: str
+) -> None:
+    run = searched(**values)
+    search = MemorySearch(model_of(run, num_workers))
+    assert search.advice.startswith(ways)
+    assert "fsdp" not in search.advice or not run.train.exact
 
 
 AUTO = {

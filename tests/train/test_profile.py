@@ -9,14 +9,19 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from raytrain_gpt.config.sections import STEPS_BEFORE_PROFILE, OptimSection
+from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.loop import MicroBatch, StepResult
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.registry import build_optimizer
 from raytrain_gpt.tracking.run_files import read_rows
 from raytrain_gpt.train.launch import train
-from raytrain_gpt.train.profile import STEP_SPAN, StepProfile, TakeProfile
+from raytrain_gpt.train.profile import (
+    STEP_SPAN,
+    STEPS_BEFORE_PROFILE,
+    StepProfile,
+    TakeProfile,
+)
 from tests.runs import MakeConfig, Straight, weights
 from tests.training import steps
 
@@ -33,8 +38,7 @@ def num_spans(trace: bytes) -> int:
 class Taken(list[tuple[str, bytes]]):
     """Tables and traces passed to `take`."""
 
-    def take(self, table: str, trace: bytes, took_s: float) -> None:
-        assert took_s > 0
+    def take(self, table: str, trace: bytes) -> None:
         self.append((table, trace))
 
 

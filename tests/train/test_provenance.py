@@ -139,7 +139,7 @@ def test_a_text_is_found_at_every_step_that_had_it_and_in_no_other(
     assert found == {step: ids for step, ids in had.items() if ids}
     assert len(found) > 3
     assert answer["cut"] > 0, "some occurrences are split across two sequences"
-    assert data.find("nobody wrote this", print) == {"steps": [], "cut": 0}
+    assert data.find("nobody wrote this") == {"steps": [], "cut": 0}
 
 
 def test_the_command_shows_and_tells(

@@ -214,17 +214,6 @@ def test_the_checkpoint_before_the_bad_steps_is_gone_back_to(run: Location, reco
     assert lines == ["bad steps 25–34: rolled back to step 20, skipping batches 22–33"]
 
 
-@pytest.mark.parametrize("content", ["[[1,", '[["x", 2]]'])
-def test_damaged_ranges_are_told_and_the_checkpoints_count(run: Location, content: str) -> None:
-    (run / SKIPPED_FILE).write_text(content)
-    lines: list[str] = []
-    path = run / "checkpoints" / "step=00000030"
-    resumed = Checkpoint(path, replace(state(30), skipped_batches=((3, 7),)), 0)
-    assert read_skipped(run, resumed, lines.append) == ((3, 7),)
-    assert len(lines) == 1
-    assert SKIPPED_FILE in lines[0]
-
-
 def test_no_batch_that_the_checkpoint_has_read_is_skipped(run: Location, recorder: Any) -> None:
     resume = rollbacks(run, skip_before=50)
     position = replace(state(20), next_batch=23)
@@ -252,7 +241,10 @@ def test_without_a_checkpoint_it_goes_back_to_the_start(tmp_path: Path, recorder
 def test_ranges_of_the_file_and_of_a_checkpoint_are_joined(run: Location) -> None:
     (newest,) = Catalog(run).complete()[-1:]
     copied = replace(newest.state, skipped_batches=((3, 5), (22, 34)))
-    assert read_skipped(run, None, print) == ()
+    assert read_skipped(run, None) == ()
     (run / SKIPPED_FILE).write_text("[[22, 34], [40, 41]]")
-    joined = read_skipped(run, replace(newest, state=copied), print)
+    joined = read_skipped(run, replace(newest, state=copied))
     assert joined == ((3, 5), (22, 34), (40, 41))
+    (run / SKIPPED_FILE).write_text('[["x", 2]]')
+    with raises_line(CheckpointError, SKIPPED_FILE, "is damaged"):
+        read_skipped(run, newest)

@@ -191,7 +191,7 @@ def test_a_directory_that_was_renamed_after_the_last_step_is_waited_for(
         directory.rename(away)
         return AttemptEnd("finished")
 
-    run.place = SimpleNamespace(train=train, resources=None)
+    run.place = SimpleNamespace(train=train)
     recorder: Any = SimpleNamespace(ask=lambda *_: [], end=lambda: None)
     spec: Any = SimpleNamespace(resumed=newest)
     stop = run.signals.stop
