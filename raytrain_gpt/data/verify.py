@@ -24,8 +24,7 @@ def check_tokenizer(directory: LocationLike, manifest: Manifest) -> None:
     """Raise a DataError if a dataset's tokenizer is missing, damaged or does not match its shards."""
     if vocab_hash(read_tokenizer(directory)) != manifest.vocab_hash:
         raise DataError(
-            f"the tokenizer in {directory} does not match its shards ({manifest.tokenizer}); "
-            f"{REPAIR}"
+            f"the tokenizer in {directory} does not match its shards ({manifest.tokenizer}); {REPAIR}"
         )
 
 
@@ -43,7 +42,6 @@ def check_shard(directory: LocationLike, manifest: Manifest, shard: Shard, conte
     Without `content`, look only at its size.
     """
     path = Location.of(directory) / shard.path
-    replace = f"remove this file and {REPAIR}"
     try:
         num_bytes = path.size_bytes()
     except FileNotFoundError:
@@ -55,7 +53,7 @@ def check_shard(directory: LocationLike, manifest: Manifest, shard: Shard, conte
     if content:
         if path.sha256() != shard.sha256:
             raise DataError(
-                f"shard {path} was changed: its SHA-256 differs from the manifest's; {replace}"
+                f"shard {path} was changed: its SHA-256 differs from the manifest's; {REPAIR}"
             )
         for i in range(-(-shard.tokens // manifest.row_group_tokens)):
             read_row_group(directory, manifest, shard, i)

@@ -58,7 +58,7 @@ def prepare(
 ) -> Manifest:
     """Tokenize sources into a dataset; the shards are the same with and without Ray, on any cluster.
 
-    An interrupted preparation, or a dataset that lost files, is completed.
+    An interrupted preparation is completed.
 
     Args:
         sources: Files, directories or globs, local, in an object store or on the HF hub; or
@@ -81,7 +81,7 @@ def prepare(
     run, cluster = _on_ray(log) if on_ray else (map, nullcontext())
     lease = directory.parent / f".{directory.name}{LEASE_FILE}"
     with _storage_errors(directory), hold_lease(lease, f"dataset {directory}", log):
-        manifest = start(directory, plan, encoding, log)
+        manifest = start(directory, plan, encoding)
         if manifest is not None:
             log(f"{directory} is already prepared")
             return manifest
