@@ -91,7 +91,8 @@ def sample(options: SampleOptions) -> None:
 
     how = options.model_dump(include={*SamplingOptions.model_fields}, exclude_unset=True)
     num = options.num_samples
-    sample_checkpoint(options.checkpoint, options.prompt, say, num_samples=num, show=say, **how)
+    for text in sample_checkpoint(options.checkpoint, options.prompt, say, num_samples=num, **how):
+        say(f"{text}\n{'-' * 40}")
     say(f"next: {shell('raytrain-gpt', 'eval', options.checkpoint, *options.code_flags)}")
 
 
