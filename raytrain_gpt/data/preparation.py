@@ -36,16 +36,9 @@ from raytrain_gpt.storage.location import UNFINISHED, Location, LocationLike
 
 _NOTES_DIR = "unfinished"
 _PLAN_FILE = "plan"
-_HASH = re.compile(r"[0-9a-f]{64}")
-_UNFINISHED_FILE = re.compile(
-    rf"((train|val)-\d{{5,}}\.parquet|{re.escape(TOKENIZER_FILE)}|{re.escape(MANIFEST_FILE)}|"
-    rf"{re.escape(BAD_FILE)})\.[0-9a-f]{{8}}{re.escape(UNFINISHED)}"
+_UNFINISHED_SHARD = re.compile(
+    rf"(train|val)-\d{{5,}}\.parquet\.[0-9a-f]{{8}}{re.escape(UNFINISHED)}"
 )
-_FILE = re.compile(
-    rf"(train|val)-\d{{5,}}\.parquet|{re.escape(TOKENIZER_FILE)}|{re.escape(BAD_FILE)}|"
-    rf"{_UNFINISHED_FILE.pattern}"
-)
-"""Names of files that a preparation writes; besides its notes it never removes any other file."""
 
 _NoteSuffix = Literal[".hashes", ".json"]
 
@@ -117,13 +110,12 @@ def prepared_tokenizer(directory: LocationLike, plan: Plan, name: str) -> tiktok
 def start(directory: LocationLike, plan: Plan, encoding: tiktoken.Encoding) -> Manifest | None:
     """Make the directory ready for the tasks; returns the manifest if the dataset is finished, else None.
 
-    Results of an interrupted preparation count if it has the same plan, and are removed otherwise.
+    Results of an interrupted preparation with the same plan count.
 
     Raises:
-        DataError: the directory contains a different or damaged dataset, or unrelated files.
+        DataError: the directory contains a different or damaged dataset, or other files.
     """
     directory = Location.of(directory)
-    notes = directory / _NOTES_DIR
     if (directory / MANIFEST_FILE).exists():
         manifest = read_manifest(directory)
         if manifest.source.get("plan_hash") != plan.hash:
@@ -133,16 +125,17 @@ def start(directory: LocationLike, plan: Plan, encoding: tiktoken.Encoding) -> M
         check_tokenizer(directory, manifest)
         check_shards(directory, manifest, content=False)
         return manifest
-    others = [name for name in directory.names() if not name.startswith(".")]
-    plan_file = notes / _PLAN_FILE
-    plan_hash = plan_file.read_bytes().decode(errors="replace") if plan_file.is_file() else ""
-    if others and not _HASH.fullmatch(plan_hash):
+    plan_file = directory / _NOTES_DIR / _PLAN_FILE
+    if plan_file.is_file():
+        if plan_file.read_bytes() != plan.hash.encode():
+            raise DataError(
+                f"{directory} has an unfinished preparation of other sources or options; choose a different "
+                "--out or remove it"
+            )
+    elif any(not name.startswith(".") for name in directory.names()):
         raise DataError(
             f"{directory} is not empty and not a dataset; choose a different --out or empty it"
         )
-    if others and plan_hash != plan.hash:
-        _remove_named(directory, _FILE)
-        notes.remove()
     plan_file.write_text(plan.hash)
     (directory / TOKENIZER_FILE).write_text(tokenizer_json(encoding))
     return None
@@ -189,14 +182,9 @@ def finish(
     if bad.count:
         report = "".join(json.dumps(one) + "\n" for one in bad.kept)
         (directory / BAD_FILE).write_text(report)
-    _remove_named(directory, _UNFINISHED_FILE)  # of killed tasks
+    for name in directory.names():
+        if _UNFINISHED_SHARD.fullmatch(name):  # of a killed task
+            (directory / name).remove()
     write_manifest(directory, manifest)
     (directory / _NOTES_DIR).remove()
     return manifest
-
-
-def _remove_named(directory: Location, pattern: re.Pattern[str]) -> None:
-    """Remove the files whose names match."""
-    for name in directory.names():
-        if pattern.fullmatch(name) and (directory / name).is_file():
-            (directory / name).remove()

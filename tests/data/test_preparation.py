@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_gpt.data.preparation import finish, start
+from raytrain_gpt.data.preparation import start
 from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest
 from raytrain_gpt.data.tokenize import run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer
@@ -51,25 +51,19 @@ def test_a_finished_dataset_that_lost_a_file_is_refused(
     assert files(out) == left
 
 
-def test_another_preparation_removes_only_files_of_the_one_before(
-    tmp_path: Path, source: str
+def test_another_preparation_is_not_mixed_with_one_that_was_interrupted(
+    out: Path, source: str
 ) -> None:
-    out, encoding = tmp_path / "out", load_tokenizer("bytes")
-    begun = plan_of([source], encoding)
-    assert start(out, begun, encoding) is None
-    for task in range(2):
-        run_task(out, begun, task)
-    own = ["thesis.tex", "train-00000-of-00001.parquet", "my.unfinished"]
-    for name in own:
-        (out / name).write_text("years of work")
-    plan = plan_of([source], encoding, val_fraction=0.5)
-    assert start(out, plan, encoding) is None
-    assert {path.name for path in out.iterdir()} == {*own, TOKENIZER_FILE, "unfinished"}
-    assert {path.name for path in (out / "unfinished").iterdir()} == {"plan"}
-    results = [run_task(out, plan, task) for task in range(len(plan.tasks))]
-    finish(out, plan, results, {})
-    assert all((out / name).read_text() == "years of work" for name in own)
-    assert not (out / "unfinished").exists()
+    encoding = load_tokenizer("bytes")
+    start(out, begun := plan_of([source], encoding), encoding)
+    run_task(out, begun, 0)
+    (out / "my.unfinished").write_text("years of work")
+    left = files(out)
+    with raises_line(DataError, "an unfinished preparation of other sources or options", "--out"):
+        prepare_here([source], out, "bytes", val_fraction=0.5)
+    assert files(out) == left
+    prepare_here([source], out, "bytes")
+    assert (out / "my.unfinished").exists()
 
 
 def test_a_damaged_manifest_says_what_to_remove(out: Path, whole: Manifest, source: str) -> None:
