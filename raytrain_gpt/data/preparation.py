@@ -1,7 +1,6 @@
 """The directory of a preparation, from its first task to the finished dataset.
 
     <dataset>/unfinished/plan         hash of the plan
-    <dataset>/unfinished/00000.hashes hashes of a task's documents, with `dedupe`
     <dataset>/unfinished/00000.json   result of a task; valid only while its shards exist
 
 `finish` writes the manifest last, so that it never vouches for missing data.
@@ -12,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import tiktoken
 
@@ -40,17 +39,15 @@ _UNFINISHED_SHARD = re.compile(
     rf"(train|val)-\d{{5,}}\.parquet\.[0-9a-f]{{8}}{re.escape(UNFINISHED)}"
 )
 
-_NoteSuffix = Literal[".hashes", ".json"]
 
-
-def task_file(directory: LocationLike, task: int, suffix: _NoteSuffix) -> Location:
-    return Location.of(directory) / _NOTES_DIR / f"{task:05d}{suffix}"
+def _result_file(directory: LocationLike, task: int) -> Location:
+    return Location.of(directory) / _NOTES_DIR / f"{task:05d}.json"
 
 
 def read_result(directory: LocationLike, task: int) -> dict[str, Any] | None:
     """Read what `write_result` returned for a task, or None if the task must run."""
     directory = Location.of(directory)
-    if not (file := task_file(directory, task, ".json")).exists():
+    if not (file := _result_file(directory, task)).exists():
         return None
     try:
         result: dict[str, Any] = parse_json(file.read_bytes())
@@ -62,12 +59,12 @@ def read_result(directory: LocationLike, task: int) -> dict[str, Any] | None:
 
 
 def write_result(
-    directory: LocationLike, task: int, shards: list[Shard], bad: BadDocuments, num_duplicates: int
+    directory: LocationLike, task: int, shards: list[Shard], bad: BadDocuments
 ) -> dict[str, Any]:
     """Record a finished task, after its last shard.
 
-    Returns `task`, `documents`, `tokens` and `text_bytes` written, manifest entries `shards`, facts of the
-    `bad` documents and the number of `duplicates`.
+    Returns `task`, `documents`, `tokens` and `text_bytes` written, manifest entries `shards`, and facts of
+    the `bad` documents.
     """
     result = {
         "task": task,
@@ -76,9 +73,8 @@ def write_result(
         "text_bytes": sum(shard.text_bytes for shard in shards),
         "shards": [shard.model_dump() for shard in shards],
         "bad": bad.facts(),
-        "duplicates": num_duplicates,
     }
-    task_file(directory, task, ".json").write_text(json.dumps(result))
+    _result_file(directory, task).write_text(json.dumps(result))
     return result
 
 
@@ -159,9 +155,6 @@ def finish(
     bad = BadDocuments(max_bad_documents)
     for result in results:
         bad.merge(result["bad"])
-    skipped = {"bad_documents": bad.count}
-    if plan.dedupe:
-        skipped["duplicates"] = sum(result["duplicates"] for result in results)
     shards = [Shard.model_validate(shard) for result in results for shard in result["shards"]]
     for split in SPLITS:
         if not any(shard.split == split for shard in shards):
@@ -177,7 +170,12 @@ def finish(
         dtype=token_dtype(vocab_size),
         row_group_tokens=plan.row_group_tokens,
         shards=tuple(sorted(shards, key=lambda shard: (SPLITS.index(shard.split), shard.path))),
-        source={**source, **skipped, **plan.commits, "plan_hash": plan.hash},
+        source={
+            **source,
+            "bad_documents": bad.count,
+            **plan.commits,
+            "plan_hash": plan.hash,
+        },
     )
     if bad.count:
         report = "".join(json.dumps(one) + "\n" for one in bad.kept)
