@@ -108,15 +108,26 @@ def _run_tasks(
 ) -> list[dict[str, Any]]:
     """Run all tasks and log their progress."""
     rows: list[Row] = [{"task": task} for task in range(len(plan.tasks))]
-    fixed: dict[str, Any] = {"directory": directory, "plan": plan, "max_bad": max_bad}
-    progress = _Progress(plan, log)
-    results = []
-    for row in run(partial(_task_row, **fixed), rows):
-        result = row["result"]
-        results.append(result)
-        progress.add(result["task"], result["documents"], result["tokens"])
-    progress.end()
+    run_one = partial(_task_row, directory=directory, plan=plan, max_bad=max_bad)
+    sizes = [sum(piece.text_bytes for piece in plan.pieces[slice(*task)]) for task in plan.tasks]
+    total, done, documents, tokens = sum(sizes), 0, 0, 0
+    started = shown = time.monotonic()
+    results: list[dict[str, Any]] = []
+    for row in run(run_one, rows):
+        results.append(row["result"])
+        done += sizes[results[-1]["task"]]
+        documents, tokens = documents + results[-1]["documents"], tokens + results[-1]["tokens"]
+        now = time.monotonic()
+        if now - shown >= PROGRESS_EVERY_S and 0 < done < total:
+            shown, eta = now, duration((total - done) * (now - started) / done)
+            log(f"prepare {done / total:4.0%} | {_amounts(documents, tokens)} | eta {eta}")
+    seconds = time.monotonic() - started
+    log(f"prepare done in {duration(seconds)} | {_amounts(documents, tokens)}")
     return results
+
+
+def _amounts(documents: int, tokens: int) -> str:
+    return f"{amount(documents)} documents, {amount(tokens)} tokens"
 
 
 def _on_ray(log: Log) -> tuple[_Mapper, AbstractContextManager[object]]:
@@ -139,36 +150,6 @@ def _on_ray(log: Log) -> tuple[_Mapper, AbstractContextManager[object]]:
 def _task_row(row: Row, directory: Location, plan: Plan, max_bad: int) -> Row:
     with _storage_errors(directory):
         return {"result": run_task(directory, plan, row["task"], max_bad)}
-
-
-class _Progress:
-    """Logs the progress of the tasks."""
-
-    def __init__(self, plan: Plan, log: Log) -> None:
-        self._log = log
-        self._task_bytes = [
-            sum(piece.text_bytes for piece in plan.pieces[first:stop]) for first, stop in plan.tasks
-        ]
-        self._done, self._documents, self._tokens = 0, 0, 0
-        self._started = self._shown = time.monotonic()
-
-    def add(self, task: int, documents: int, tokens: int) -> None:
-        """Count a finished task."""
-        self._done += self._task_bytes[task]
-        self._documents, self._tokens = self._documents + documents, self._tokens + tokens
-        now, total = time.monotonic(), sum(self._task_bytes)
-        if now - self._shown >= PROGRESS_EVERY_S and 0 < self._done < total:
-            self._shown = now
-            eta = duration((total - self._done) * (now - self._started) / self._done)
-            self._log(f"prepare {self._done / total:4.0%} | {self._amounts()} | eta {eta}")
-
-    def end(self) -> None:
-        """Log the totals."""
-        seconds = time.monotonic() - self._started
-        self._log(f"prepare done in {duration(seconds)} | {self._amounts()}")
-
-    def _amounts(self) -> str:
-        return f"{amount(self._documents)} documents, {amount(self._tokens)} tokens"
 
 
 def _storage_errors(directory: Location) -> AbstractContextManager[None]:
