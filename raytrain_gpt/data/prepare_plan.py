@@ -21,7 +21,7 @@ from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.data.split import ReadDocuments, SplitRule, id_rule, is_named_val, text_rule
 from raytrain_gpt.data.tokenizer import vocab_hash
 from raytrain_gpt.errors import DataError
-from raytrain_gpt.format import Log, count
+from raytrain_gpt.format import Log, listed
 
 MIN_TASKS = 64
 """Approximate number of shards of a small corpus, so that all CPUs have work."""
@@ -115,12 +115,8 @@ def make_plan(
     else:
         rule = text_rule(pieces, read, encoding, options, log)
     if rule.by_name:
-        files = {piece.location for piece in pieces}
         named = sorted({piece.location.name for piece in pieces if is_named_val(piece.name)})
-        log(
-            f"validation split from the names of {count(len(files), 'file')}: {', '.join(named[:3])}"
-            f"{', …' * (len(named) > 3)} (override with --val_fraction)"
-        )
+        log(f"validation split by file names: {listed(named)} (override with --val_fraction)")
     is_bytes = encoding is not None and encoding.max_token_value <= 256 and not is_import
     bytes_per_token = 1 if is_bytes else _TEXT_BYTES_PER_TOKEN
     total = sum(piece.text_bytes for piece in pieces)
