@@ -136,9 +136,6 @@ def test_a_dataset_has_its_own_tokenizer_and_trains_it_once(tmp_path: Path) -> N
     prepared()
     assert lines[-1] == f"{tmp_path / 'data'} is already prepared"
     assert not any("trained" in line for line in lines)
-    (tmp_path / "data" / TOKENIZER_FILE).unlink()
-    prepared()
-    assert vocab_hash(read_tokenizer(tmp_path / "data")) == manifest.vocab_hash
 
 
 def test_a_second_dataset_takes_the_tokenizer_of_a_file(
