@@ -94,6 +94,7 @@ def test_the_memory_of_a_node_is_shared_by_its_workers() -> None:
     assert math.isinf(limit(2, Node(8, 0)))
 
 
+@pytest.mark.slow
 def test_much_memory_needs_no_recomputing_and_little_is_one_line() -> None:
     lines: list[str] = []
     there = nodes(Node(8, 0, 64e9))

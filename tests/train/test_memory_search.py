@@ -108,6 +108,7 @@ def test_the_largest_that_fits_is_found_and_recomputes_only_if_it_is_small(
         assert found == MemoryFit(largest[expected], expected, needed_bytes)
 
 
+@pytest.mark.slow
 def test_what_is_predicted_grows_and_the_least_is_what_fits_last() -> None:
     wanted = config(activation_checkpointing="auto")
     search = MemorySearch(wanted, 1, model_of(wanted))
