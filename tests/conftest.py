@@ -228,7 +228,7 @@ def remote_dir(bucket: Location, request: pytest.FixtureRequest) -> Location:
     return bucket / name
 
 
-@pytest.fixture(params=["local", "s3"])
+@pytest.fixture(params=["local", pytest.param("s3", marks=pytest.mark.slow)])
 def run_dir(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
     """Return a run directory that does not exist yet, on disk and in an object store."""
     if request.param == "local":

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
+import pytest
+
 import raytrain_gpt
 from raytrain_gpt.data.shards import Manifest, Shard
 from raytrain_gpt.evaluate.hellaswag import HELLASWAG
@@ -95,6 +97,7 @@ def test_events() -> None:
     assert written - {"", "no step", "killed"} == first_column("Events")
 
 
+@pytest.mark.slow
 def test_files_of_a_run_its_checkpoints_and_its_dataset(straight: Straight, dataset: Path) -> None:
     run = straight(0)
     for path in run.run_dir.path.iterdir():
@@ -105,6 +108,7 @@ def test_files_of_a_run_its_checkpoints_and_its_dataset(straight: Straight, data
         assert is_file_of(path.name, "Dataset"), path
 
 
+@pytest.mark.slow
 def test_fields_of_a_manifest_and_a_run(straight: Straight) -> None:
     assert row_of("Dataset", "manifest.json") == {*Manifest.model_fields}
     assert {*Shard.model_fields} <= quoted(PAGE.read_text("utf-8").split("## Dataset")[1])

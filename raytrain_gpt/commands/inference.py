@@ -91,7 +91,8 @@ def sample(options: SampleOptions) -> None:
 
     how = options.model_dump(include={*SamplingOptions.model_fields}, exclude_unset=True)
     num = options.num_samples
-    sample_checkpoint(options.checkpoint, options.prompt, say, num_samples=num, show=say, **how)
+    for text in sample_checkpoint(options.checkpoint, options.prompt, say, num_samples=num, **how):
+        say(f"{text}\n{'-' * 40}")
     say(f"next: {shell('raytrain-gpt', 'eval', options.checkpoint, *options.code_flags)}")
 
 
@@ -106,15 +107,11 @@ class _ExportOptions(CheckpointOptions):
 
 class ImportOptions(Options):
     source: Annotated[str, Metavar("DIR_OR_FILE", positional=True)]
-    """Hugging Face directory, or a file of GPT-2 weights (.safetensors, .bin, .pt)."""
+    """Hugging Face directory, or a file of GPT-2 weights (.safetensors)."""
     out: Annotated[str, Metavar("CHECKPOINT")]
     """New directory or s3://bucket/prefix."""
     tokenizer: Annotated[str | None, Metavar("NAME")] = None
     """Tokenizer: bytes, a tiktoken encoding or a checkpoint (default: the directory's, or by size)."""
-    num_heads: int | None = None
-    """Attention heads per block, for a weights file (default: one per 64 channels)."""
-    seq_len: int | None = None
-    """Context length to cut the positions to (tokens; default: all)."""
 
 
 @command("export", _ExportOptions)
@@ -137,8 +134,7 @@ def import_(options: ImportOptions) -> None:
     """Make a checkpoint from Hugging Face weights of a GPT-2 or Qwen3."""
     from raytrain_gpt.export.huggingface import import_weights
 
-    more = options.model_dump(exclude={"source", "out"})
-    path, shape = import_weights(options.source, options.out, say, **more)
+    path, shape = import_weights(options.source, options.out, say, tokenizer=options.tokenizer)
     train = shell("raytrain-gpt", "train", "--init_from", path, "--seq_len", shape.seq_len)
     say(f"fine-tune: {train} --data_path DATA --run_name NAME")
     say(f"next: {sample_command(path)}")

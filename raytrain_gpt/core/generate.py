@@ -53,7 +53,6 @@ _BELOW_1 = 1 - 2**-24
 
 @dataclass(eq=False)
 class _Sequence:
-    index: int
     tokens: list[int]
     """The visible tokens of the prompt (at most seq_len) and the tokens sampled after them."""
     generator: random.Random
@@ -66,7 +65,6 @@ def sample_tokens(
     prompt: Sequence[int],
     num_samples: int,
     options: SamplingOptions,
-    on_token: Callable[[int, int], None] = lambda index, token: None,
 ) -> list[list[int]]:
     """Continue a prompt num_samples times, as many at a time as fit; return the sampled tokens.
 
@@ -78,13 +76,12 @@ def sample_tokens(
         model: Not wrapped.
         end_token: Ends a continuation and is not part of it; None: all have max_new_tokens.
         prompt: At least one token; the model sees the last seq_len of them.
-        on_token: Called with the index of a sample and its token as soon as it is sampled.
     """
     longest = len(prompt) + options.max_new_tokens
     at_a_time = _max_sequences(model.shape, longest)
     visible = last_document(prompt[-model.shape.seq_len :], model.document_end)
     sequences = [
-        _Sequence(index, [*visible], random.Random(f"{options.seed}/{index}"))
+        _Sequence([*visible], random.Random(f"{options.seed}/{index}"))
         for index in range(num_samples)
     ]
     waiting = sequences
@@ -92,7 +89,7 @@ def sample_tokens(
         alike = [s for s in waiting if len(s.tokens) == len(waiting[0].tokens)][:at_a_time]
         cache = KVCache(model.shape, len(alike), longest, model.device)
         waiting = [sequence for sequence in waiting if sequence not in alike]
-        waiting += _continue(model.eval(), alike, cache, end_token, options, on_token)
+        waiting += _continue(model.eval(), alike, cache, end_token, options)
     return [sequence.sampled for sequence in sequences]
 
 
@@ -110,7 +107,6 @@ def _continue(
     cache: KVCache,
     end_token: int | None,
     options: SamplingOptions,
-    on_token: Callable[[int, int], None],
 ) -> list[_Sequence]:
     """Continue sequences of one length until all have ended; return those that started a new document.
 
@@ -131,7 +127,6 @@ def _continue(
                 sequence.tokens.clear()
             sequence.tokens.append(token)
             sequence.sampled.append(token)
-            on_token(sequence.index, token)
             if len(sequence.sampled) < options.max_new_tokens:
                 if restarts:
                     restarted.append(sequence)

@@ -1,8 +1,7 @@
 """Documents of text in a chunk of a source file.
 
-A document is a JSON line, an element of a JSON array, a row of a `.parquet` file, or any other file, cut at
-separators if there are any. Its file name and its position in that file (0, element, row or byte offset in
-the text) decide its split.
+A document is a JSON line, a row of a `.parquet` file, or any other file, cut at separators if there are any.
+Its file name and its position in that file (0, row or byte offset in the text) decide its split.
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ import pyarrow.parquet as pq
 
 from raytrain_gpt.errors import DataError, failure_as, reason
 from raytrain_gpt.format import count, listed
-from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location
 
 STDLIB = "stdlib"
-_JSON = (".json", ".json.gz", ".json.zst")
+_JSON_LINES = (".json", ".json.gz", ".json.zst", ".jsonl", ".jsonl.gz", ".jsonl.zst")
 BAD_FILE = "bad_documents.jsonl"
 MAX_KEPT_BAD = 100
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -130,9 +128,7 @@ def read_documents(
         yield from _text_documents(Location.of(path), bad, separator)
     elif name.endswith(".parquet"):
         yield from _parquet_documents(piece, text_field, bad)
-    elif name.endswith(_JSON) and _starts_array(piece.location):
-        yield from _array_documents(piece.location, text_field, bad)
-    elif name.endswith((*_JSON, ".jsonl", ".jsonl.gz", ".jsonl.zst")):
+    elif name.endswith(_JSON_LINES):
         yield from _jsonl_documents(piece, text_field, bad)
     else:
         yield from _text_documents(piece.location, bad, separator)
@@ -140,23 +136,19 @@ def read_documents(
 
 def _text_documents(path: Location, bad: BadDocuments, separator: str | None) -> Iterator[Document]:
     with failure_as(DataError, f"cannot read {path}"):
-        for position, content in _undivided(path) if separator is None else _split(path, separator):
+        for position, content in _split(path, separator):
             try:
                 yield Document(position, content.decode("utf-8"))
             except UnicodeDecodeError as error:
                 bad.add(path, f"byte {position + error.start}", "not UTF-8")
 
 
-def _undivided(path: Location) -> Iterator[tuple[int, bytes]]:
-    if _compression(path) is None:
-        yield 0, path.read_bytes()
-    else:
+def _split(path: Location, separator: str | None) -> Iterator[tuple[int, bytes]]:
+    """Yield (position, content) between separators, stripped of newlines; holds one document at a time."""
+    if separator is None:
         with _opened(path) as file:
             yield 0, file.read()
-
-
-def _split(path: Location, separator: str) -> Iterator[tuple[int, bytes]]:
-    """Yield (position, content) between separators, stripped of newlines; holds one document at a time."""
+        return
     mark = separator.encode("utf-8", "surrogateescape")  # a flag that is not UTF-8 has surrogates
     held, start, looked, is_end = bytearray(), 0, 0, False  # `held` starts at byte `start`
     with _opened(path) as file:
@@ -214,17 +206,6 @@ def _kind(value: object) -> str:
     return names.get(type(value), type(value).__name__)
 
 
-def _starts_array(path: Location) -> bool:
-    """Whether a JSON file is one array, not JSON lines (an array in a line would have no fields)."""
-    try:
-        with _opened(path) as file:
-            while (first := file.read(1)).isspace():
-                pass
-            return first == b"["
-    except OSError:
-        return False  # _jsonl_documents reports the error
-
-
 def _jsonl_documents(piece: SourcePiece, text_field: str, bad: BadDocuments) -> Iterator[Document]:
     path, position = piece.location, 0
     # The length of compressed text is unknown until its end.
@@ -248,21 +229,6 @@ def _jsonl_documents(piece: SourcePiece, text_field: str, bad: BadDocuments) -> 
         raise DataError(
             f"cannot read {path} after byte {position} of its text: {reason(error)}; fix the file"
         ) from None
-
-
-def _array_documents(path: Location, text_field: str, bad: BadDocuments) -> Iterator[Document]:
-    try:
-        with _opened(path) as file:
-            elements = parse_json(file.read())
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot read {path}: {reason(error)}; fix the file") from None
-    for number, element in enumerate(elements):
-        try:
-            text = text_in(element, text_field)
-        except (LookupError, TypeError) as error:
-            bad.add(path, f"element {number}", str(error))
-        else:
-            yield Document(number, text)
 
 
 def _parquet_documents(

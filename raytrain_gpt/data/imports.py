@@ -133,14 +133,10 @@ def read_ids(piece: SourcePiece, encoding: tiktoken.Encoding) -> Iterator[IdChun
         low, top = int(chunk.ids.min(initial=0)), int(chunk.ids.max(initial=0))
         if low < 0 or top >= num_ids:
             at = int(chunk.ids.argmin() if low < 0 else chunk.ids.argmax())
-            inside = (
-                "" if chunk.name == piece.name else f" of row group {chunk.name.rpartition(':')[2]}"
-            )
             raise DataError(
-                f"{piece.location} has token id {low if low < 0 else top} at "
-                f"{'byte' if not inside else 'id'} {chunk.position + at * chunk.step}{inside}, but the "
-                f"vocabulary of {encoding.name} is 0 to {num_ids - 1}; set --tokenizer to the one that made "
-                "the ids"
+                f"{piece.location} has token id {chunk.ids[at]} at {chunk.position + at * chunk.step} of "
+                f"{chunk.name}, but the vocabulary of {encoding.name} is 0 to {num_ids - 1}; set --tokenizer "
+                "to the one that made the ids"
             )
         if len(chunk.ids):
             yield replace(chunk, offset=offset, opens=opens)

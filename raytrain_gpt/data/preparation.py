@@ -1,22 +1,17 @@
 """The directory of a preparation, from its first task to the finished dataset.
 
     <dataset>/unfinished/plan         hash of the plan
-    <dataset>/unfinished/repair       manifest of a finished dataset during its repair
-    <dataset>/unfinished/00000.hashes hashes of a task's documents, with `dedupe`
     <dataset>/unfinished/00000.json   result of a task; valid only while its shards exist
 
-`start` also repairs a finished dataset with lost or truncated files. It removes the manifest first, so that
-it never vouches for missing data, and `finish` writes it last.
+`finish` writes the manifest last, so that it never vouches for missing data.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-from collections import defaultdict
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import tiktoken
 
@@ -33,36 +28,26 @@ from raytrain_gpt.data.shards import (
 )
 from raytrain_gpt.data.tokenizer import token_dtype, vocab_hash
 from raytrain_gpt.data.tokenizer_file import TOKENIZER_FILE, read_tokenizer, tokenizer_json
+from raytrain_gpt.data.verify import check_shards, check_tokenizer
 from raytrain_gpt.errors import DataError
-from raytrain_gpt.format import Log, count
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import UNFINISHED, Location, LocationLike
 
 _NOTES_DIR = "unfinished"
 _PLAN_FILE = "plan"
-_REPAIR_FILE = "repair"
-_HASH = re.compile(r"[0-9a-f]{64}")
-_UNFINISHED_FILE = re.compile(
-    rf"((train|val)-\d{{5,}}\.parquet|{re.escape(TOKENIZER_FILE)}|{re.escape(MANIFEST_FILE)}|"
-    rf"{re.escape(BAD_FILE)})\.[0-9a-f]{{8}}{re.escape(UNFINISHED)}"
+_UNFINISHED_SHARD = re.compile(
+    rf"(train|val)-\d{{5,}}\.parquet\.[0-9a-f]{{8}}{re.escape(UNFINISHED)}"
 )
-_FILE = re.compile(
-    rf"(train|val)-\d{{5,}}\.parquet|{re.escape(TOKENIZER_FILE)}|{re.escape(BAD_FILE)}|"
-    rf"{_UNFINISHED_FILE.pattern}"
-)
-"""Names of files that a preparation writes; besides its notes it never removes any other file."""
-
-_NoteSuffix = Literal[".hashes", ".json"]
 
 
-def task_file(directory: LocationLike, task: int, suffix: _NoteSuffix) -> Location:
-    return Location.of(directory) / _NOTES_DIR / f"{task:05d}{suffix}"
+def _result_file(directory: LocationLike, task: int) -> Location:
+    return Location.of(directory) / _NOTES_DIR / f"{task:05d}.json"
 
 
 def read_result(directory: LocationLike, task: int) -> dict[str, Any] | None:
     """Read what `write_result` returned for a task, or None if the task must run."""
     directory = Location.of(directory)
-    if not (file := task_file(directory, task, ".json")).exists():
+    if not (file := _result_file(directory, task)).exists():
         return None
     try:
         result: dict[str, Any] = parse_json(file.read_bytes())
@@ -74,12 +59,12 @@ def read_result(directory: LocationLike, task: int) -> dict[str, Any] | None:
 
 
 def write_result(
-    directory: LocationLike, task: int, shards: list[Shard], bad: BadDocuments, num_duplicates: int
+    directory: LocationLike, task: int, shards: list[Shard], bad: BadDocuments
 ) -> dict[str, Any]:
     """Record a finished task, after its last shard.
 
-    Returns `task`, `documents`, `tokens` and `text_bytes` written, manifest entries `shards`, facts of the
-    `bad` documents and the number of `duplicates`.
+    Returns `task`, `documents`, `tokens` and `text_bytes` written, manifest entries `shards`, and facts of
+    the `bad` documents.
     """
     result = {
         "task": task,
@@ -88,9 +73,8 @@ def write_result(
         "text_bytes": sum(shard.text_bytes for shard in shards),
         "shards": [shard.model_dump() for shard in shards],
         "bad": bad.facts(),
-        "duplicates": num_duplicates,
     }
-    task_file(directory, task, ".json").write_text(json.dumps(result))
+    _result_file(directory, task).write_text(json.dumps(result))
     return result
 
 
@@ -119,86 +103,38 @@ def prepared_tokenizer(directory: LocationLike, plan: Plan, name: str) -> tiktok
     return encoding if is_same and encoding.name == name else None
 
 
-def start(
-    directory: LocationLike, plan: Plan, encoding: tiktoken.Encoding, log: Log = lambda line: None
-) -> Manifest | None:
-    """Make the directory ready for the tasks; returns the manifest if the dataset is complete, else None.
+def start(directory: LocationLike, plan: Plan, encoding: tiktoken.Encoding) -> Manifest | None:
+    """Make the directory ready for the tasks; returns the manifest if the dataset is finished, else None.
 
-    Results of an interrupted preparation count if it has the same plan, and are removed otherwise. In a
-    finished dataset of this plan, a damaged tokenizer is rewritten, and damaged shards are scheduled.
+    Results of an interrupted preparation with the same plan count.
 
     Raises:
-        DataError: the directory contains a different dataset, a damaged manifest or unrelated files.
+        DataError: the directory contains a different or damaged dataset, or other files.
     """
     directory = Location.of(directory)
-    notes = directory / _NOTES_DIR
     if (directory / MANIFEST_FILE).exists():
         manifest = read_manifest(directory)
         if manifest.source.get("plan_hash") != plan.hash:
-            raise _another_dataset(directory, manifest.source.get("hub_commits"))
-        _repair_tokenizer(directory, encoding, log)
-        sizes = dict(directory.files())
-        damaged = [shard for shard in manifest.shards if sizes.get(shard.path) != shard.file_bytes]
-        if not damaged:
-            return manifest
-        log(
-            f"missing or truncated in {directory}: {len(damaged)} of "
-            f"{count(len(manifest.shards), 'shard')}, such as {damaged[0].path}; rebuilding them"
-        )
-        _reopen(directory, plan, manifest, damaged)
-        return None
-    others = [name for name in directory.names() if not name.startswith(".")]
-    plan_file = notes / _PLAN_FILE
-    plan_hash = plan_file.read_bytes().decode(errors="replace") if plan_file.is_file() else ""
-    if others and not _HASH.fullmatch(plan_hash):
+            raise DataError(
+                f"{directory} already contains another dataset; choose a different --out or remove it"
+            )
+        check_tokenizer(directory, manifest)
+        check_shards(directory, manifest, content=False)
+        return manifest
+    plan_file = directory / _NOTES_DIR / _PLAN_FILE
+    if plan_file.is_file():
+        if plan_file.read_bytes() != plan.hash.encode():
+            raise DataError(
+                f"{directory} has an unfinished preparation of other sources or options; choose a different "
+                "--out or remove it"
+            )
+    elif any(not name.startswith(".") for name in directory.names()):
         raise DataError(
             f"{directory} is not empty and not a dataset; choose a different --out or empty it"
         )
-    if others and plan_hash != plan.hash:
-        if (notes / _REPAIR_FILE).exists():
-            raise _another_dataset(directory)
-        _remove_named(directory, _FILE)
-        (directory / _NOTES_DIR).remove()
     plan_file.write_text(plan.hash)
     (directory / TOKENIZER_FILE).write_text(tokenizer_json(encoding))
     return None
-
-
-def _another_dataset(directory: Location, hub_commits: list[str] | None = None) -> DataError:
-    of, pin = "", ""
-    if hub_commits:
-        of, pin = f", of {', '.join(hub_commits)}", "name that commit in the source, "
-    return DataError(
-        f"{directory} already contains another dataset{of}; {pin}choose a different --out or remove it"
-    )
-
-
-def _repair_tokenizer(directory: Location, encoding: tiktoken.Encoding, log: Log) -> None:
-    with contextlib.suppress(DataError):
-        if vocab_hash(read_tokenizer(directory)) == vocab_hash(encoding):
-            return
-    file = directory / TOKENIZER_FILE
-    file.write_text(tokenizer_json(encoding))
-    log(f"{file} was missing or damaged and has been rewritten")
-
-
-def _reopen(directory: Location, plan: Plan, manifest: Manifest, damaged: list[Shard]) -> None:
-    """Turn a dataset back into a preparation in which the tasks with intact shards are done.
-
-    A manifest lacks the bad documents and duplicates of each task, so with any of them all tasks rerun.
-    """
-    notes = directory / _NOTES_DIR
-    notes.remove()  # of a preparation killed after writing the manifest
-    task_shards: defaultdict[int, list[Shard]] = defaultdict(list)
-    if not plan.dedupe and not manifest.source.get("bad_documents", 0):
-        for shard in manifest.shards:
-            task_shards[int(shard.path.removesuffix(".parquet").rpartition("-")[2])].append(shard)
-    for task, shards in task_shards.items():
-        if not set(shards) & set(damaged):
-            write_result(directory, task, shards, BadDocuments(), 0)
-    (notes / _REPAIR_FILE).write_text((directory / MANIFEST_FILE).read_text())
-    (notes / _PLAN_FILE).write_text(plan.hash)
-    (directory / MANIFEST_FILE).remove()
 
 
 def finish(
@@ -219,9 +155,6 @@ def finish(
     bad = BadDocuments(max_bad_documents)
     for result in results:
         bad.merge(result["bad"])
-    skipped = {"bad_documents": bad.count}
-    if plan.dedupe:
-        skipped["duplicates"] = sum(result["duplicates"] for result in results)
     shards = [Shard.model_validate(shard) for result in results for shard in result["shards"]]
     for split in SPLITS:
         if not any(shard.split == split for shard in shards):
@@ -237,19 +170,19 @@ def finish(
         dtype=token_dtype(vocab_size),
         row_group_tokens=plan.row_group_tokens,
         shards=tuple(sorted(shards, key=lambda shard: (SPLITS.index(shard.split), shard.path))),
-        source={**source, **skipped, **plan.commits, "plan_hash": plan.hash},
+        source={
+            **source,
+            "bad_documents": bad.count,
+            **plan.commits,
+            "plan_hash": plan.hash,
+        },
     )
     if bad.count:
         report = "".join(json.dumps(one) + "\n" for one in bad.kept)
         (directory / BAD_FILE).write_text(report)
-    _remove_named(directory, _UNFINISHED_FILE)  # of killed tasks
+    for name in directory.names():
+        if _UNFINISHED_SHARD.fullmatch(name):  # of a killed task
+            (directory / name).remove()
     write_manifest(directory, manifest)
     (directory / _NOTES_DIR).remove()
     return manifest
-
-
-def _remove_named(directory: Location, pattern: re.Pattern[str]) -> None:
-    """Remove the files whose names match."""
-    for name in directory.names():
-        if pattern.fullmatch(name) and (directory / name).is_file():
-            (directory / name).remove()

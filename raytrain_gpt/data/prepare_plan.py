@@ -15,14 +15,13 @@ import tiktoken
 
 from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.documents import BadDocuments, Document, SourcePiece, read_documents
-from raytrain_gpt.data.duplicates import only_first
 from raytrain_gpt.data.imports import read_ids
 from raytrain_gpt.data.shards import ROW_GROUP_TOKENS
 from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.data.split import ReadDocuments, SplitRule, id_rule, is_named_val, text_rule
 from raytrain_gpt.data.tokenizer import vocab_hash
 from raytrain_gpt.errors import DataError
-from raytrain_gpt.format import Log, count
+from raytrain_gpt.format import Log, listed
 
 MIN_TASKS = 64
 """Approximate number of shards of a small corpus, so that all CPUs have work."""
@@ -37,7 +36,6 @@ class Plan:
 
     Attributes:
         tasks: Index range [first, stop) in `pieces` of every task.
-        dedupe: Drop documents whose text equals that of an earlier one.
         document_separator: Text between the documents of a text file, or None for one document per file.
     """
 
@@ -47,12 +45,11 @@ class Plan:
     split: SplitRule
     vocab_hash: str
     row_group_tokens: int
-    dedupe: bool
     document_separator: str | None = None
 
     @property
     def hash(self) -> str:
-        content = asdict(self)
+        content = asdict(self) | {"dedupe": False}  # as in older datasets
         if self.document_separator is None:  # so that older datasets keep their hash
             del content["document_separator"]
         for piece in content["pieces"]:  # access settings do not change the content
@@ -98,7 +95,6 @@ def make_plan(
             )
         pieces += both[-num_val:]
 
-    dedupe = options.dedupe == "exact"
     read = reader(options)
     is_import = pieces[0].ids is not None
     if encoding is None and is_import:
@@ -111,10 +107,6 @@ def make_plan(
             f"val_tokens={options.val_tokens} counts tokens of a tokenizer that is not trained yet; use "
             "--val_fraction or --val"
         )
-    if is_import and dedupe:
-        raise DataError(
-            f"{pieces[0].location} contains token ids, but dedupe compares text; remove --dedupe"
-        )
     if num_val:
         rule = SplitRule(cut_piece=len(pieces) - num_val)
     elif is_import:
@@ -123,12 +115,8 @@ def make_plan(
     else:
         rule = text_rule(pieces, read, encoding, options, log)
     if rule.by_name:
-        files = {piece.location for piece in pieces}
         named = sorted({piece.location.name for piece in pieces if is_named_val(piece.name)})
-        log(
-            f"validation split from the names of {count(len(files), 'file')}: {', '.join(named[:3])}"
-            f"{', …' * (len(named) > 3)} (override with --val_fraction)"
-        )
+        log(f"validation split by file names: {listed(named)} (override with --val_fraction)")
     is_bytes = encoding is not None and encoding.max_token_value <= 256 and not is_import
     bytes_per_token = 1 if is_bytes else _TEXT_BYTES_PER_TOKEN
     total = sum(piece.text_bytes for piece in pieces)
@@ -142,20 +130,19 @@ def make_plan(
         split=rule,
         vocab_hash="" if encoding is None else vocab_hash(encoding),
         row_group_tokens=row_group_tokens,
-        dedupe=dedupe,
         document_separator=options.document_separator,
     )
 
 
 def reader(options: PrepareOptions) -> ReadDocuments:
-    """Return a function that reads a chunk's documents, without duplicates if asked, before the tasks do."""
+    """Return a function that reads a chunk's documents before the tasks do."""
 
-    def read_all(piece: SourcePiece) -> Iterator[Document]:
+    def read(piece: SourcePiece) -> Iterator[Document]:
         # Only tasks count against the limit: some documents are read twice here.
         bad = BadDocuments(None if options.max_bad_documents else 0)
         return read_documents(piece, options.text_field, bad, options.document_separator)
 
-    return only_first(read_all) if options.dedupe == "exact" else read_all
+    return read
 
 
 def _group(pieces: list[SourcePiece], task_bytes: int) -> list[tuple[int, int]]:

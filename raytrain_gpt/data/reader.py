@@ -6,8 +6,9 @@ Threads request row groups of an object store in advance.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -16,6 +17,9 @@ from raytrain_gpt.data.order import Ids
 from raytrain_gpt.data.shards import Manifest, Shard, Split, read_row_group
 from raytrain_gpt.data.tokenizer import Tokens
 from raytrain_gpt.storage.location import Location, LocationLike
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 READ_THREADS = 16
 """Concurrent requests to an object store."""
@@ -49,10 +53,12 @@ def read_sequences(
     units, starts = np.unique(np.searchsorted(ends, ids[order], side="right"), return_index=True)
     row_groups = manifest.find_row_groups(split, units)
 
-    def read(shard: Shard, index: int) -> Tokens:
-        return read_row_group(directory, manifest, shard, index)
+    def read(row_group: tuple[Shard, int]) -> Tokens:
+        return read_row_group(directory, manifest, *row_group)
 
-    groups = (read(*one) for one in row_groups) if directory.is_local else _ahead(read, row_groups)
+    groups: Iterable[Tokens] = map(read, row_groups)
+    if not directory.is_local:
+        groups = read_ahead(read, row_groups, READ_THREADS, READ_AHEAD)
     stops = np.append(starts, len(order))[1:]
     for unit, start, stop, group in zip(units, starts, stops, groups, strict=True):
         rows = order[start:stop]
@@ -64,18 +70,17 @@ def read_sequences(
     return tokens, delivered
 
 
-def _ahead(
-    read: Callable[[Shard, int], Tokens], row_groups: list[tuple[Shard, int]]
-) -> Iterator[Tokens]:
-    threads = ThreadPoolExecutor(READ_THREADS)
-    pending: deque[Future[Tokens]] = deque()
+def read_ahead(read: Callable[[T], R], items: Iterable[T], threads: int, most: int) -> Iterator[R]:
+    """Read items in threads, in order; at most `most` are read or waiting."""
+    pool = ThreadPoolExecutor(threads)
+    pending: deque[Future[R]] = deque()
     try:
-        for one in row_groups:
-            if len(pending) == READ_AHEAD:
+        for item in items:
+            if len(pending) == most:
                 yield pending.popleft().result()
-            pending.append(threads.submit(read, *one))
+            pending.append(pool.submit(read, item))
         while pending:
             yield pending.popleft().result()
     finally:
         # Do not wait: after an error or a signal, a pending request may take long.
-        threads.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)

@@ -43,7 +43,7 @@ FORMAT_VERSION = 1
 ROW_GROUP_TOKENS = 2**18 + 1
 MANIFEST_FILE = "manifest.json"
 COLUMN = "tokens"
-REPAIR = "repeat the command that prepared the dataset, with the same options"
+REPAIR = "remove the dataset and repeat the command that prepared it"
 _MAX_ROW_GROUPS = 2**24
 
 Split = Literal["train", "val"]
@@ -92,9 +92,7 @@ class Manifest(BaseModel):
             raise ValueError(
                 f"row_group_tokens={self.row_group_tokens} gives more than {_MAX_ROW_GROUPS} row groups"
             )
-        TypeAdapter(list[str]).validate_python(self.source.get("hub_commits", []))
-        for name in ("bad_documents", "duplicates"):
-            TypeAdapter(int).validate_python(self.source.get(name, 0))
+        TypeAdapter(int).validate_python(self.source.get("bad_documents", 0))
         return self
 
     @property
@@ -227,14 +225,13 @@ def read_manifest(directory: LocationLike) -> Manifest:
     directory = Location.of(directory)
     path = directory / MANIFEST_FILE
     prepare = f"make one with: raytrain-gpt prepare SOURCE --out {shell(directory)}"
-    advice = f"remove {directory} and repeat the command that prepared it"
     if not directory.exists():
         raise DataError(f"data_path {directory} does not exist; {prepare}")
     if not path.is_file():
         raise DataError(
             f"{directory} has no {MANIFEST_FILE}, so it is not a finished dataset; {prepare}"
         )
-    with damage_as(DataError, path, f"; {advice}"):
+    with damage_as(DataError, path, f"; {REPAIR}"):
         content = parse_json(path.read_bytes())
         if (version := content["format_version"]) != FORMAT_VERSION:
             raise DataError(
@@ -246,7 +243,7 @@ def read_manifest(directory: LocationLike) -> Manifest:
     if manifest.hash != stated:
         raise DataError(
             f"{path} was changed: its content has hash {manifest.hash[:12]} instead of {stated[:12]!r}; "
-            f"{advice}"
+            f"{REPAIR}"
         )
     return manifest
 
@@ -262,14 +259,13 @@ def read_row_group(directory: LocationLike, manifest: Manifest, shard: Shard, in
     if tokens.shape != (num,) or tokens.dtype != manifest.dtype:
         raise DataError(
             f"{path} has {tokens.dtype} {tokens.shape} in row group {index}, expected {manifest.dtype} "
-            f"({num},); remove this file and {REPAIR}"
+            f"({num},); {REPAIR}"
         )
     if (top := int(tokens.max(initial=0))) >= manifest.vocab_size:
         at = int(tokens.argmax()) + index * manifest.row_group_tokens
         raise DataError(
             f"{path} has token id {top} at token {at} (row group {index}), but the vocabulary of "
-            f"{manifest.tokenizer} ends at {manifest.vocab_size - 1}; remove this file and "
-            f"{REPAIR}"
+            f"{manifest.tokenizer} ends at {manifest.vocab_size - 1}; {REPAIR}"
         )
     return tokens
 

@@ -8,6 +8,7 @@ suffix, files in directories by known suffixes. `documents` reads text, `imports
 from __future__ import annotations
 
 import glob
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -107,21 +108,30 @@ def _source_pieces(
 
 def _local_files(source: str) -> tuple[list[_File], bool]:
     """Find the files of a path or glob, following links; a file with several names has the first one."""
-    root = Path(source)
-    is_directory = root.is_dir()
-    if is_directory:
-        pattern = str(Path(glob.escape(source), "**"))
-        paths = glob.glob(pattern, recursive=True, include_hidden=True)
-    elif root.is_file():
-        paths, root = [source], root.parent
-    else:
-        paths, root = glob.glob(source, recursive=True), Path(*_cut_at_wildcard(root.parts)[0])
-    found = [path for path in sorted(map(Path, paths), reverse=True) if path.is_file()]
-    # With its suffix: a link with a known one, as in the cache of the hub, may point to a file without.
-    files = sorted({(path.resolve(), path.suffix): path for path in found}.values())
-    return [
-        (str(file.relative_to(root)), Location.of(file), file.stat().st_size) for file in files
-    ], is_directory
+    path = Path(source)
+    if path.is_file():
+        return [(path.name, Location.of(path), path.stat().st_size)], False
+    fixed, pattern = (path.parts, []) if path.is_dir() else _cut_at_wildcard(path.parts)
+    root, depth = Path(*fixed), len(pattern) if pattern and "**" not in pattern else math.inf
+    found: dict[tuple[Path, str], str] = {}
+    for name in sorted(_below(root, depth), key=lambda name: name.split("/"), reverse=True):
+        file = root / name
+        if file.is_file() and (not pattern or _matches(name.split("/"), pattern)):
+            # With its suffix: in the cache of the hub, links with one point to files without.
+            found[file.resolve(), file.suffix] = name
+    names = sorted(found.values(), key=lambda name: name.split("/"))
+    files = [(name, Location.of(root / name), (root / name).stat().st_size) for name in names]
+    return files, not pattern
+
+
+def _below(root: Path, depth: float) -> Iterator[str]:
+    """Yield the files below a directory, also in linked ones, but not in a link to where it lies."""
+    for parent, names, files in os.walk(root, followlinks=True):
+        here = Path(parent)
+        yield from (str((here / file).relative_to(root)) for file in files)
+        above = {path.resolve() for path in (here, *here.parents)}
+        is_deeper = len(here.relative_to(root).parts) + 1 < depth
+        names[:] = [n for n in names if is_deeper and (here / n).resolve() not in above]
 
 
 def _stored_files(source: str) -> tuple[list[_File], bool]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import heapq
 import re
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -176,13 +175,11 @@ def _head_rule(
 ) -> SplitRule:
     """Hold out the first documents with `val_tokens` tokens in total; `log` reports the counting."""
     log(f"tokenizing up to val_tokens={val_tokens} on one core to find the end of the val split")
-    started, tokens, documents = time.monotonic(), 0, 0
+    tokens, documents = 0, 0
     for i, piece in enumerate(pieces):
         for document in read(piece):
             if tokens >= val_tokens:
-                seconds = time.monotonic() - started
-                amounts = f"{count(documents, 'document')}, {count(tokens, 'token')}"
-                log(f"val split: {amounts} ({seconds:.1f} s)")
+                log(f"val split: {count(documents, 'document')}, {count(tokens, 'token')}")
                 return SplitRule(cut_piece=i, cut_position=document.position, head_is_val=True)
             tokens += len(encode_document(encoding, document.text))
             documents += 1

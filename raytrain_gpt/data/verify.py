@@ -24,8 +24,7 @@ def check_tokenizer(directory: LocationLike, manifest: Manifest) -> None:
     """Raise a DataError if a dataset's tokenizer is missing, damaged or does not match its shards."""
     if vocab_hash(read_tokenizer(directory)) != manifest.vocab_hash:
         raise DataError(
-            f"the tokenizer in {directory} does not match its shards ({manifest.tokenizer}); "
-            f"{REPAIR}"
+            f"the tokenizer in {directory} does not match its shards ({manifest.tokenizer}); {REPAIR}"
         )
 
 
@@ -43,7 +42,6 @@ def check_shard(directory: LocationLike, manifest: Manifest, shard: Shard, conte
     Without `content`, look only at its size.
     """
     path = Location.of(directory) / shard.path
-    replace = f"remove this file and {REPAIR}"
     try:
         num_bytes = path.size_bytes()
     except FileNotFoundError:
@@ -55,7 +53,7 @@ def check_shard(directory: LocationLike, manifest: Manifest, shard: Shard, conte
     if content:
         if path.sha256() != shard.sha256:
             raise DataError(
-                f"shard {path} was changed: its SHA-256 differs from the manifest's; {replace}"
+                f"shard {path} was changed: its SHA-256 differs from the manifest's; {REPAIR}"
             )
         for i in range(-(-shard.tokens // manifest.row_group_tokens)):
             read_row_group(directory, manifest, shard, i)
@@ -82,11 +80,8 @@ def describe_dataset(directory: Location, manifest: Manifest, say: Log) -> dict[
             f"{one['text_bytes'] / max(1, one['tokens']):.2f} bytes/token, {count(one['shards'], 'shard')}, "
             f"{size(one['file_bytes'])}"
         )
-    skipped = {name: manifest.source.get(name, 0) for name in ("bad_documents", "duplicates")}
-    if skipped["bad_documents"]:
-        say(f"  skipped: {skipped['bad_documents']} unreadable, see {directory / BAD_FILE}")
-    if skipped["duplicates"]:
-        say(f"  skipped: {count(skipped['duplicates'], 'duplicate')}")
+    if num_bad := manifest.source.get("bad_documents", 0):
+        say(f"  skipped: {num_bad} unreadable, see {directory / BAD_FILE}")
     first = manifest.split_shards("train")[0]
     tokens = read_row_group(directory, manifest, first, 0)[:SAMPLE_TOKENS].tolist()
     encoding, decoder = read_tokenizer(directory), codecs.getincrementaldecoder("utf-8")("replace")
@@ -100,6 +95,6 @@ def describe_dataset(directory: Location, manifest: Manifest, say: Log) -> dict[
         "dtype": manifest.dtype,
         "manifest_hash": manifest.hash,
         "splits": splits,
-        "left_out": skipped,
+        "left_out": {"bad_documents": num_bad},
         "sample": sample,
     }

@@ -1,9 +1,9 @@
 """HellaSwag: contexts with four endings each, one of them correct.
 
 1. `read_examples` reads the published file; `downloaded` fetches it once.
-2. `encode_choices` makes a row of tokens of every context with each of its endings.
-3. `Choices.batches` distributes batches over the ranks; they are the same for any number of ranks.
-4. `ending_losses` scores the endings under a model.
+2. `encode_example` makes a row of tokens of every context with each of its endings.
+3. `batches` groups examples of similar width; they are the same for any number of ranks.
+4. `choose_endings` scores the endings under a model.
 5. `HellaSwag` is the evaluation: its sums on each rank, and the row's values from the sums over all ranks.
 
 Source: Zellers et al., "HellaSwag: Can a machine really finish your sentence?" (2019).
@@ -16,8 +16,8 @@ import math
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import tiktoken
@@ -58,73 +58,21 @@ class Example(BaseModel):
     label: Annotated[int, Field(ge=0, lt=NUM_ENDINGS)]
 
 
-@dataclass(frozen=True)
-class _ChoiceBatch:
-    """Rows of some examples, four consecutive ones each, padded with zeros.
-
-    Attributes:
-        examples: int64 (n,), indices in the file.
-        labels: int64 (n,)
-        tokens: int64 (4n, T + 1)
-        scored: bool (4n, T), whether the next token belongs to the ending.
-    """
-
-    examples: Tensor
-    labels: Tensor
-    tokens: Tensor
-    scored: Tensor
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Choices:
-    """All examples as tokens.
+    """An example as tokens.
 
     Attributes:
-        tokens: uint32 (tokens,), all rows concatenated.
-        starts: int64 (4 · examples + 1,), offset of each row, and the end.
-        num_scored: int64 (4 · examples,), tokens at the end of each row that are scored.
-        labels: int64 (examples,)
-        num_cut: Examples with an ending that did not fit the model's context.
+        rows: The context with each ending, uint32 (tokens,).
+        num_scored: Tokens at the end of each row that are scored.
+        label: Index of the correct ending.
+        is_cut: Whether an ending did not fit the model's context.
     """
 
-    tokens: NDArray[np.uint32]
-    starts: NDArray[np.int64]
-    num_scored: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    num_cut: int
-
-    def batches(self, rank: int, world_size: int, device_type: str) -> Iterator[_ChoiceBatch]:
-        """Yield the batches of a rank: every `world_size`-th of those for the device type."""
-        widths = np.diff(self.starts).reshape(-1, NUM_ENDINGS).max(1)
-        multiple = _WIDTH_MULTIPLES.get(device_type, 1)
-        # At most the widest row, which fits the model's context.
-        widths = np.minimum(-(-(widths - 1) // multiple) * multiple + 1, widths.max())
-        for number, examples in enumerate(_batched(widths)):
-            if number % world_size == rank:
-                yield self._batch(examples, int(widths[examples].max()))
-
-    def _batch(self, examples: NDArray[np.int64], width: int) -> _ChoiceBatch:
-        rows = (NUM_ENDINGS * examples[:, None] + np.arange(NUM_ENDINGS)).ravel()
-        tokens = np.zeros((len(rows), width), np.int64)
-        scored = np.zeros((len(rows), width - 1), np.bool_)
-        for at, row in enumerate(rows):
-            own = self.tokens[self.starts[row] : self.starts[row + 1]]
-            tokens[at, : len(own)] = own
-            scored[at, len(own) - 1 - self.num_scored[row] : len(own) - 1] = True
-        parts = (examples, self.labels[examples], tokens, scored)
-        return _ChoiceBatch(*map(torch.from_numpy, parts))
-
-
-def _batched(widths: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Group examples of similar width, for little padding."""
-    batch: list[int] = []
-    for example in np.argsort(widths, kind="stable").tolist():
-        # They are sorted, so this one would be the widest of the batch.
-        if batch and NUM_ENDINGS * (len(batch) + 1) * widths[example] > BATCH_TOKENS:
-            yield np.array(batch, np.int64)
-            batch = []
-        batch.append(example)
-    yield np.array(batch, np.int64)
+    rows: list[NDArray[np.uint32]]
+    num_scored: list[int]
+    label: int
+    is_cut: bool
 
 
 def read_examples(place: LocationLike) -> list[Example]:
@@ -151,8 +99,7 @@ def _parsed(content: bytes, name: str) -> list[Example]:
 
 def downloaded() -> Location:
     """Return the public validation file, downloaded once to the user's cache, or raise a DataError."""
-    cache = cache_directory()
-    place = Location.of(cache / URL.rpartition("/")[2])
+    place = Location.of(cache_directory() / URL.rpartition("/")[2])
     if place.exists():
         return place
     try:
@@ -164,32 +111,54 @@ def downloaded() -> Location:
             "and give its path instead of download"
         ) from None
     _parsed(content, URL)
-    advice = "; set XDG_CACHE_HOME to a writable directory, or give a file instead of download"
-    with failure_as(DataError, f"cannot store HellaSwag in {cache}", advice):
+    with failure_as(DataError, f"cannot write {place}", "; give a file instead of download"):
         place.write_bytes(content)
     return place
 
 
-def encode_choices(examples: list[Example], tokenizer: tiktoken.Encoding, seq_len: int) -> Choices:
+def encode_example(example: Example, tokenizer: tiktoken.Encoding, seq_len: int) -> Choices:
     """Encode rows of tokens: a context, then a space and an ending, tokenized separately.
 
     A row has at most `seq_len` + 1 tokens, for `seq_len` inputs with a target each. Longer ones are cut from
     the left: first the context, then the ending itself.
     """
-    rows, num_scored, num_cut = [], [], 0
-    for example in examples:
-        context = encode(tokenizer, example.ctx)
-        endings = [encode(tokenizer, f" {ending}") for ending in example.endings]
-        rows += [[*context, *ending][-(seq_len + 1) :] for ending in endings]
-        num_scored += [min(len(ending), seq_len) for ending in endings]
-        num_cut += len(context) + max(map(len, endings)) > seq_len + 1
+    context = encode(tokenizer, example.ctx)
+    endings = [encode(tokenizer, f" {ending}") for ending in example.endings]
     return Choices(
-        tokens=np.concatenate(rows).astype(np.uint32),
-        starts=np.cumsum([0, *map(len, rows)], dtype=np.int64),
-        num_scored=np.array(num_scored, np.int64),
-        labels=np.array([example.label for example in examples], np.int64),
-        num_cut=num_cut,
+        rows=[np.concatenate([context, ending])[-(seq_len + 1) :] for ending in endings],
+        num_scored=[min(len(ending), seq_len) for ending in endings],
+        label=example.label,
+        is_cut=len(context) + max(map(len, endings)) > seq_len + 1,
     )
+
+
+def batches(examples: list[Choices], device_type: str) -> Iterator[tuple[list[Choices], int]]:
+    """Yield examples of similar width, for little padding, and the width of their rows in tokens."""
+    widths = np.array([max(map(len, example.rows)) for example in examples])
+    multiple = _WIDTH_MULTIPLES.get(device_type, 1)
+    # At most the widest row, which fits the model's context.
+    widths = np.minimum(-(-(widths - 1) // multiple) * multiple + 1, widths.max())
+    batch: list[Choices] = []
+    width = 0
+    for at in np.argsort(widths, kind="stable").tolist():
+        # They are sorted, so this one would be the widest of the batch.
+        if batch and NUM_ENDINGS * (len(batch) + 1) * widths[at] > BATCH_TOKENS:
+            yield batch, width
+            batch = []
+        batch.append(examples[at])
+        width = int(widths[at])
+    yield batch, width
+
+
+def padded_rows(batch: list[Choices], width: int) -> tuple[Tensor, Tensor]:
+    """Return the rows of a batch, as `ending_losses` takes them."""
+    tokens = np.zeros((NUM_ENDINGS * len(batch), width), np.int64)
+    scored = np.zeros((len(tokens), width - 1), np.bool_)
+    rows = [one for example in batch for one in zip(example.rows, example.num_scored, strict=True)]
+    for at, (row, num) in enumerate(rows):
+        tokens[at, : len(row)] = row
+        scored[at, len(row) - 1 - num : len(row) - 1] = True
+    return torch.from_numpy(tokens), torch.from_numpy(scored)
 
 
 @torch.no_grad()
@@ -201,7 +170,7 @@ def ending_losses(model: GPT, tokens: Tensor, scored: Tensor) -> tuple[Tensor, T
 
     Args:
         model: In evaluation mode, under autocast.
-        tokens: int64 (R, T + 1).
+        tokens: int64 (R, T + 1), padded with zeros.
         scored: bool (R, T), whether the next token belongs to the ending.
     """
     with without_cudnn_sdpa(tokens.device):
@@ -215,48 +184,34 @@ def ending_losses(model: GPT, tokens: Tensor, scored: Tensor) -> tuple[Tensor, T
     return summed, summed / scored.sum(1)
 
 
-def choose_endings(
-    model: GPT, choices: Choices, rank: int, world_size: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Choose the endings of a rank's examples, batch by batch.
-
-    Yields:
-        Four int64 (n,): indices of the examples in the file, correct endings, and the endings with the
-        smallest summed loss and with the smallest loss per token.
-    """
-    for batch in choices.batches(rank, world_size, model.device.type):
-        losses = ending_losses(model, batch.tokens.to(model.device), batch.scored.to(model.device))
-        by_sum, by_mean = (loss.view(-1, NUM_ENDINGS).argmin(1) for loss in losses)
-        yield batch.examples, batch.labels, by_sum, by_mean
+def choose_endings(model: GPT, batch: list[Choices], width: int) -> tuple[Tensor, Tensor]:
+    """Return the endings with the smallest summed loss, and with the smallest loss per token: int64 (n,)."""
+    tokens, scored = (part.to(model.device) for part in padded_rows(batch, width))
+    by_sum, by_mean = ending_losses(model, tokens, scored)
+    return by_sum.view(-1, NUM_ENDINGS).argmin(1), by_mean.view(-1, NUM_ENDINGS).argmin(1)
 
 
 class HellaSwag:
     """The evaluation `hellaswag`, chosen by `hellaswag_path`."""
 
-    def __init__(self) -> None:
-        self._choices: WeakKeyDictionary[GPT, Choices] = WeakKeyDictionary()
-
     def check(self, config: Config) -> None:
         """Raise a DataError if the file cannot be read."""
-        _examples(config)
+        read_examples(_place(config))
 
     def __call__(
         self, model: GPT, tokenizer: tiktoken.Encoding, rank: int, world_size: int, config: Config
     ) -> Iterator[dict[str, tuple[int, int]]]:
-        """Yield the sums of each batch; the file is read once for a model."""
-        if model not in self._choices:
-            examples = _examples(config)
-            self._choices[model] = encode_choices(examples, tokenizer, model.shape.seq_len)
-        choices, first = self._choices[model], int(rank == 0)
-        cut = (first * choices.num_cut, first)
+        """Yield the sums of each batch."""
+        examples = _encoded(_place(config), tokenizer, model.shape.seq_len)
+        first = int(rank == 0)
+        cut = (first * sum(example.is_cut for example in examples), first)
         yield {"acc": (0, 0), "acc_norm": (0, 0), "examples": (0, first), "cut": cut}
-        for _, labels, by_sum, by_mean in choose_endings(model, choices, rank, world_size):
-            num, right, right_norm = len(labels), by_sum == labels, by_mean == labels
-            yield {
-                "acc": (int(right.sum()), num),
-                "acc_norm": (int(right_norm.sum()), num),
-                "examples": (num, 0),
-            }
+        for number, (batch, width) in enumerate(batches(examples, model.device.type)):
+            if number % world_size == rank:
+                labels, num = torch.tensor([example.label for example in batch]), len(batch)
+                chosen = choose_endings(model, batch, width)
+                acc, acc_norm = (int((endings == labels).sum()) for endings in chosen)
+                yield {"acc": (acc, num), "acc_norm": (acc_norm, num), "examples": (num, 0)}
 
     @staticmethod
     def row(means: dict[str, float]) -> dict[str, float | int]:
@@ -276,7 +231,13 @@ class HellaSwag:
 HELLASWAG = HellaSwag()
 
 
-def _examples(config: Config) -> list[Example]:
+@lru_cache(maxsize=1)
+def _encoded(place: Location, tokenizer: tiktoken.Encoding, seq_len: int) -> list[Choices]:
+    """Read the file once for all evaluations of a run."""
+    return [encode_example(example, tokenizer, seq_len) for example in read_examples(place)]
+
+
+def _place(config: Config) -> Location:
     path = config.eval.hellaswag_path
     assert path is not None, "it chooses the evaluation"
-    return read_examples(downloaded() if path == DOWNLOAD else location(config, path))
+    return downloaded() if path == DOWNLOAD else location(config, path)

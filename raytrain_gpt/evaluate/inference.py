@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,7 @@ from raytrain_gpt.core.registry import configured_model
 from raytrain_gpt.core.state import check_model_size, load_model
 from raytrain_gpt.data.locations import read_data, recorded, recorded_data
 from raytrain_gpt.data.mixture import Mixture, check_val_split, check_vocabulary
-from raytrain_gpt.data.tokenizer import decode_tokens, prompt_tokens, token_to_bytes
+from raytrain_gpt.data.tokenizer import decode_tokens, prompt_tokens
 from raytrain_gpt.data.tokenizer_file import TOKENIZER_FILE, read_tokenizer
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
 from raytrain_gpt.evaluate.evaluation import Evaluation, check_evaluations
@@ -39,10 +38,6 @@ from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location, LocationLik
 
 if TYPE_CHECKING:
     from raytrain_gpt.ingest.feed import EvalFeed
-
-
-RULE = "-" * 40
-"""Separator of printed samples."""
 
 
 def open_checkpoint(
@@ -184,13 +179,11 @@ def sample_checkpoint(
     log: Log,
     *,
     num_samples: int,
-    show: Log = lambda _line: None,
     **options: Any,
 ) -> list[str]:
     """Return continuations of a prompt, which may be empty, with the prompt.
 
     Args:
-        show: Receives the first continuation line by line during generation, then the others.
         options: Those of `SamplingOptions`; max_new_tokens defaults to that of the run's evaluations.
 
     Raises:
@@ -204,30 +197,6 @@ def sample_checkpoint(
     ids = prompt_tokens(tokenizer, prompt)
     if len(ids) > model.shape.seq_len:
         log(f"the prompt has {len(ids)} tokens; the model sees the last {model.shape.seq_len}")
-    first = _Lines(tokenizer, prompt, show)
     with inference_autocast(device):
-        drawn = sample_tokens(model, tokenizer.eot_token, ids, num_samples, how, first.add)
-    texts = [prompt + decode_tokens(tokenizer, tokens) for tokens in drawn]
-    first.close()
-    for text in texts[1:]:
-        show(f"{text}\n{RULE}")
-    return texts
-
-
-class _Lines:
-    """Printer of prompt 0 and its tokens in full lines, so that secrets are recognized."""
-
-    def __init__(self, tokenizer: tiktoken.Encoding, prompt: str, show: Log) -> None:
-        self._tokenizer, self._show, self._text = tokenizer, show, prompt
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def add(self, index: int, token: int) -> None:
-        if index:
-            return
-        self._text += self._decoder.decode(token_to_bytes(self._tokenizer, token))
-        *lines, self._text = self._text.split("\n")
-        for line in lines:
-            self._show(line)
-
-    def close(self) -> None:
-        self._show(f"{self._text}{self._decoder.decode(b'', final=True)}\n{RULE}")
+        drawn = sample_tokens(model, tokenizer.eot_token, ids, num_samples, how)
+    return [prompt + decode_tokens(tokenizer, tokens) for tokens in drawn]

@@ -92,15 +92,10 @@ def from_hf(name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
     return name, tensor.T if name.endswith(_CONV1D) and tensor.dim() == 2 else tensor
 
 
-def shape_of_tensors(hf: Mapping[str, Tensor], where: str, num_heads: int | None) -> GPTShape:
-    """Infer the shape, without dropout, from weights without a configuration.
+def shape_of_tensors(hf: Mapping[str, Tensor], where: str) -> GPTShape:
+    """Infer the shape, without dropout and with a head per 64 channels, from weights without a configuration.
 
-    Args:
-        where: Source of the tensors, for messages.
-        num_heads: One per 64 channels if None.
-
-    Raises:
-        CheckpointError: the weights are not GPT-2's, or num_heads does not fit.
+    Raises a CheckpointError if they are not GPT-2's; `where` is their source, for messages.
     """
     tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in hf.items()}
     for name in ("wte.weight", "wpe.weight"):
@@ -112,14 +107,9 @@ def shape_of_tensors(hf: Mapping[str, Tensor], where: str, num_heads: int | None
             )
     (vocab_size, embd_size), seq_len = tensors["wte.weight"].shape, len(tensors["wpe.weight"])
     layers = {match[1] for match in map(_LAYER.match, tensors) if match}
-    if num_heads is None:
-        if embd_size % _HEAD_SIZE:
-            raise CheckpointError(
-                f"{where} has {embd_size} channels, not a multiple of {_HEAD_SIZE} per head; set --num_heads"
-            )
-        num_heads = embd_size // _HEAD_SIZE
-    if num_heads < 1 or embd_size % num_heads:
+    if embd_size % _HEAD_SIZE:
         raise CheckpointError(
-            f"num_heads={num_heads} does not divide the {embd_size} channels of {where}; set --num_heads"
+            f"{where} has {embd_size} channels, not a multiple of {_HEAD_SIZE} per head; import a directory "
+            "with config.json"
         )
-    return GPTShape(len(layers), num_heads, embd_size, seq_len, vocab_size)
+    return GPTShape(len(layers), embd_size // _HEAD_SIZE, embd_size, seq_len, vocab_size)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import pickle
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -17,18 +17,14 @@ from raytrain_gpt.config import kinds
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.registry import new_model
 from raytrain_gpt.data.tokenizer import EOT
-from raytrain_gpt.errors import CheckpointError, ConfigError, damage_as
+from raytrain_gpt.errors import CheckpointError, ConfigError, damage_as, failure_as
 from raytrain_gpt.export import hf_gpt2, hf_qwen3
-from raytrain_gpt.format import cut
 from raytrain_gpt.parsing import parse_json
 
 HF_CONFIG_FILE = "config.json"
 ARCHITECTURES = {"gpt2": hf_gpt2, "qwen3": hf_qwen3}
 """Architecture, the same as Hugging Face's `model_type` -> module that converts its files."""
 HF_WEIGHTS_FILE = "model.safetensors"
-_PICKLED_FILE = "pytorch_model.bin"
-_PICKLED = (".bin", ".pt", ".pth")
-_WEIGHTS_SUFFIXES = (".safetensors", *_PICKLED)
 _EMBEDDING, _HEAD = "wte.weight", "lm_head.weight"
 _LAYER = re.compile(r"h\.(\d+)\.")
 
@@ -114,55 +110,33 @@ def unpadded(model: GPT) -> Iterator[tuple[str, Tensor]]:
 def find_hf_weights(path: Path) -> list[Path]:
     """Return the weights files of a directory, or the file itself, or raise a CheckpointError."""
     if not path.is_dir():
-        if path.suffix not in _WEIGHTS_SUFFIXES:
+        if path.suffix != ".safetensors":
             raise CheckpointError(
-                f"{path} is neither a Hugging Face directory nor a file of weights "
-                f"({', '.join(_WEIGHTS_SUFFIXES)})"
+                f"{path} is neither a Hugging Face directory nor a .safetensors file; convert pickled "
+                "weights with transformers"
             )
         return [path]
-    for name in (HF_WEIGHTS_FILE, _PICKLED_FILE):
-        if (path / name).is_file():
-            return [path / name]
-        index = path / f"{name}.index.json"
-        if index.is_file():
-            with damage_as(CheckpointError, index):
-                names = sorted(set(parse_json(index.read_bytes())["weight_map"].values()))
-                if any(Path(name).name != name for name in names):
-                    raise ValueError("it names a file outside the directory")
-            return [path / name for name in names]
-    raise CheckpointError(f"{path} has neither {HF_WEIGHTS_FILE} nor {_PICKLED_FILE}")
+    if (path / HF_WEIGHTS_FILE).is_file():
+        return [path / HF_WEIGHTS_FILE]
+    index = path / f"{HF_WEIGHTS_FILE}.index.json"
+    if not index.is_file():
+        raise CheckpointError(
+            f"{path} has no {HF_WEIGHTS_FILE}; convert pickled weights with transformers"
+        )
+    with damage_as(CheckpointError, index):
+        names = sorted(set(parse_json(index.read_bytes())["weight_map"].values()))
+        if any(Path(name).name != name for name in names):
+            raise ValueError("it names a file outside the directory")
+    return [path / name for name in names]
 
 
 def read_hf_weights(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a Hugging Face directory or weights file without running code in it.
-
-    Raises a CheckpointError if there are none, they are damaged, or a file contains other objects.
-    """
+    """Read the tensors of a Hugging Face directory or .safetensors file, or raise a CheckpointError."""
     tensors: dict[str, Tensor] = {}
     for file in find_hf_weights(path):
-        content = _load(file)
-        if not isinstance(content, dict) or not all(
-            isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in content.items()
-        ):
-            raise CheckpointError(f"{file} is not a mapping of names to tensors")
-        tensors |= content
+        with failure_as(CheckpointError, f"cannot read {file}", "", SafetensorError):
+            tensors |= load_file(file)
     return tensors
-
-
-def _load(file: Path) -> object:
-    try:
-        if file.suffix not in _PICKLED:
-            return load_file(file)
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        raise CheckpointError(
-            f"{file} holds more than tensors, and loading it could run code; ask its author for "
-            "safetensors"
-        ) from None
-    except Exception as error:  # damaged bytes can make the unpickler raise anything
-        raise CheckpointError(
-            f"cannot read {file}: {cut(' '.join(str(error).split()), 200)}"
-        ) from None
 
 
 def model_of(hf: Mapping[str, Tensor], where: str, shape: GPTShape) -> GPT:

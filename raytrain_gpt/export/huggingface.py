@@ -6,7 +6,6 @@ Results are written to an `.unfinished-` directory beside the target, flushed to
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import tempfile
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.model import GPT, GPT2_VOCAB_SIZE, GPTShape
-from raytrain_gpt.core.registry import count_model, new_model
+from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.data.order import ORDER_VERSION
 from raytrain_gpt.data.tokenizer import load_tokenizer, make_encoding, vocab_hash
@@ -39,7 +38,6 @@ from raytrain_gpt.errors import CheckpointError, ConfigError, DataError, failure
 from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.export.hf_gpt2 import shape_of_tensors
 from raytrain_gpt.export.hf_weights import (
-    HF_CONFIG_FILE,
     HF_WEIGHTS_FILE,
     find_hf_weights,
     hf_config_files,
@@ -122,8 +120,6 @@ def import_weights(
     log: Log,
     *,
     tokenizer: str | None = None,
-    num_heads: int | None = None,
-    seq_len: int | None = None,
 ) -> tuple[Location, GPTShape]:
     """Create a checkpoint from GPT-2 or Qwen3 weights in Hugging Face's format; return it and its shape.
 
@@ -133,12 +129,10 @@ def import_weights(
         source: A Hugging Face directory, or a file of GPT-2's weights.
         out: Directory or URL of the checkpoint, new or empty.
         tokenizer: Name; if None the directory's, else gpt2 or bytes by vocabulary size.
-        num_heads: If None, from config.json, or for a file one per 64 channels.
-        seq_len: Number of positions to keep, or None for all.
 
     Raises:
         CheckpointError: weights are missing, damaged, not a plain GPT-2 or Qwen3, or `out` is not empty.
-        ConfigError: num_heads or seq_len do not fit the weights, or a size is out of range.
+        ConfigError: a size is out of range.
         DataError: the tokenizer is unknown, damaged, or has a different vocabulary size.
     """
     if is_url(str(source)):
@@ -150,19 +144,13 @@ def import_weights(
     find_hf_weights(directory)
     config_shape = read_hf_config(directory) if directory.is_dir() else None
     if config_shape is not None:
-        if num_heads not in (None, config_shape.num_heads):
-            raise ConfigError(
-                f"num_heads={num_heads}, but {directory / HF_CONFIG_FILE} has {config_shape.num_heads}; "
-                "omit --num_heads"
-            )
         _config(config_shape)  # refuses impossible sizes before a model is allocated
     tensors = read_hf_weights(directory)
-    shape = config_shape or shape_of_tensors(tensors, str(directory), num_heads)
+    shape = config_shape or shape_of_tensors(tensors, str(directory))
     model = model_of(tensors, str(directory), shape)
-    if config_shape is None and num_heads is None:
+    if config_shape is None:
         log(f"no config.json; assuming {shape.num_heads} heads, one per 64 channels")
     encoding = _tokenizer(directory, tokenizer, shape.vocab_size, log)
-    model = _cropped(model, seq_len, str(directory))
     _write(model, encoding, place, directory.name)
     log(f"imported {directory}: {shape_line(model.shape)}, tokenizer {encoding.name}")
     return place, model.shape
@@ -200,23 +188,6 @@ def _with_last_id(encoding: tiktoken.Encoding, last_id: int) -> tiktoken.Encodin
     """Add a special token as the last id, for an embedding with more rows; ids between have no text."""
     special = {**encoding._special_tokens, f"<|unused_{last_id}|>": last_id}
     return make_encoding(IMPORTED, encoding._pat_str, encoding._mergeable_ranks, special)
-
-
-def _cropped(model: GPT, seq_len: int | None, where: str) -> GPT:
-    shape = model.shape
-    if seq_len is None or seq_len == shape.seq_len:
-        return model
-    if not 1 <= seq_len < shape.seq_len:
-        raise ConfigError(
-            f"seq_len={seq_len} must be between 1 and {shape.seq_len}, the positions of {where}; set "
-            f"--seq_len to at most {shape.seq_len}"
-        )
-    cropped = new_model(dataclasses.replace(shape, seq_len=seq_len))
-    weights = model.state_dict()
-    if "wpe.weight" in weights:
-        weights["wpe.weight"] = weights["wpe.weight"][:seq_len]
-    cropped.load_state_dict(weights)
-    return cropped
 
 
 def _write(model: GPT, encoding: tiktoken.Encoding, place: Location, source: str) -> None:

@@ -1,7 +1,6 @@
 """`prepare`: text to token shards, as streaming Ray Data tasks on all CPUs of the cluster.
 
-The same tasks prepare small text in this process, faster than a cluster would start. With `dedupe` the
-text is read twice: the first pass hashes every document.
+The same tasks prepare small text in this process, faster than a cluster would start.
 """
 
 from __future__ import annotations
@@ -15,25 +14,22 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import tiktoken
 
 from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.config.call_options import PrepareOptions
-from raytrain_gpt.data.duplicates import find_duplicates
 from raytrain_gpt.data.preparation import (
     finish,
     prepared_tokenizer,
     start,
-    task_file,
 )
 from raytrain_gpt.data.prepare_plan import Plan, make_plan
 from raytrain_gpt.data.shards import Manifest
-from raytrain_gpt.data.tokenize import hash_task, run_task
+from raytrain_gpt.data.tokenize import run_task
 from raytrain_gpt.data.tokenizer import vocab_hash
 from raytrain_gpt.data.tokenizer_file import open_tokenizer
 from raytrain_gpt.errors import DataError, failure_as
-from raytrain_gpt.format import Log, amount, count, duration
+from raytrain_gpt.format import Log, amount, duration
 from raytrain_gpt.ingest.train_tokenizer import new_vocab_size, train_on_plan
 from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
 from raytrain_gpt.storage.location import Location, LocationLike
@@ -58,7 +54,7 @@ def prepare(
 ) -> Manifest:
     """Tokenize sources into a dataset; the shards are the same with and without Ray, on any cluster.
 
-    An interrupted preparation, or a dataset that lost files, is completed.
+    An interrupted preparation is completed.
 
     Args:
         sources: Files, directories or globs, local, in an object store or on the HF hub; or
@@ -81,7 +77,7 @@ def prepare(
     run, cluster = _on_ray(log) if on_ray else (map, nullcontext())
     lease = directory.parent / f".{directory.name}{LEASE_FILE}"
     with _storage_errors(directory), hold_lease(lease, f"dataset {directory}", log):
-        manifest = start(directory, plan, encoding, log)
+        manifest = start(directory, plan, encoding)
         if manifest is not None:
             log(f"{directory} is already prepared")
             return manifest
@@ -112,27 +108,26 @@ def _run_tasks(
 ) -> list[dict[str, Any]]:
     """Run all tasks and log their progress."""
     rows: list[Row] = [{"task": task} for task in range(len(plan.tasks))]
-    fixed: dict[str, Any] = {"directory": directory, "plan": plan, "max_bad": max_bad}
-    if plan.dedupe:
-        progress = _Progress("hash", plan, log)
-        for row in run(partial(_hash_row, **fixed), rows):
-            progress.add(row["task"], row["documents"])
-        files = [task_file(directory, task, ".hashes") for task in range(len(plan.tasks))]
-        duplicates = find_duplicates(files)
-        for row, mask in zip(rows, duplicates, strict=True):
-            row["duplicates"] = np.packbits(mask).tobytes()
-        log(
-            f"skipping {count(sum(int(mask.sum()) for mask in duplicates), 'duplicate')} among "
-            f"{count(sum(map(len, duplicates)), 'document')}"
-        )
-    progress = _Progress("prepare", plan, log)
-    results = []
-    for row in run(partial(_task_row, **fixed), rows):
-        result = row["result"]
-        results.append(result)
-        progress.add(result["task"], result["documents"], result["tokens"])
-    progress.end()
+    run_one = partial(_task_row, directory=directory, plan=plan, max_bad=max_bad)
+    sizes = [sum(piece.text_bytes for piece in plan.pieces[slice(*task)]) for task in plan.tasks]
+    total, done, documents, tokens = sum(sizes), 0, 0, 0
+    started = shown = time.monotonic()
+    results: list[dict[str, Any]] = []
+    for row in run(run_one, rows):
+        results.append(row["result"])
+        done += sizes[results[-1]["task"]]
+        documents, tokens = documents + results[-1]["documents"], tokens + results[-1]["tokens"]
+        now = time.monotonic()
+        if now - shown >= PROGRESS_EVERY_S and 0 < done < total:
+            shown, eta = now, duration((total - done) * (now - started) / done)
+            log(f"prepare {done / total:4.0%} | {_amounts(documents, tokens)} | eta {eta}")
+    seconds = time.monotonic() - started
+    log(f"prepare done in {duration(seconds)} | {_amounts(documents, tokens)}")
     return results
+
+
+def _amounts(documents: int, tokens: int) -> str:
+    return f"{amount(documents)} documents, {amount(tokens)} tokens"
 
 
 def _on_ray(log: Log) -> tuple[_Mapper, AbstractContextManager[object]]:
@@ -152,48 +147,9 @@ def _on_ray(log: Log) -> tuple[_Mapper, AbstractContextManager[object]]:
     return run, connected(0, log)
 
 
-def _hash_row(row: Row, directory: Location, plan: Plan, max_bad: int) -> Row:
-    with _storage_errors(directory):
-        return {**row, "documents": hash_task(directory, plan, row["task"], max_bad)}
-
-
 def _task_row(row: Row, directory: Location, plan: Plan, max_bad: int) -> Row:
-    duplicates = None
-    if "duplicates" in row:  # padded with zeros
-        duplicates = np.unpackbits(np.frombuffer(row["duplicates"], np.uint8)).astype(np.bool_)
     with _storage_errors(directory):
-        return {"result": run_task(directory, plan, row["task"], max_bad, duplicates)}
-
-
-class _Progress:
-    """Logs the progress of the tasks."""
-
-    def __init__(self, what: str, plan: Plan, log: Log) -> None:
-        self._what, self._log = what, log
-        self._task_bytes = [
-            sum(piece.text_bytes for piece in plan.pieces[first:stop]) for first, stop in plan.tasks
-        ]
-        self._done, self._documents, self._tokens = 0, 0, 0
-        self._started = self._shown = time.monotonic()
-
-    def add(self, task: int, documents: int, tokens: int = 0) -> None:
-        """Count a finished task."""
-        self._done += self._task_bytes[task]
-        self._documents, self._tokens = self._documents + documents, self._tokens + tokens
-        now, total = time.monotonic(), sum(self._task_bytes)
-        if now - self._shown >= PROGRESS_EVERY_S and 0 < self._done < total:
-            self._shown = now
-            eta = duration((total - self._done) * (now - self._started) / self._done)
-            self._log(f"{self._what} {self._done / total:4.0%} | {self._amounts()} | eta {eta}")
-
-    def end(self) -> None:
-        """Log the totals."""
-        seconds = time.monotonic() - self._started
-        self._log(f"{self._what} done in {duration(seconds)} | {self._amounts()}")
-
-    def _amounts(self) -> str:
-        tokens = f", {amount(self._tokens)} tokens" if self._tokens else ""
-        return f"{amount(self._documents)} documents{tokens}"
+        return {"result": run_task(directory, plan, row["task"], max_bad)}
 
 
 def _storage_errors(directory: Location) -> AbstractContextManager[None]:

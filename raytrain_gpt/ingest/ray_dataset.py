@@ -13,9 +13,7 @@ import torch: without it the reading tasks start in half the time.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
@@ -28,6 +26,7 @@ import ray.data
 from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.data.mixture import BatchOrder, Mixture
 from raytrain_gpt.data.order import BatchRanges, Ids, batches_to_read, sequence_hashes, skip_past
+from raytrain_gpt.data.reader import read_ahead
 from raytrain_gpt.data.shards import Split
 from raytrain_gpt.data.tokenizer import Tokens
 
@@ -231,15 +230,8 @@ def read_chunk(spec: IngestSpec, read: ReadRange, ranks: range) -> RankChunk:
 
 def chunks_in_process(spec: IngestSpec, num_batches: int, rank: int) -> Iterator[RankChunk]:
     """Read the chunks of a rank ahead in threads of this process, in the order of the Ray dataset."""
-    ahead: deque[Future[RankChunk]] = deque()
-    ranks = range(rank, rank + 1)
-    with ThreadPoolExecutor(_MIN_READERS, "reader") as readers:
-        for read in planned_reads(spec, num_batches):
-            ahead.append(readers.submit(read_chunk, spec, read, ranks))
-            if len(ahead) > _MIN_READERS:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
+    read = partial(read_chunk, spec, ranks=range(rank, rank + 1))
+    return read_ahead(read, planned_reads(spec, num_batches), _MIN_READERS, _MIN_READERS + 1)
 
 
 def ray_chunks(shard: ray.data.DataIterator, spec: IngestSpec) -> Iterator[RankChunk]:

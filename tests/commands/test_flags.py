@@ -75,6 +75,7 @@ def test_the_help_of_train_shows_what_a_plain_train_uses(run_cli: RunCli) -> Non
     assert "in a file" not in shown
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_what_would_run(run_cli: RunCli, tmp_path: Path) -> None:
     data = tmp_path / "none"
     shown = run_cli.succeeds(

@@ -259,10 +259,10 @@ def test_an_array_of_another_kind_is_refused(tmp_path: Path, array: np.ndarray, 
 @pytest.mark.parametrize(
     ("name", "place"),
     [
-        ("nanogpt.bin", "byte 1200"),
-        ("llmc.bin", "byte 2224"),
-        ("build-nanogpt.npy", "byte 1328"),
-        ("input_ids.parquet", "id 280 of row group 1"),
+        ("nanogpt.bin", "1200 of nanogpt.bin"),
+        ("llmc.bin", "2224 of llmc.bin"),
+        ("build-nanogpt.npy", "1328 of build-nanogpt.npy"),
+        ("input_ids.parquet", "280 of input_ids.parquet:1"),
     ],
 )
 def test_an_id_beyond_the_vocabulary_is_refused_with_its_place(
@@ -278,7 +278,7 @@ def test_an_id_beyond_the_vocabulary_is_refused_with_its_place(
 
 def test_a_negative_id_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.array([1, 2, -1], np.int16))
-    with raises_line(DataError, "a.npy", "id -1 at byte 132"):
+    with raises_line(DataError, "a.npy", "id -1 at 132 of a.npy"):
         prepare_here([str(tmp_path / "a.npy")], tmp_path / "out", "bytes")
 
 

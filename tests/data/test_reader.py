@@ -10,9 +10,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain_gpt.data.reader import READ_THREADS, _ahead, read_sequences
-from raytrain_gpt.data.shards import Manifest, Shard, Split
-from raytrain_gpt.data.tokenizer import Tokens
+from raytrain_gpt.data.reader import read_ahead, read_sequences
+from raytrain_gpt.data.shards import Manifest, Split
 from raytrain_gpt.errors import DataError
 from tests.conftest import raises_line
 from tests.data.shard_tools import write_dataset
@@ -72,17 +71,11 @@ def test_only_the_row_groups_that_are_needed_are_read(tmp_path: Path) -> None:
 # --- read-ahead
 
 
-def row_groups(count: int) -> list[tuple[Shard, int]]:
-    sizes = {"tokens": 1, "documents": 1, "text_bytes": 1, "file_bytes": 1}
-    return [(Shard(path="made", split="train", sha256="", **sizes), i) for i in range(count)]
+def test_items_are_read_together_and_come_in_order() -> None:
+    together = threading.Barrier(4, timeout=60)
 
+    def read(item: int) -> int:
+        together.wait()  # until 4 threads read
+        return item
 
-def test_row_groups_are_read_together_and_come_in_order() -> None:
-    together = threading.Barrier(READ_THREADS, timeout=60)
-
-    def read(shard: Shard, index: int) -> Tokens:
-        together.wait()  # until READ_THREADS threads read
-        return np.array([index], np.uint16)
-
-    groups = _ahead(read, row_groups(6 * READ_THREADS))
-    assert [int(group[0]) for group in groups] == list(range(6 * READ_THREADS))
+    assert [*read_ahead(read, range(24), threads=4, most=8)] == [*range(24)]

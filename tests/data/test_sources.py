@@ -194,6 +194,10 @@ def test_links_are_followed(tmp_path: Path) -> None:
     for name, to in links.items():
         (data / "b" / "c" / name).symlink_to(to)
     (data / "b" / "broken.txt").symlink_to("broken.txt")
+    for name in ("../around", "../again"):
+        (data / "b" / "c" / name).symlink_to(data)
+    for name in ("p", "q", "r"):
+        (outside / name).symlink_to(data)
     found = {
         "": ["b/.hidden/y.txt", "b/c/x.txt", "b/out/o.txt", "b/y.txt", "z.txt"],
         "**/*.txt": ["b/c/x.txt", "b/out/o.txt", "b/y.txt", "z.txt"],

@@ -78,7 +78,9 @@ def made(trained: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> tiktok
     )
 
 
-@pytest.fixture(scope="module", params=["bytes", "gpt2", "made"])
+@pytest.fixture(
+    scope="module", params=["bytes", pytest.param("gpt2", marks=pytest.mark.slow), "made"]
+)
 def encoding(request: pytest.FixtureRequest) -> tiktoken.Encoding:
     if request.param == "bytes":
         return load_tokenizer("bytes")
@@ -147,6 +149,7 @@ def test_what_was_written_is_read_as_the_same_tokenizer(
     assert encoding.name == "gpt2" or tokenizer_json(again) == tokenizer_json(encoding)
 
 
+@pytest.mark.slow
 def test_built_in_tokenizers_keep_their_hashes_and_are_recognized(
     gpt2: tiktoken.Encoding, tmp_path: Path
 ) -> None:

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -27,9 +26,11 @@ from raytrain_gpt.evaluate.hellaswag import (
     HELLASWAG,
     Choices,
     Example,
+    batches,
     downloaded,
-    encode_choices,
+    encode_example,
     ending_losses,
+    padded_rows,
     read_examples,
 )
 from tests.conftest import raises_line
@@ -93,65 +94,51 @@ def test_a_file_without_examples_is_refused(tmp_path: Path) -> None:
             read_examples(missing)
 
 
-def row(choices: Choices, number: int) -> tuple[bytes, bytes]:
-    """Return a row's text, and its scored ending."""
-    tokens = choices.tokens[choices.starts[number] : choices.starts[number + 1]]
-    return bytes(tokens.tolist()), bytes(tokens[-choices.num_scored[number] :].tolist())
+def texts(choices: Choices) -> list[tuple[bytes, bytes]]:
+    """Return each row's text, and its scored ending."""
+    rows = zip(choices.rows, choices.num_scored, strict=True)
+    return [(bytes(row.tolist()), bytes(row[-num:].tolist())) for row, num in rows]
 
 
 def test_context_and_ending_are_tokenized_apart(gpt2: Any) -> None:
-    choices = encode_choices([example("A dog sing", ("s", "ing away", "x", "y"), 0)], gpt2, 64)
-    assert choices.tokens[: choices.starts[1]].tolist() == [
-        *gpt2.encode_ordinary("A dog sing"),
-        *gpt2.encode_ordinary(" s"),
-    ]
-    assert choices.num_scored.tolist() == [len(gpt2.encode_ordinary(f" {e}")) for e in
-                                           ("s", "ing away", "x", "y")]  # fmt: skip
+    choices = encode_example(example("A dog sing", ("s", "ing away", "x", "y"), 0), gpt2, 64)
+    first = [*gpt2.encode_ordinary("A dog sing"), *gpt2.encode_ordinary(" s")]
+    assert choices.rows[0].tolist() == first
+    endings = [" s", " ing away", " x", " y"]
+    assert choices.num_scored == [len(gpt2.encode_ordinary(ending)) for ending in endings]
 
 
 def test_what_is_too_long_is_cut_from_the_left() -> None:
     endings = ("is", "is here", "is not here", "went away and is not here any more")
-    examples = [example("the small dog", endings, 0), example("dog", ("a", "b", "c", "d"), 1)]
-    choices = encode_choices(examples, BYTES, 16)
-    assert [row(choices, i) for i in range(4)] == [
+    long = example("the small dog", endings, 0)
+    choices = encode_example(long, BYTES, 16)
+    assert texts(choices) == [
         (b"the small dog is", b" is"),
         (b"small dog is here", b" is here"),
         (b"l dog is not here", b" is not here"),
         (b"not here any more", b"ot here any more"),
     ]
-    assert choices.num_cut == 1
-    assert encode_choices(examples, BYTES, 64).num_cut == 0
+    assert choices.is_cut
+    assert not encode_example(long, BYTES, 64).is_cut
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
-def test_batches_are_the_same_for_any_number_of_ranks(world_size: int, device_type: str) -> None:
-    choices = encode_choices(made(200), BYTES, 256)
-    alone = list(choices.batches(0, 1, device_type))
-    shares = [list(choices.batches(rank, world_size, device_type)) for rank in range(world_size)]
-    dealt = [shares[i % world_size][i // world_size] for i in range(len(alone))]
-    assert sum(map(len, shares)) == len(alone) > 7
-    for one, other in zip(alone, dealt, strict=True):
-        for name in ("examples", "labels", "tokens", "scored"):
-            assert np.array_equal(getattr(one, name), getattr(other, name))
-    assert sorted(np.concatenate([b.examples for b in dealt]).tolist()) == list(range(200))
-
-
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_a_batch_holds_what_was_encoded(device_type: str) -> None:
-    examples = made(200)
-    choices = encode_choices(examples, BYTES, 256)
-    for batch in choices.batches(0, 1, device_type):
-        assert batch.tokens.numel() <= hellaswag.BATCH_TOKENS
-        assert batch.labels.tolist() == [examples[i].label for i in batch.examples]
-        places = [4 * example + ending for example in batch.examples for ending in range(4)]
-        for place, tokens, scored in zip(places, batch.tokens, batch.scored, strict=True):
-            text, ending = row(choices, place)
-            assert bytes(tokens[: len(text)].tolist()) == text
-            assert not tokens[len(text) :].any()
-            assert bytes(tokens[1:][scored].tolist()) == ending
+def test_the_batches_hold_every_example_once(device_type: str) -> None:
+    examples = [encode_example(one, BYTES, 256) for one in made(200)]
+    found = list(batches(examples, device_type))
+    assert len(found) > 7
+    assert {id(one) for batch, _ in found for one in batch} == set(map(id, examples))
+    assert sum(len(batch) for batch, _ in found) == 200
+    for batch, width in found:
+        tokens, scored = padded_rows(batch, width)
+        assert tokens.numel() <= hellaswag.BATCH_TOKENS
+        wanted = [pair for one in batch for pair in texts(one)]
+        for (text, ending), row, places in zip(wanted, tokens, scored, strict=True):
+            assert bytes(row[: len(text)].tolist()) == text
+            assert not row[len(text) :].any()
+            assert bytes(row[1:][places].tolist()) == ending
     if device_type == "cuda":
-        widths = {batch.tokens.shape[1] - 1 for batch in choices.batches(0, 1, device_type)}
+        widths = {width - 1 for _, width in found}
         assert {width % 16 for width in widths - {max(widths)}} == {0}
 
 

@@ -10,14 +10,13 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
-from raytrain_gpt.evaluate.hellaswag import choose_endings, encode_choices, read_examples
+from raytrain_gpt.evaluate.hellaswag import batches, choose_endings, encode_example, read_examples
 from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.export.huggingface import export_checkpoint
 from raytrain_gpt.storage.location import Location
@@ -56,14 +55,6 @@ def examples(test_data: Path | None, tmp_path_factory: pytest.TempPathFactory) -
     path = tmp_path_factory.mktemp("hellaswag") / "examples.jsonl"
     path.write_text("".join(f"{line}\n" for line in islice(lines, NUM_EXAMPLES)), "utf-8")
     return path
-
-
-def together(batches: Iterator[Any]) -> Answers:
-    """Return the answers of some batches, and check that no example occurs twice."""
-    found = [answer for batch in batches for answer in zip(*batch, strict=True)]
-    answers = {int(place): (int(by_sum), int(by_mean)) for place, _, by_sum, by_mean in found}
-    assert len(answers) == len(found)
-    return answers
 
 
 @pytest.fixture(scope="module")
@@ -163,8 +154,12 @@ def test_a_qwen3_answers_as_transformers_does(examples: Path, tmp_path: Path) ->
     write_checkpoint(Location.of(tmp_path / "run"), seq_len=SEQ_LEN, **UNTIED)
     export = export_checkpoint(tmp_path / "run", tmp_path / "hf", "fp32", print)
     _, _, model, tokenizer, _ = open_checkpoint(tmp_path / "run")
-    choices = encode_choices(read_examples(examples), tokenizer, SEQ_LEN)
-    found = together(choose_endings(model.eval(), choices, 0, 1))
+    choices = [encode_example(example, tokenizer, SEQ_LEN) for example in read_examples(examples)]
+    found = {}
+    for batch, width in batches(choices, "cpu"):
+        chosen = zip(*choose_endings(model.eval(), batch, width), strict=True)
+        answers = [(int(by_sum), int(by_mean)) for by_sum, by_mean in chosen]
+        found |= dict(zip(map(choices.index, batch), answers, strict=True))
     assert found == answers_of_transformers(export, examples)
 
 

@@ -1,4 +1,4 @@
-"""Sampling a checkpoint in this process: streamed output and returned texts."""
+"""Sampling a checkpoint in this process."""
 
 from __future__ import annotations
 
@@ -12,32 +12,8 @@ from torch import Tensor
 from raytrain_gpt.core import generate
 from raytrain_gpt.core.attention import attention
 from raytrain_gpt.evaluate import inference
-from raytrain_gpt.evaluate.inference import RULE, sample_checkpoint
+from raytrain_gpt.evaluate.inference import sample_checkpoint
 from tests.checkpoints import write_checkpoint
-
-
-def test_the_first_sample_is_shown_while_it_is_generated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_checkpoint(tmp_path / "run", 10, 3.0)
-    events: list[str] = []
-    draw = generate.draw_tokens
-
-    def counted(*args: Any) -> list[int]:
-        events.append("step")
-        return draw(*args)
-
-    monkeypatch.setattr(generate, "draw_tokens", counted)
-    texts = sample_checkpoint(
-        tmp_path / "run", "a\nb", print, num_samples=3, max_new_tokens=40, show=events.append
-    )
-    shown = [event for event in events if event != "step"]
-    assert "\n".join(shown).split(f"\n{RULE}") == [
-        texts[0],
-        *(f"\n{text}" for text in texts[1:]),
-        "",
-    ]
-    assert events[1] == "a", "the first line is shown after the first token"
 
 
 @pytest.mark.parametrize(("given", "expected"), [({}, 7), ({"max_new_tokens": 5}, 5)])

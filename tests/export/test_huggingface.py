@@ -31,6 +31,7 @@ from raytrain_gpt.data.tokenizer_file import tokenizer_json
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
 from raytrain_gpt.evaluate.inference import evaluate_checkpoint
 from raytrain_gpt.export import huggingface
+from raytrain_gpt.export.hf_weights import hf_tensors
 from raytrain_gpt.export.huggingface import export_checkpoint, import_weights
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import Row
@@ -305,11 +306,11 @@ def test_a_qwen3_of_more_rows_than_ids_is_imported_sampled_and_trained_further(
     save_file(tensors, hf / "model.safetensors", metadata={"format": "pt"})
     change_config(hf, vocab_size=300)
     place = tmp_path / "checkpoint"
-    out = run_cli.succeeds("import", hf, "--out", place, "--seq_len", 32)
+    out = run_cli.succeeds("import", hf, "--out", place)
     assert "43 rows of the embedding have no token" in out
     (line,) = [line for line in out.splitlines() if line.startswith("fine-tune: ")]
     assert line == (
-        f"fine-tune: raytrain-gpt train --init_from {place} --seq_len 32 --data_path DATA --run_name NAME"
+        f"fine-tune: raytrain-gpt train --init_from {place} --seq_len 64 --data_path DATA --run_name NAME"
     )
     sizes = sizes_of_init_from(None, None, {"init_from": str(place), "num_heads": "4"})
     whole = GPTShape.of(resolve(None, None, {"num_heads": 4, **sizes}), 300)
@@ -402,31 +403,16 @@ def test_an_import_goes_to_an_object_store(
     assert "not empty" in run_cli.refuses("import", exported[1], "--out", place)
 
 
-def test_a_file_of_weights_needs_to_be_told_its_heads(
-    exported: Exported, refused: Refused, tmp_path: Path
-) -> None:
-    model, out = exported
-    file = out / "model.safetensors"
-    assert "64 per head; set --num_heads" in refused("import", file)
+def test_a_file_of_weights_has_a_head_for_64_channels(tmp_path: Path) -> None:
+    shape = replace(SHAPE, embd_size=128)
+    save_file(hf_tensors(new_model(shape), torch.float32), tmp_path / "gpt2.safetensors")
     lines: list[str] = []
-    place, shape = import_weights(file, tmp_path / "checkpoint", lines.append, num_heads=2)
-    assert shape == resolved_shape(SHAPE)
-    assert lines[0] == (
-        "no tokenizer with the weights; assuming bytes from its 257 ids (override with --tokenizer)"
-    )
-    weights = load_file(place.path / "model.safetensors")
-    assert torch.equal(weights["wte.weight"][:257], model.wte.weight[:257])
-
-
-def test_the_context_can_be_cropped(exported: Exported, refused: Refused, tmp_path: Path) -> None:
-    model, out = exported
-    place, shape = import_weights(out, tmp_path / "checkpoint", print, seq_len=16)
-    assert shape.seq_len == 16
-    weights = load_file(place.path / "model.safetensors")
-    assert torch.equal(weights["wpe.weight"], model.wpe.weight[:16])
-    for seq_len in (65, 0):
-        line = refused("import", out, "--seq_len", seq_len)
-        assert "set --seq_len to at most 64" in line
+    _, found = import_weights(tmp_path / "gpt2.safetensors", tmp_path / "new", lines.append)
+    assert found == resolved_shape(shape)
+    assert lines[:2] == [
+        "no config.json; assuming 2 heads, one per 64 channels",
+        "no tokenizer with the weights; assuming bytes from its 257 ids (override with --tokenizer)",
+    ]
 
 
 def change_config(hf: Path, **changes: object) -> None:
@@ -437,8 +423,7 @@ def change_config(hf: Path, **changes: object) -> None:
 def test_import_refuses_what_it_cannot_read(hf: Path, refused: Refused, tmp_path: Path) -> None:
     assert "does not exist" in refused("import", tmp_path / "nowhere")
     assert "copy it to a local directory" in refused("import", "s3://bucket/hf")
-    assert "file of weights (.safetensors" in refused("import", hf / "README.md")
-    assert "omit --num_heads" in refused("import", hf, "--num_heads", 4)
+    assert "nor a .safetensors file" in refused("import", hf / "README.md")
     line = refused("import", hf, "--tokenizer", "nonsense")
     assert "unknown tokenizer nonsense" in line
     change_config(hf, n_head=4)
@@ -515,6 +500,6 @@ def test_lm_eval_runs_on_an_export(sizes: dict[str, Any], tmp_path: Path) -> Non
 def test_weights_that_claim_a_large_model_are_refused_before_it_is_made(
     hf: Path, refused: Refused
 ) -> None:
-    wide = {name: torch.zeros(1, 10**6) for name in ("wte.weight", "wpe.weight")}
+    wide = {name: torch.zeros(1, 64 * 10**4) for name in ("wte.weight", "wpe.weight")}
     save_file({**wide, "h.0.ln_1.bias": torch.zeros(1)}, hf / "model.safetensors")
     assert "h.0.attn.c_attn.bias missing" in refused("import", hf / "model.safetensors")

@@ -88,7 +88,7 @@ def test_threads_of_a_process_read_what_the_dataset_deals(spec: IngestSpec) -> N
 def test_an_unreadable_shard_ends_the_reading_with_its_error(
     spec: IngestSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unreadable(*_: object) -> RankChunk:
+    def unreadable(*_: object, **__: object) -> RankChunk:
         raise DataError("a shard is missing")
 
     monkeypatch.setattr(ray_dataset, "read_chunk", unreadable)

@@ -337,6 +337,7 @@ def test_a_long_outage_ends_in_one_line(s3: S3Server, remote: Location) -> None:
         assert SECRET_KEY not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.fault("object store stalled or refusing")
 def test_a_store_that_stays_frozen_is_given_up(
     s3: S3Server, remote: Location, monkeypatch: pytest.MonkeyPatch
@@ -347,6 +348,7 @@ def test_a_store_that_stays_frozen_is_given_up(
         replace(remote, retry_for_s=0.1).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_requests")
 def test_an_upload_cut_off_anywhere_is_whole_or_absent(
     s3: S3Server, remote: Location, tmp_path: Path

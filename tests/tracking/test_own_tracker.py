@@ -214,6 +214,7 @@ def test_weights_and_biases_has_rows_samples_and_files_without_a_key(tmp_path: P
     assert not copied.is_symlink(), "wandb would write its own configuration through it"
 
 
+@pytest.mark.slow
 def test_weights_and_biases_is_offline_if_its_server_is_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -233,6 +234,7 @@ def test_weights_and_biases_is_offline_if_its_server_is_out(
     assert not [file for file in written if key.encode() in file.read_bytes()]
 
 
+@pytest.mark.slow
 def test_trackio_keeps_one_run_with_all_rows(tmp_path: Path) -> None:
     run = track(tmp_path / "run", "trackio", 0, ROWS[:1], "interrupted")
     track(tmp_path / "run", "trackio", 1, ROWS[1:], "finished")

@@ -67,6 +67,7 @@ def test_an_unknown_scheme_of_mlflow_is_wrong_input() -> None:
     assert config.tracking.mlflow_uri == "mysql+pymysql://h/d"
 
 
+@pytest.mark.slow
 def test_data_that_took_the_place_of_what_was_trained_on(
     straight: Straight, tmp_path: Path
 ) -> None:
@@ -80,6 +81,7 @@ def test_data_that_took_the_place_of_what_was_trained_on(
         trained_data(checkpoint, Config().updated({"data_path": str(tmp_path / "other")}))
 
 
+@pytest.mark.slow
 def test_resume_never_refuses_a_name_with_checkpoints(
     run_cli: RunCli, straight: Straight, make_config: MakeConfig
 ) -> None:

@@ -83,6 +83,7 @@ def test_numbers_stay_and_nobody_is_asked() -> None:
     assert lines == ["micro_batch_sequences 8 -> 6, to divide the 6 sequences per worker and step"]
 
 
+@pytest.mark.slow
 def test_much_memory_needs_no_recomputing_and_little_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -64,6 +64,7 @@ def test_a_disk_without_room_says_how_many_checkpoints_need_it(
         check_disk(config, Location.of(tmp_path), 257, existing=0)
 
 
+@pytest.mark.slow
 def test_rank_0_prepares_the_default_data_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
