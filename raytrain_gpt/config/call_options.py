@@ -6,7 +6,7 @@ They do not belong to a run's configuration and are stored in no file.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -80,6 +80,8 @@ class PrepareOptions(Options):
     """Approximate tokens held out for validation, from the first documents (default: val_fraction)."""
     shard_tokens: int = Field(SHARD_TOKENS, ge=1)
     """Tokens per shard, approximately."""
+    dedupe: Literal["none", "exact"] = "none"
+    """Deduplication; exact: keep the first of documents with the same text."""
     max_bad_documents: int = Field(0, ge=0)
     """Maximum number of unreadable documents to skip (not UTF-8, not JSON, no text field)."""
 

@@ -1,6 +1,7 @@
 """The directory of a preparation, from its first task to the finished dataset.
 
     <dataset>/unfinished/plan         hash of the plan
+    <dataset>/unfinished/00000.hashes hashes of a task's documents, with `dedupe`
     <dataset>/unfinished/00000.json   result of a task; valid only while its shards exist
 
 `finish` writes the manifest last, so that it never vouches for missing data.
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import tiktoken
 
@@ -39,15 +40,17 @@ _UNFINISHED_SHARD = re.compile(
     rf"(train|val)-\d{{5,}}\.parquet\.[0-9a-f]{{8}}{re.escape(UNFINISHED)}"
 )
 
+_NoteSuffix = Literal[".hashes", ".json"]
 
-def _result_file(directory: LocationLike, task: int) -> Location:
-    return Location.of(directory) / _NOTES_DIR / f"{task:05d}.json"
+
+def task_file(directory: LocationLike, task: int, suffix: _NoteSuffix) -> Location:
+    return Location.of(directory) / _NOTES_DIR / f"{task:05d}{suffix}"
 
 
 def read_result(directory: LocationLike, task: int) -> dict[str, Any] | None:
     """Read what `write_result` returned for a task, or None if the task must run."""
     directory = Location.of(directory)
-    if not (file := _result_file(directory, task)).exists():
+    if not (file := task_file(directory, task, ".json")).exists():
         return None
     try:
         result: dict[str, Any] = parse_json(file.read_bytes())
@@ -59,12 +62,12 @@ def read_result(directory: LocationLike, task: int) -> dict[str, Any] | None:
 
 
 def write_result(
-    directory: LocationLike, task: int, shards: list[Shard], bad: BadDocuments
+    directory: LocationLike, task: int, shards: list[Shard], bad: BadDocuments, num_duplicates: int
 ) -> dict[str, Any]:
     """Record a finished task, after its last shard.
 
-    Returns `task`, `documents`, `tokens` and `text_bytes` written, manifest entries `shards`, and facts of
-    the `bad` documents.
+    Returns `task`, `documents`, `tokens` and `text_bytes` written, manifest entries `shards`, facts of the
+    `bad` documents and the number of `duplicates`.
     """
     result = {
         "task": task,
@@ -73,8 +76,9 @@ def write_result(
         "text_bytes": sum(shard.text_bytes for shard in shards),
         "shards": [shard.model_dump() for shard in shards],
         "bad": bad.facts(),
+        "duplicates": num_duplicates,
     }
-    _result_file(directory, task).write_text(json.dumps(result))
+    task_file(directory, task, ".json").write_text(json.dumps(result))
     return result
 
 
@@ -155,6 +159,9 @@ def finish(
     bad = BadDocuments(max_bad_documents)
     for result in results:
         bad.merge(result["bad"])
+    skipped = {"bad_documents": bad.count}
+    if plan.dedupe:
+        skipped["duplicates"] = sum(result["duplicates"] for result in results)
     shards = [Shard.model_validate(shard) for result in results for shard in result["shards"]]
     for split in SPLITS:
         if not any(shard.split == split for shard in shards):
@@ -170,12 +177,7 @@ def finish(
         dtype=token_dtype(vocab_size),
         row_group_tokens=plan.row_group_tokens,
         shards=tuple(sorted(shards, key=lambda shard: (SPLITS.index(shard.split), shard.path))),
-        source={
-            **source,
-            "bad_documents": bad.count,
-            **plan.commits,
-            "plan_hash": plan.hash,
-        },
+        source={**source, **skipped, **plan.commits, "plan_hash": plan.hash},
     )
     if bad.count:
         report = "".join(json.dumps(one) + "\n" for one in bad.kept)

@@ -15,6 +15,7 @@ import tiktoken
 
 from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.documents import BadDocuments, Document, SourcePiece, read_documents
+from raytrain_gpt.data.duplicates import only_first
 from raytrain_gpt.data.imports import read_ids
 from raytrain_gpt.data.shards import ROW_GROUP_TOKENS
 from raytrain_gpt.data.sources import find_pieces
@@ -36,6 +37,7 @@ class Plan:
 
     Attributes:
         tasks: Index range [first, stop) in `pieces` of every task.
+        dedupe: Drop documents whose text equals that of an earlier one.
         document_separator: Text between the documents of a text file, or None for one document per file.
     """
 
@@ -45,11 +47,12 @@ class Plan:
     split: SplitRule
     vocab_hash: str
     row_group_tokens: int
+    dedupe: bool
     document_separator: str | None = None
 
     @property
     def hash(self) -> str:
-        content = asdict(self) | {"dedupe": False}  # as in older datasets
+        content = asdict(self)
         if self.document_separator is None:  # so that older datasets keep their hash
             del content["document_separator"]
         for piece in content["pieces"]:  # access settings do not change the content
@@ -95,6 +98,7 @@ def make_plan(
             )
         pieces += both[-num_val:]
 
+    dedupe = options.dedupe == "exact"
     read = reader(options)
     is_import = pieces[0].ids is not None
     if encoding is None and is_import:
@@ -106,6 +110,10 @@ def make_plan(
         raise DataError(
             f"val_tokens={options.val_tokens} counts tokens of a tokenizer that is not trained yet; use "
             "--val_fraction or --val"
+        )
+    if is_import and dedupe:
+        raise DataError(
+            f"{pieces[0].location} contains token ids, but dedupe compares text; remove --dedupe"
         )
     if num_val:
         rule = SplitRule(cut_piece=len(pieces) - num_val)
@@ -130,19 +138,20 @@ def make_plan(
         split=rule,
         vocab_hash="" if encoding is None else vocab_hash(encoding),
         row_group_tokens=row_group_tokens,
+        dedupe=dedupe,
         document_separator=options.document_separator,
     )
 
 
 def reader(options: PrepareOptions) -> ReadDocuments:
-    """Return a function that reads a chunk's documents before the tasks do."""
+    """Return a function that reads a chunk's documents, without duplicates if asked, before the tasks do."""
 
-    def read(piece: SourcePiece) -> Iterator[Document]:
+    def read_all(piece: SourcePiece) -> Iterator[Document]:
         # Only tasks count against the limit: some documents are read twice here.
         bad = BadDocuments(None if options.max_bad_documents else 0)
         return read_documents(piece, options.text_field, bad, options.document_separator)
 
-    return read
+    return only_first(read_all) if options.dedupe == "exact" else read_all
 
 
 def _group(pieces: list[SourcePiece], task_bytes: int) -> list[tuple[int, int]]:

@@ -92,7 +92,8 @@ class Manifest(BaseModel):
             raise ValueError(
                 f"row_group_tokens={self.row_group_tokens} gives more than {_MAX_ROW_GROUPS} row groups"
             )
-        TypeAdapter(int).validate_python(self.source.get("bad_documents", 0))
+        for name in ("bad_documents", "duplicates"):
+            TypeAdapter(int).validate_python(self.source.get(name, 0))
         return self
 
     @property

@@ -1,9 +1,10 @@
 """From documents to shards: one task per shard of a plan.
 
 1. `preparation.start` makes the directory ready for a plan's tasks.
-2. `run_task` tokenizes a task, writes at most one shard per split, then records its result, so that no
+2. With `dedupe`, `hash_task` writes hashes of a task's documents; `find_duplicates` marks those to skip.
+3. `run_task` tokenizes a task, writes at most one shard per split, then records its result, so that no
    finished task runs twice.
-3. `preparation.finish` collects the results into the manifest, which it writes last.
+4. `preparation.finish` collects the results into the manifest, which it writes last.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import numpy as np
 import tiktoken
 from numpy.typing import NDArray
 
-from raytrain_gpt.data.documents import BadDocuments, read_documents
+from raytrain_gpt.data.documents import BadDocuments, Document, read_documents
+from raytrain_gpt.data.duplicates import HASH_BYTES, hash_texts
 from raytrain_gpt.data.imports import read_ids
-from raytrain_gpt.data.preparation import read_result, write_result
+from raytrain_gpt.data.preparation import read_result, task_file, write_result
 from raytrain_gpt.data.prepare_plan import Plan
 from raytrain_gpt.data.shards import SPLITS, ShardWriter, Split
 from raytrain_gpt.data.tokenizer import bytes_per_id, encode_document, token_dtype
@@ -28,13 +30,34 @@ from raytrain_gpt.errors import DataError
 from raytrain_gpt.storage.location import Location, LocationLike
 
 
+def _documents(plan: Plan, task: int, bad: BadDocuments) -> Iterator[tuple[int, Document]]:
+    """Yield (index in `pieces`, document) of a task."""
+    for i in range(*plan.tasks[task]):
+        piece, separator = plan.pieces[i], plan.document_separator
+        for document in read_documents(piece, plan.text_field, bad, separator):
+            yield i, document
+
+
+def hash_task(directory: LocationLike, plan: Plan, task: int, max_bad_documents: int = 0) -> int:
+    """Write the hashes of a task's documents unless they exist; returns their number. Raises DataError."""
+    file = task_file(directory, task, ".hashes")
+    if not file.exists() or file.size_bytes() % HASH_BYTES:
+        documents = _documents(plan, task, BadDocuments(max_bad_documents))
+        file.write_bytes(hash_texts(document.text for _, document in documents))
+    return file.size_bytes() // HASH_BYTES
+
+
 def run_task(
     directory: LocationLike,
     plan: Plan,
     task: int,
     max_bad_documents: int = 0,
+    left_out: NDArray[np.bool_] | None = None,
 ) -> dict[str, Any]:
-    """Write a task's shards unless they exist; returns the result like `write_result`. Raises a DataError."""
+    """Write a task's shards unless they exist; returns the result as `write_result`, or raises a DataError.
+
+    `left_out` is a mask of duplicates, bool (documents,).
+    """
     directory = Location.of(directory)
     if (result := read_result(directory, task)) is not None:
         return result
@@ -46,7 +69,7 @@ def run_task(
         if plan.pieces[0].ids is not None:
             runs = _imported(plan, task, encoding)
         else:
-            runs = _encoded(plan, task, encoding, bad)
+            runs = _encoded(plan, task, encoding, bad, left_out)
         for run in runs:
             if run.split not in writers:
                 path = directory / f"{run.split}-{task:05d}.parquet"
@@ -57,7 +80,8 @@ def run_task(
         for writer in writers.values():
             writer.discard()
         raise
-    return write_result(directory, task, shards, bad)
+    num_duplicates = 0 if left_out is None else int(left_out.sum())
+    return write_result(directory, task, shards, bad, num_duplicates)
 
 
 @dataclass(frozen=True)
@@ -75,17 +99,18 @@ def _encoded(
     task: int,
     encoding: tiktoken.Encoding,
     bad: BadDocuments,
+    left_out: NDArray[np.bool_] | None,
 ) -> Iterator[_Tokens]:
-    for i in range(*plan.tasks[task]):
-        piece, separator = plan.pieces[i], plan.document_separator
-        for document in read_documents(piece, plan.text_field, bad, separator):
-            for split, text in plan.split.parts(i, piece.name, document):
-                try:
-                    tokens = encode_document(encoding, text)
-                except DataError as error:
-                    bad.add(piece.location, f"document {document.position}", str(error))
-                    continue
-                yield _Tokens(split, tokens, len(text.encode("utf-8", "replace")), 1)
+    for number, (i, document) in enumerate(_documents(plan, task, bad)):
+        if left_out is not None and left_out[number]:
+            continue
+        for split, text in plan.split.parts(i, plan.pieces[i].name, document):
+            try:
+                tokens = encode_document(encoding, text)
+            except DataError as error:
+                bad.add(plan.pieces[i].location, f"document {document.position}", str(error))
+                continue
+            yield _Tokens(split, tokens, len(text.encode("utf-8", "replace")), 1)
 
 
 def _imported(plan: Plan, task: int, encoding: tiktoken.Encoding) -> Iterator[_Tokens]:

@@ -80,8 +80,11 @@ def describe_dataset(directory: Location, manifest: Manifest, say: Log) -> dict[
             f"{one['text_bytes'] / max(1, one['tokens']):.2f} bytes/token, {count(one['shards'], 'shard')}, "
             f"{size(one['file_bytes'])}"
         )
-    if num_bad := manifest.source.get("bad_documents", 0):
-        say(f"  skipped: {num_bad} unreadable, see {directory / BAD_FILE}")
+    skipped = {name: manifest.source.get(name, 0) for name in ("bad_documents", "duplicates")}
+    if skipped["bad_documents"]:
+        say(f"  skipped: {skipped['bad_documents']} unreadable, see {directory / BAD_FILE}")
+    if skipped["duplicates"]:
+        say(f"  skipped: {count(skipped['duplicates'], 'duplicate')}")
     first = manifest.split_shards("train")[0]
     tokens = read_row_group(directory, manifest, first, 0)[:SAMPLE_TOKENS].tolist()
     encoding, decoder = read_tokenizer(directory), codecs.getincrementaldecoder("utf-8")("replace")
@@ -95,6 +98,6 @@ def describe_dataset(directory: Location, manifest: Manifest, say: Log) -> dict[
         "dtype": manifest.dtype,
         "manifest_hash": manifest.hash,
         "splits": splits,
-        "left_out": {"bad_documents": num_bad},
+        "left_out": skipped,
         "sample": sample,
     }

@@ -1,6 +1,7 @@
 """`prepare`: text to token shards, as streaming Ray Data tasks on all CPUs of the cluster.
 
-The same tasks prepare small text in this process, faster than a cluster would start.
+The same tasks prepare small text in this process, faster than a cluster would start. With `dedupe` the
+text is read twice: the first pass hashes every document.
 """
 
 from __future__ import annotations
@@ -14,22 +15,25 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import tiktoken
 
 from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.config.call_options import PrepareOptions
+from raytrain_gpt.data.duplicates import find_duplicates
 from raytrain_gpt.data.preparation import (
     finish,
     prepared_tokenizer,
     start,
+    task_file,
 )
 from raytrain_gpt.data.prepare_plan import Plan, make_plan
 from raytrain_gpt.data.shards import Manifest
-from raytrain_gpt.data.tokenize import run_task
+from raytrain_gpt.data.tokenize import hash_task, run_task
 from raytrain_gpt.data.tokenizer import vocab_hash
 from raytrain_gpt.data.tokenizer_file import open_tokenizer
 from raytrain_gpt.errors import DataError, failure_as
-from raytrain_gpt.format import Log, amount, duration
+from raytrain_gpt.format import Log, amount, count, duration
 from raytrain_gpt.ingest.train_tokenizer import new_vocab_size, train_on_plan
 from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
 from raytrain_gpt.storage.location import Location, LocationLike
@@ -108,7 +112,18 @@ def _run_tasks(
 ) -> list[dict[str, Any]]:
     """Run all tasks and log their progress."""
     rows: list[Row] = [{"task": task} for task in range(len(plan.tasks))]
-    run_one = partial(_task_row, directory=directory, plan=plan, max_bad=max_bad)
+    fixed: dict[str, Any] = {"directory": directory, "plan": plan, "max_bad": max_bad}
+    if plan.dedupe:
+        num_documents = sum(row["documents"] for row in run(partial(_hash_row, **fixed), rows))
+        files = [task_file(directory, task, ".hashes") for task in range(len(plan.tasks))]
+        duplicates = find_duplicates(files)
+        for row, mask in zip(rows, duplicates, strict=True):
+            row["duplicates"] = np.packbits(mask).tobytes()
+        log(
+            f"skipping {count(sum(int(mask.sum()) for mask in duplicates), 'duplicate')} among "
+            f"{count(num_documents, 'document')}"
+        )
+    run_one = partial(_task_row, **fixed)
     sizes = [sum(piece.text_bytes for piece in plan.pieces[slice(*task)]) for task in plan.tasks]
     total, done, documents, tokens = sum(sizes), 0, 0, 0
     started = shown = time.monotonic()
@@ -147,9 +162,17 @@ def _on_ray(log: Log) -> tuple[_Mapper, AbstractContextManager[object]]:
     return run, connected(0, log)
 
 
-def _task_row(row: Row, directory: Location, plan: Plan, max_bad: int) -> Row:
+def _hash_row(row: Row, directory: Location, plan: Plan, max_bad: int) -> Row:
     with _storage_errors(directory):
-        return {"result": run_task(directory, plan, row["task"], max_bad)}
+        return {**row, "documents": hash_task(directory, plan, row["task"], max_bad)}
+
+
+def _task_row(row: Row, directory: Location, plan: Plan, max_bad: int) -> Row:
+    duplicates = None
+    if "duplicates" in row:  # padded with zeros
+        duplicates = np.unpackbits(np.frombuffer(row["duplicates"], np.uint8)).astype(np.bool_)
+    with _storage_errors(directory):
+        return {"result": run_task(directory, plan, row["task"], max_bad, duplicates)}
 
 
 def _storage_errors(directory: Location) -> AbstractContextManager[None]:

@@ -10,7 +10,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 
 import regex  # type: ignore[import-untyped]
@@ -81,14 +81,18 @@ def train_on_plan(
 def sample(plan: Plan, options: PrepareOptions, max_bytes: int = _SAMPLE_BYTES) -> Iterator[str]:
     """Yield the text of training documents, up to `max_bytes` of UTF-8 in all.
 
-    Chunks of the sources are read in the order of a hash, each up to its share, or _LEAST_PIECE_BYTES.
+    Chunks of the sources are read in the order of a hash, each up to its share, or _LEAST_PIECE_BYTES. With
+    `dedupe` they are read from the start: only then is it known which of equal documents is the first one.
     """
-    read, left = reader(options), max_bytes
-    each = max(_LEAST_PIECE_BYTES, max_bytes // len(plan.pieces))
-    order = sorted(
-        range(len(plan.pieces)),
-        key=lambda i: document_hash(plan.pieces[i].name, plan.pieces[i].start),
-    )
+    read, each = reader(options), max(_LEAST_PIECE_BYTES, max_bytes // len(plan.pieces))
+    order: Sequence[int] = range(len(plan.pieces))
+    if plan.dedupe:
+        each = max_bytes
+    else:
+        order = sorted(
+            order, key=lambda i: document_hash(plan.pieces[i].name, plan.pieces[i].start)
+        )
+    left = max_bytes
     for i in order:
         left_here = min(each, left)
         for text in _train_texts(plan, i, plan.pieces[i], read):

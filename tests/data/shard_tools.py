@@ -11,9 +11,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import tiktoken
+from numpy.typing import NDArray
 
 from raytrain_gpt.config.call_options import PrepareOptions
-from raytrain_gpt.data.preparation import finish, start
+from raytrain_gpt.data.duplicates import find_duplicates
+from raytrain_gpt.data.preparation import finish, start, task_file
 from raytrain_gpt.data.prepare_plan import Plan, make_plan
 from raytrain_gpt.data.shards import (
     FORMAT_VERSION,
@@ -24,7 +26,7 @@ from raytrain_gpt.data.shards import (
     Split,
     write_manifest,
 )
-from raytrain_gpt.data.tokenize import run_task
+from raytrain_gpt.data.tokenize import hash_task, run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer, token_dtype, vocab_hash
 from raytrain_gpt.data.tokenizer_file import TOKENIZER_FILE, read_tokenizer, tokenizer_json
 from raytrain_gpt.format import Log
@@ -172,6 +174,11 @@ def prepare_here(
     manifest = start(directory, plan, encoding)
     if manifest is not None:
         return manifest
-    max_bad = options.get("max_bad_documents", 0)
-    results = [run_task(directory, plan, task, max_bad) for task in range(len(plan.tasks))]
+    max_bad, tasks = options.get("max_bad_documents", 0), range(len(plan.tasks))
+    left_out: list[NDArray[np.bool_] | None] = [None] * len(tasks)
+    if plan.dedupe:
+        for task in tasks:
+            hash_task(directory, plan, task, max_bad)
+        left_out = [*find_duplicates([task_file(directory, task, ".hashes") for task in tasks])]
+    results = [run_task(directory, plan, task, max_bad, left_out[task]) for task in tasks]
     return finish(directory, plan, results, {"sources": sources}, max_bad)

@@ -357,6 +357,7 @@ def test_a_plan_holds_all_that_decides_the_shards(source: str) -> None:
         {"row_group_tokens": 129},
         {"document_separator": EOT},
         {"document_separator": "\n\n\n"},
+        {"dedupe": "exact"},
     ]
     plans = [plan_of([source], encoding, **options) for options in different]
     assert len({plan.hash for plan in plans}) == len(plans)
@@ -365,5 +366,5 @@ def test_a_plan_holds_all_that_decides_the_shards(source: str) -> None:
 
 def test_a_plan_keeps_the_hash_that_is_in_older_manifests() -> None:
     piece = SourcePiece("a.txt", Location("/a.txt"), 0, 9, 9)
-    plan = Plan((piece,), ((0, 1),), "text", SplitRule(), "v", 4)
+    plan = Plan((piece,), ((0, 1),), "text", SplitRule(), "v", 4, False)
     assert plan.hash == "4d61201076b982d2eaceb82da3eaa4c50f8f47fcb657dd5acf770b3244d90ce2"

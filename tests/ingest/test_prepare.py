@@ -146,8 +146,10 @@ def test_a_process_that_is_stopped_goes_on_by_the_same_command(
         (tmp_path / "in" / f"{i}.jsonl").write_text("\n".join([*lines, "no JSON"]))
     out = tmp_path / "out"
     options = {"shard_tokens": 100, "val_fraction": 0.1, "max_bad_documents": 6}
-    whole = prepare_here([str(tmp_path / "in")], tmp_path / "whole", "bytes", **options)
-    command = ["prepare", str(tmp_path / "in"), f"--out={out}"]
+    whole = prepare_here(
+        [str(tmp_path / "in")], tmp_path / "whole", "bytes", dedupe="exact", **options
+    )
+    command = ["prepare", str(tmp_path / "in"), f"--out={out}", "--dedupe=exact"]
     command += [f"--{name}={value}" for name, value in options.items()]
     died = subprocess.run(
         [sys.executable, "-c", DYING, str(int(number)), *command],
@@ -171,20 +173,22 @@ def test_prepare_shows_what_it_made_and_is_done_once(
 ) -> None:
     source = tmp_path / "lines.jsonl"
     lines = [f'{{"text": "document {i}"}}' for i in range(150)]
-    source.write_text("\n".join([*lines, "no JSON"]))
+    source.write_text("\n".join([*lines, "no JSON", lines[7], lines[149]]))
     out = tmp_path / "out"
     command = ["prepare", source, "--out", out, "--val-fraction", "0.1"]
     assert "byte 3640: " in run_cli(*command)[2]
-    command += ["--max-bad-documents", "1"]
+    command += ["--dedupe", "exact", "--max-bad-documents", "1"]
     shown = run_cli.succeeds(*command)
+    assert "skipping 2 duplicates among 152 documents" in shown
     assert "prepare done in" in shown
     assert "| 150 documents, " in shown
     train, val = re.findall(r"tokens in (\d+) documents", shown)
     assert (int(train) + int(val), int(val)) == (150, pytest.approx(15, abs=2))
     assert f"skipped: 1 unreadable, see {out / BAD_FILE}" in shown
+    assert "skipped: 2 duplicates" in shown
     assert "next: raytrain-gpt train" in shown
-    options = {"val_fraction": 0.1, "max_bad_documents": 1}
-    local = prepare_here([str(source)], tmp_path / "local", "bytes", **options)
+    local = prepare_here([str(source)], tmp_path / "local", "bytes", val_fraction=0.1, dedupe="exact",
+                         max_bad_documents=1)  # fmt: skip
     assert read_manifest(out) == local
     assert (out / BAD_FILE).read_bytes() == (tmp_path / "local" / BAD_FILE).read_bytes()
     assert "already prepared" in run_cli(*command)[1]

@@ -113,6 +113,19 @@ def test_the_sample_is_bounded_and_leaves_out_validation(tmp_path: Path) -> None
     assert some == list(sample(plan, options, max_bytes=10_000))
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_a_copy_of_a_validation_document_does_not_train(tmp_path: Path, seed: int) -> None:
+    """With `dedupe`, the first of equal documents counts, which may be for validation."""
+    texts = [f"seed {seed} document {i} " * 20 for i in range(150)]
+    sources = [write_jsonl(tmp_path / f"{n}.jsonl", [*texts[n::3], *texts[:60]]) for n in range(3)]
+    options = PrepareOptions(val_fraction=0.3, dedupe="exact")
+    sampled = list(sample(make_plan(sources, None, options, print), options))
+    manifest = prepare_here(sources, tmp_path / "data", "bytes", val_fraction=0.3, dedupe="exact")
+    held_out = {text.decode() for text in documents(tmp_path / "data", manifest, "val")}
+    assert not held_out & {*sampled}
+    assert len(sampled) == 150 - len(held_out)
+
+
 def test_a_dataset_has_its_own_tokenizer_and_trains_it_once(tmp_path: Path) -> None:
     text, val = tmp_path / "train.txt", tmp_path / "val.txt"
     text.write_text("to be or not to be, that is the question\n" * 300)
