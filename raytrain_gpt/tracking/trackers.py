@@ -175,9 +175,9 @@ class TrackerQueue:
                 if not warned:
                     self._log(f"{self._name} does not respond, retrying: {error}")
                     warned = True
+                if end is not None:
+                    return
                 with self._changed:
-                    if self._end is not None:
-                        return
                     # Do not retry at every new row, which may come every second.
                     self._changed.wait_for(lambda: self._end, _RETRY_S)
 

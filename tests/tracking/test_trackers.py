@@ -31,6 +31,7 @@ from raytrain_gpt.tracking.recorder import Recorder, RecorderSpec
 from raytrain_gpt.tracking.run_files import Row, read_rows
 from raytrain_gpt.tracking.sync import RunSync
 from raytrain_gpt.tracking.trackers import End, TrackedRun, TrackerQueue, plottable_values
+from tests.faults.gates import wait_until
 from tests.ports import free_port
 
 Track = Callable[..., TrackerQueue]
@@ -200,6 +201,32 @@ def test_a_slow_and_failing_tracker_neither_slows_nor_ends_the_recorder(
     assert calls.empty()
     lines = [line for line in asyncio.run(recorder.drain_messages(0.0)) if "Fake" in str(line)]
     assert lines == ["Fake does not respond, retrying: make failed"]
+
+
+def test_a_tracker_that_fails_while_the_run_ends_is_tried_once_more(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    class Kept:
+        def rows(self, rows: list[Row]) -> None:
+            calls.append(f"{len(rows)} rows")
+
+        def finish(self, end: End, files: list[Path]) -> None:
+            calls.append(end)
+
+    def connect(_: TrackedRun) -> Any:
+        calls.append("connect")
+        if calls == ["connect"]:
+            wait_until(lambda: tracker._end, "the end of the run")
+            raise OSError("database is locked")
+        return Kept()
+
+    lines: list[str] = []
+    run = TrackedRun(tmp_path, Config(), 0, {})
+    tracker = TrackerQueue(connect, run, lines.append, "MLflow")
+    tracker.rows(rows(1, 3))
+    tracker.close("failed")
+    assert calls == ["connect", "connect", "3 rows", "failed"]
+    assert lines == ["MLflow does not respond, retrying: database is locked"]
 
 
 def test_a_tracker_that_never_ends_does_not_keep_the_run(
