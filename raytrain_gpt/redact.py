@@ -64,9 +64,10 @@ def redacted(text: str) -> str:
 
 def _secret_values() -> list[str]:
     """Values of secret variables, plain, URL-encoded and JSON-encoded; longest first, as they may nest."""
+    # Other threads may change the environment meanwhile: MLflow's does.
     values = {
-        value.strip()
-        for name, value in os.environ.items()
+        os.environ.get(name, "").strip()
+        for name in list(os.environ)
         if _SECRET_NAME.search(name.upper()) and not _IS_LOCATION.search(name.upper())
     }
     forms = {form for v in values for form in (v, quote(v, safe=""), json.dumps(v)[1:-1])}
