@@ -24,9 +24,9 @@ def test_dead_and_draining_nodes_are_not_counted(monkeypatch: pytest.MonkeyPatch
     draining: dict[str, int] = {}
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     monkeypatch.setattr(ray._private.state.state, "get_draining_nodes", lambda: draining)
-    assert cluster_resources().nodes == (Node(4, 0), Node(8, 2), Node(16, 4), Node(0, 0, 1.0))
+    assert cluster_resources().nodes == (Node(4, 0), Node(8, 2), Node(16, 4), Node(0, 0))
     draining["c"] = 0  # drains do not always have a deadline
-    assert cluster_resources().nodes == (Node(4, 0), Node(8, 2), Node(0, 0, 1.0))
+    assert cluster_resources().nodes == (Node(4, 0), Node(8, 2), Node(0, 0))
     wanted = config(num_workers=6, min_workers=1, cpus_per_worker=1, use_gpu=True)
     assert largest_world_size(wanted, cluster_resources()) == 2
     draining.clear()

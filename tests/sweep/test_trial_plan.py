@@ -153,7 +153,7 @@ def test_values_tied_to_a_trial_follow_its_own() -> None:
         (
             {"schedule": {"grid": ["wsd", "cosine"]}},
             {"overrides": {"decay_fraction": 0.3}},
-            ["a trial with schedule=cosine", "decay_fraction=0.3 does not apply"],
+            ["a trial with schedule=cosine", "decay_fraction=0.3 applies only to schedule wsd"],
         ),
         ({"peak_lr": {"grid": [1e-3]}}, {"base": {"preset": "quickstar"}}, ["did you mean"]),
     ],
