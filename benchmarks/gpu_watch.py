@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from raytrain_gpt.config.sections import STEPS_BEFORE_PROFILE
-from raytrain_gpt.train.profile import StepProfile
+from raytrain_gpt.train.profile import STEPS_BEFORE_PROFILE, StepProfile
 
 PROFILED_STEPS = 2
 STEPS_AFTER = STEPS_BEFORE_PROFILE + PROFILED_STEPS
