@@ -22,6 +22,7 @@ from raytrain_gpt.sweep.history import History
 from raytrain_gpt.sweep.spec import Sweep
 from raytrain_gpt.sweep.tune import run_sweep
 from raytrain_gpt.tracking.run_files import Row, read_rows
+from raytrain_gpt.train.heartbeat import stacks
 from raytrain_gpt.train.worker import train_worker
 from raytrain_gpt.train.worker_group import WorkerSpec
 from tests.conftest import RunCli
@@ -132,6 +133,11 @@ def hangs_once(spec: WorkerSpec) -> None:
         decide(row)
         if not seen.exists():
             seen.touch()
+            # Without Python's lock the timer cannot be set any more.
+            timers = spec.run_dir.path.glob
+            wait_until(
+                lambda: any(timers("stacks-*.txt")) and "join(_LOOK_EVERY_S)" in stacks(), "the timer"
+            )
             ctypes.PyDLL(None).sleep(600)
 
     spec.control.evaluated = evaluated
