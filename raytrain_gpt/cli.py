@@ -151,7 +151,10 @@ def _use_code(argv: Sequence[str]) -> None:
     parser.add_argument("--code", nargs="?")
     parser.add_argument("--evaluations", nargs="?")
     parser.add_argument("--accept_changed_code", action="store_true")
-    given, _ = parser.parse_known_args(argv)
+    try:
+        given, _ = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise UserError(f"{error}") from None
     if given.code is not None:
         from raytrain_gpt.data.locations import use_code  # here: its import takes a while
 

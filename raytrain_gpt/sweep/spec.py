@@ -261,9 +261,9 @@ class Sweep(CampaignFile):
         number = self.num_trials or points
         if self.searcher == "optuna" and grids:
             raise ConfigError(f"searcher optuna takes no grid ({', '.join(grids)}); use choice")
-        if self.num_trials is None and drawn:
+        if self.num_trials is None and (drawn or self.searcher == "optuna"):
             raise ConfigError(
-                f"set num_trials: {', '.join(drawn)} can be drawn any number of times"
+                f"set num_trials: {', '.join(drawn) or 'values'} can be drawn any number of times"
             )
         if number % points or (not drawn and number != points):
             raise ConfigError(

@@ -44,6 +44,7 @@ class RunSync:
             if (self.run_dir / name).is_file():
                 (self.work_dir / name).parent.mkdir(exist_ok=True)
                 (self.run_dir / name).download(self.work_dir / name)
+                self._pushed[name] = _stamp(self.work_dir / name)
         return self
 
     def push(self) -> None:
@@ -52,7 +53,10 @@ class RunSync:
             return
         for path in sorted(p for p in self.work_dir.rglob("*") if p.is_file()):
             name = path.relative_to(self.work_dir).as_posix()
-            stamp = (path.stat().st_mtime_ns, path.stat().st_size)
-            if self._pushed.get(name) != stamp:
+            if self._pushed.get(name) != (stamp := _stamp(path)):
                 (self.run_dir / name).upload(path)
                 self._pushed[name] = stamp
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    return path.stat().st_mtime_ns, path.stat().st_size

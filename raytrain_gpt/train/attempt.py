@@ -186,10 +186,10 @@ class _WatchedFit:
         return raised[0] if raised and not self._controller_hung else None
 
     def _watch(self) -> None:
-        # Each phase has its own timeout. Until all ranks are training, START_TIMEOUT_S bounds the start of
-        # their processes, since compiling may take longer than hang_timeout_s. While they train,
-        # hang_timeout_s bounds the time without progress of any rank. After they exit, a stalled rank is
-        # normal, so only END_TIMEOUT_S applies, to Ray's controller.
+        # Each phase has its own timeout. START_TIMEOUT_S bounds the start of all processes. While they
+        # train, hang_timeout_s bounds the time without progress of any rank; before, when compiling may take
+        # longer, at least START_TIMEOUT_S. After they exit, a stalled rank is normal, so only END_TIMEOUT_S
+        # applies, to Ray's controller.
         now = time.monotonic()
         if now - self._watched_at < WATCH_EVERY_S:
             return
@@ -207,6 +207,8 @@ class _WatchedFit:
             self._watch_end(now - self._left_at)
             return
         timeout_s = self._plan.config.cluster.hang_timeout_s
+        if timeout_s and not self._is_training:
+            timeout_s = max(timeout_s, START_TIMEOUT_S)
         if timeout_s and not self._hung and self._recorder.ask("stalled_s") > timeout_s:
             self._hung = True
             self._dump_stacks(timeout_s)

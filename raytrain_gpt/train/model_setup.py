@@ -173,12 +173,8 @@ def set_up_training(
     resumed: Checkpoint | None,
     device: torch.device,
     ranks: Collectives,
-    group: dist.ProcessGroup | None = None,
 ) -> TrainingSetup:
     """Set up a new run or one that resumes; all ranks call it.
-
-    Args:
-        group: Process group that reduces gradients, or None for the default.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
@@ -186,7 +182,7 @@ def set_up_training(
     precision = resolve_precision(config.train.precision, device)
     dtype = matmul_dtype(precision)
     narrow_gradients = config.train.gradient_dtype == "bf16"
-    strategy = strategy_class(config.train)(device, ranks.rank, dtype, narrow_gradients, group)
+    strategy = strategy_class(config.train)(device, ranks.rank, dtype, narrow_gradients)
     tokenizer = read_tokenizer(data.first.directory)
     model = configured_model(
         config,

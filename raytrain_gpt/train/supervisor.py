@@ -183,6 +183,8 @@ class Run:
                 self.output.check_is_ours()
                 self.config = preflight.check_init_from(self.config, self.data, self.log)
             self.config, resumed = resume_from(self.config, self.data, existing, self.log)
+            if existing is None and resumed is not None:
+                self.output.sync.pull()  # the record of the new branch
             if existing is not None and existing.state.step >= self.config.train.max_steps:
                 return self._summary(existing, was_finished=True)
             self._announce()

@@ -148,6 +148,7 @@ def test_an_action_has_help_with_its_own_flags(
         (("runs",), "required: ACTION; see: raytrain-gpt runs --help"),
         (("runs", "show"), "required: RUN; see: raytrain-gpt runs show --help"),
         (("runs", "show", "a", "b"), "unknown argument b of raytrain-gpt runs show; see: "),
+        (("train", "--accept_changed_code=true"), "ignored explicit argument 'true'"),
         (("data", "at", "a", "--setp=3"), "unknown argument --setp of raytrain-gpt data at; did "),
     ],
 )

@@ -180,10 +180,12 @@ def test_a_killed_data_task_is_done_again(
     monkeypatch.setattr(ray_dataset, "_read_chunk", partial(read_behind_a_gate, reading))
 
     def kill() -> None:
-        pid = reading.reached()
-        assert pid in own("ray::MapBatches")
-        os.kill(pid, signal.SIGKILL)
-        reading.open()
+        try:
+            pid = reading.reached()
+            assert pid in own("ray::MapBatches")
+            os.kill(pid, signal.SIGKILL)
+        finally:
+            reading.open()
 
     run_dir, lines = train_while(make_config(num_workers=2, run_name="data"), Faults(), kill)
     assert_same(run_dir, straight(2))

@@ -138,6 +138,7 @@ BOTH = {**GRID, "weight_decay": {"uniform": [0.0, 0.1]}}
         (BOTH, None, "random", ["set num_trials", "weight_decay"]),
         (BOTH, 10, "random", ["num_trials=10 does not fit the grid's 3 points"]),
         (BOTH, 3, "optuna", ["optuna takes no grid (peak_lr); use choice"]),
+        ({}, None, "optuna", ["set num_trials: values can be drawn any number of times"]),
     ],
 )
 def test_numbers_of_trials_that_do_not_fit_the_space(
