@@ -136,7 +136,8 @@ def hangs_once(spec: WorkerSpec) -> None:
             # Without Python's lock the timer cannot be set any more.
             timers = spec.run_dir.path.glob
             wait_until(
-                lambda: any(timers("stacks-*.txt")) and "join(_LOOK_EVERY_S)" in stacks(), "the timer"
+                lambda: any(timers("stacks-*.txt")) and "join(_LOOK_EVERY_S)" in stacks(),
+                "the timer",
             )
             ctypes.PyDLL(None).sleep(600)
 
