@@ -25,7 +25,7 @@ from raytrain_gpt.config.kinds import Strict
 from raytrain_gpt.config.load import load_config_file, load_preset, read_mapping
 from raytrain_gpt.config.open_section import Name
 from raytrain_gpt.config.schema import FIELDS, Config, field_section
-from raytrain_gpt.config.wording import MAX_SHOWN, nearest_multiples, refusal, suggestion
+from raytrain_gpt.config.wording import MAX_SHOWN, nearest, refusal, suggestion
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import own_scores, preview
 from raytrain_gpt.sweep.history import HISTORY_FILE
@@ -161,6 +161,8 @@ class CampaignFile(Strict):
         def unknown(key: str) -> str:
             name = key.rpartition(".")[2]
             hint = "; it belongs below overrides" if name in FIELDS else suggestion(name, known)
+            if name in known:
+                hint = "; it does not apply to this kind"
             return f"unknown key {name}{hint}"
 
         try:
@@ -227,9 +229,10 @@ class Sweep(CampaignFile):
         if isinstance(self.scheduler, Asha):
             grace, report = self.scheduler.grace_tokens, self.report_every_tokens
             if grace % report or grace >= self.budget_tokens:
+                valid = list(range(report, self.budget_tokens, report))
                 raise ConfigError(
                     f"grace_tokens={grace} is not a multiple of report_every_tokens={report} below "
-                    f"budget_tokens={self.budget_tokens}; nearest: {nearest_multiples(grace, report)}"
+                    f"budget_tokens={self.budget_tokens}; nearest: {nearest(valid, grace) or 'none'}"
                 )
         return self
 

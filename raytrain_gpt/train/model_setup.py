@@ -56,7 +56,7 @@ class Strategy:
     rank: int
     matmul_dtype: torch.dtype | None
     narrow_gradients: bool
-    group: dist.ProcessGroup | None
+    group: dist.ProcessGroup | None = None
 
     @property
     def ranks(self) -> dist.ProcessGroup | None:

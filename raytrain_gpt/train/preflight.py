@@ -169,9 +169,10 @@ def absolute_paths(config: Config) -> Config:
 
     Raises:
         ConfigError: a path is relative in a submitted job, whose working directory is deleted afterwards, or
-            a tracker's store is invalid, or its package is not installed.
+            the run's or a tracker's store is invalid, or a tracker's package is not installed.
     """
     check_packages(config)
+    run_location(config)
     values = config.field_values()
 
     def absolute(name: str, path: str) -> str:

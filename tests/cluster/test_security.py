@@ -107,7 +107,7 @@ def test_a_url_with_the_value_of_a_secret_variable_is_refused(
     monkeypatch.setenv("A_TOKEN", "my-secret-value")
     code, out, errors = run_cli("train", "--dry_run", "--mlflow_uri", "http://h/my-secret-value")
     assert (code, errors.count("\n")) == (2, 1)
-    assert "mlflow_uri has a password or key in its URL" in errors
+    assert "mlflow_uri has a user, password or key in its URL" in errors
     assert "my-secret" not in out + errors
 
 

@@ -155,7 +155,11 @@ def test_numbers_of_trials_that_do_not_fit_the_space(
         ({"kind": "asha"}, ["grace_tokens is missing", "first rung"]),
         ({**ASHA, "grace_token": 1}, ["unknown key grace_token", "did you mean grace_tokens?"]),
         ({**ASHA, "grace_tokens": 5000}, ["grace_tokens=5000", "4096", "nearest: 4096, 8192"]),
-        ({**ASHA, "grace_tokens": 40_960}, ["grace_tokens=40960", "below budget_tokens=40960"]),
+        (
+            {**ASHA, "grace_tokens": 40_960},
+            ["grace_tokens=40960", "below budget_tokens=40960; nearest: 32768, 36864"],
+        ),
+        ({"kind": "none", "reduction_factor": 2}, ["reduction_factor; it does not apply to this"]),
     ],
 )
 def test_a_scheduler_that_does_not_fit_is_one_line(
