@@ -46,7 +46,7 @@ def profiled(steps: Iterator[Any], steps_done: int, device: torch.device) -> dic
         steps_done,
         steps_done + STEPS_AFTER,
         device,
-        lambda table, trace, _: taken.append((table, trace)),
+        lambda table, trace: taken.append((table, trace)),
     )
     with ThreadPoolExecutor(1) as thread:
         state = thread.submit(gpu_state, device)
