@@ -21,7 +21,6 @@ from tests.runs import MakeConfig, Straight, assert_same, command, environment, 
 
 
 @pytest.mark.fault("SIGTERM or Ctrl+C", "saves; exit code 130; MLflow KILLED")
-@pytest.mark.smoke
 @pytest.mark.ray
 def test_a_signal_saves_and_the_same_command_goes_on_bitwise(
     cluster: str, straight: Straight, make_config: MakeConfig, storage: Path, tmp_path: Path
