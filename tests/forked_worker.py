@@ -11,6 +11,7 @@ Clusters that commands start use Ray's usual worker startup.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -32,6 +33,8 @@ LIBRARIES_ON_RAY = (
 MAX_ENVIRONMENTS = 4
 """Largest number of fork servers, one per set of Ray variables: two jobs with two sets each."""
 LARGEST_REQUEST = 1 << 20
+PR_SET_CHILD_SUBREAPER = 36
+"""From linux/prctl.h."""
 LANGUAGE, RUNTIME_ENV = "--language=", "--serialized-runtime-env-context="
 """Arguments that only `setup_worker.py` takes."""
 
@@ -63,6 +66,8 @@ def serve(address: str) -> tuple[bytes, list[int]] | None:
     for library in LIBRARIES:
         __import__(library)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # exit codes of workers are not needed
+    # Workers outlive the server of their environment, and shall stay below the tests' process.
+    assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     servers: dict[str, socket.socket] = {}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(address)
@@ -91,6 +96,7 @@ def serve(address: str) -> tuple[bytes, list[int]] | None:
                     if len(servers) > MAX_ENVIRONMENTS:
                         oldest = servers.pop(next(iter(servers)))
                         oldest.close()  # it forks the queued requests, then exits
+                servers[key] = servers.pop(key)  # the last used one is the last to go
                 socket.send_fds(servers[key], [request], [*files, connection.fileno()])
             for file in files:
                 os.close(file)
