@@ -67,7 +67,7 @@ def start_own_cluster(num_cpus: int, **options: Any) -> None:
         directory = Path(tempfile.mkdtemp(prefix="rgpt-", dir=base))  # mode 0700
     _at_end.callback(_remove, directory)
     try:
-        with _on_loopback(), _guarded():
+        with _start_settings(directory), _guarded():
             ray.init(
                 "local",
                 num_cpus=num_cpus,
@@ -124,15 +124,21 @@ def _guarded() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _on_loopback() -> Iterator[None]:
-    """Make the Ray that starts inside listen on 127.0.0.1 only.
+def _start_settings(directory: Path) -> Iterator[None]:
+    """Set what Ray's processes started inside inherit: loopback only, and a temporary directory.
 
-    It does so if ENABLE_RAY_CLUSTER is false, as on macOS and Windows. On Linux it uses the machine's address
-    even if `_node_ip_address` is 127.0.0.1.
+    Ray listens only on 127.0.0.1 if ENABLE_RAY_CLUSTER is false, as on macOS and Windows. On Linux it uses
+    the machine's address even if `_node_ip_address` is 127.0.0.1. Temporary files of killed processes are
+    removed with the directory.
     """
     constants = ray._private.ray_constants
-    enabled, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
+    enabled, tmpdir = constants.ENABLE_RAY_CLUSTER, os.environ.get("TMPDIR")
+    tempfile.gettempdir()  # Python caches the first result, so this process keeps its directory
+    constants.ENABLE_RAY_CLUSTER, os.environ["TMPDIR"] = False, str(directory)
     try:
         yield
     finally:
         constants.ENABLE_RAY_CLUSTER = enabled
+        del os.environ["TMPDIR"]
+        if tmpdir is not None:
+            os.environ["TMPDIR"] = tmpdir

@@ -39,6 +39,7 @@ class Start:
 
     directory: Path
     mode: int
+    tmpdir: str
     options: dict[str, Any]
 
 
@@ -50,7 +51,7 @@ def starts(base: Path, monkeypatch: pytest.MonkeyPatch) -> list[Start]:
     def cannot_start(*_: object, **options: Any) -> None:
         (directory,) = base.iterdir()
         mode = directory.stat().st_mode & 0o777
-        found.append(Start(directory, mode, options))
+        found.append(Start(directory, mode, os.environ["TMPDIR"], options))
         raise RuntimeError("no\nmemory")
 
     monkeypatch.setattr(ray, "init", cannot_start)
@@ -58,10 +59,12 @@ def starts(base: Path, monkeypatch: pytest.MonkeyPatch) -> list[Start]:
 
 
 def test_its_directory_is_private_and_goes_away(base: Path, starts: list[Start]) -> None:
+    before = os.environ.get("TMPDIR")
     with raises_line(ClusterError, "Ray does not start on this machine (no memory)"):
         private_cluster.start_own_cluster(1)
     (start,) = starts
-    assert start.mode == 0o700
+    assert (start.mode, start.tmpdir) == (0o700, str(start.directory))
+    assert os.environ.get("TMPDIR") == before
     assert Path(start.options["_temp_dir"]).parent == start.directory
     assert list(base.iterdir()) == []
 

@@ -86,9 +86,6 @@ class Chaos:
             "RAY_ADDRESS": "local",
             "RAY_TMPDIR": str(self.ray_dir),
             "TMPDIR": str(self.ray_dir),
-            "TORCHINDUCTOR_CACHE_DIR": str(
-                directory / "torch"
-            ),  # which torch makes when it is imported
             "PYTHONUNBUFFERED": "1",
             # Time that Ray's processes wait for a lost head, in seconds.
             "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
