@@ -150,7 +150,7 @@ class Chaos:
         run_dir = Path(config.run.storage_path, config.run.run_name)
         if code == 0:
             problems += self.differences(run_dir)
-        problems += self.left_behind()
+        problems += self.left_behind(died=commands > 1)
         restarts = goodput(read_rows(run_dir)).restarts if code == 0 else "?"
         told = f"FAILED: {', '.join(problems)}" if problems else "same bits, nothing left"
         return (
@@ -209,14 +209,20 @@ class Chaos:
         found = [] if rows == expected else ["different steps"]
         return found + ([] if weights(run_dir) == weights(whole) else ["different weights"])
 
-    def left_behind(self) -> list[str]:
-        """Return the temporary files and the processes alive after a minute, and kill those."""
+    def left_behind(self, died: bool) -> list[str]:
+        """Return the temporary files and the processes alive after a minute, and kill those.
+
+        Args:
+            died: Whether a command itself died, which leaves its cluster's directory.
+        """
         deadline = time.monotonic() + GONE_TIMEOUT_S
         while (alive := self.alive()) and time.monotonic() < deadline:
             time.sleep(0.5)
         left = [f"{described(process)} alive" for process in alive]
         for process in alive:
             process.send_signal(signal.SIGKILL)
+        for directory in self.ray_dir.glob("rgpt-*") if died else ():
+            shutil.rmtree(directory)
         files = [path.name for path in self.ray_dir.iterdir()]
         return left + files
 
