@@ -103,7 +103,7 @@ class Config(Strict):
             if is_url and (has_secret(value) or redacted(value) != value):
                 store = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
                 if name != "mlflow_uri":
-                    store = "that store's variables, as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+                    store = "that store's variables, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
                 raise ValueError(
                     f"{name} has a user, password or key in its URL, which every copy of the configuration "
                     f"would show; remove it and set {store}"

@@ -25,7 +25,7 @@ from raytrain_gpt.config.kinds import Strict
 from raytrain_gpt.config.load import load_config_file, load_preset, read_mapping
 from raytrain_gpt.config.open_section import Name
 from raytrain_gpt.config.schema import FIELDS, Config, field_section
-from raytrain_gpt.config.wording import MAX_SHOWN, nearest, refusal, suggestion
+from raytrain_gpt.config.wording import MAX_SHOWN, refusal, suggestion
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import own_scores, preview
 from raytrain_gpt.sweep.history import HISTORY_FILE
@@ -162,7 +162,7 @@ class CampaignFile(Strict):
             name = key.rpartition(".")[2]
             hint = "; it belongs below overrides" if name in FIELDS else suggestion(name, known)
             if name in known:
-                hint = "; it does not apply to this kind"
+                hint = "; it does not belong here"
             return f"unknown key {name}{hint}"
 
         try:
@@ -229,10 +229,12 @@ class Sweep(CampaignFile):
         if isinstance(self.scheduler, Asha):
             grace, report = self.scheduler.grace_tokens, self.report_every_tokens
             if grace % report or grace >= self.budget_tokens:
-                valid = list(range(report, self.budget_tokens, report))
+                valid = range(report, self.budget_tokens, report)
+                at = max(0, min(grace // report - 1, len(valid) - 2))
+                nearest = ", ".join(map(str, valid[at : at + 2])) or "none"
                 raise ConfigError(
                     f"grace_tokens={grace} is not a multiple of report_every_tokens={report} below "
-                    f"budget_tokens={self.budget_tokens}; nearest: {nearest(valid, grace) or 'none'}"
+                    f"budget_tokens={self.budget_tokens}; nearest: {nearest}"
                 )
         return self
 

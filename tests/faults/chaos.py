@@ -222,7 +222,7 @@ class Chaos:
         for process in alive:
             process.send_signal(signal.SIGKILL)
         for directory in self.ray_dir.glob("rgpt-*") if died else ():
-            shutil.rmtree(directory)
+            shutil.rmtree(directory, ignore_errors=True)
         files = [path.name for path in self.ray_dir.iterdir()]
         return left + files
 

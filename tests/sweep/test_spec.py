@@ -159,7 +159,11 @@ def test_numbers_of_trials_that_do_not_fit_the_space(
             {**ASHA, "grace_tokens": 40_960},
             ["grace_tokens=40960", "below budget_tokens=40960; nearest: 32768, 36864"],
         ),
-        ({"kind": "none", "reduction_factor": 2}, ["reduction_factor; it does not apply to this"]),
+        ({"kind": "none", "reduction_factor": 2}, ["reduction_factor; it does not belong here"]),
+        (
+            {**ASHA, "grace_tokens": 2**62},
+            ["nearest: 32768, 36864"],
+        ),
     ],
 )
 def test_a_scheduler_that_does_not_fit_is_one_line(
