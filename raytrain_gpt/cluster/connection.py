@@ -87,12 +87,18 @@ def _join_given_cluster(quiet: dict[str, Any], log: Log) -> bool:
 
 
 def cluster_resources(ours: bool = False) -> Resources:
-    """Return the cluster's current resources, without draining nodes."""
+    """Return the cluster's current resources, without draining nodes.
+
+    Raises:
+        ClusterError: all nodes have died, this process's own too. Ray ends the process then, but not always.
+    """
     draining = ray._private.state.state.get_draining_nodes()
+    if not (alive := [node for node in ray.nodes() if node["Alive"]]):
+        raise ClusterError("Ray has died on this machine; run the same command again")
     nodes = tuple(
         Node(has.get("CPU", 0.0), has.get("GPU", 0.0))
-        for node in ray.nodes()
-        if node["Alive"] and node["NodeID"] not in draining
+        for node in alive
+        if node["NodeID"] not in draining
         for has in [node["Resources"]]
     )
     return Resources(nodes, ours)

@@ -7,7 +7,9 @@ import ray
 
 from raytrain_gpt.cluster.capacity import Node, largest_world_size
 from raytrain_gpt.cluster.connection import cluster_resources
+from raytrain_gpt.errors import ClusterError
 from tests.cluster.test_capacity import config
+from tests.conftest import raises_line
 
 
 def test_dead_and_draining_nodes_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,3 +33,7 @@ def test_dead_and_draining_nodes_are_not_counted(monkeypatch: pytest.MonkeyPatch
     assert largest_world_size(wanted, cluster_resources()) == 2
     draining.clear()
     assert largest_world_size(wanted, cluster_resources()) == 6
+    for one in nodes:
+        one["Alive"] = False
+    with raises_line(ClusterError, "Ray has died on this machine; run the same command again"):
+        cluster_resources()
