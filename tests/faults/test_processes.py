@@ -31,7 +31,7 @@ from .conftest import Start
 from .gates import Faults, Gate, gated, wait_until
 from .processes import descendants, own
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 
 def in_background(action: Callable[[], None]) -> tuple[threading.Thread, list[BaseException]]:
