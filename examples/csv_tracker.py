@@ -19,7 +19,6 @@ class CsvSettings(Settings):
 class Csv:
     def __init__(self, run, settings):
         self.path = run.directory / "trackers" / settings.csv_file
-        self.path.parent.mkdir(exist_ok=True)
         kept = []
         if self.path.exists():  # by an earlier attempt; steps from run.first_step on come again
             with self.path.open(newline="") as file:

@@ -148,14 +148,14 @@ def _use_code(argv: Sequence[str]) -> None:
     if not argv or argv[0] not in (*CODE_DECLARES_FLAGS, *CODE_OF_CHECKPOINT):
         return
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--code", nargs="?")
+    parser.add_argument("--code", nargs="?", action="append", default=[])
     parser.add_argument("--evaluations", nargs="?")
     parser.add_argument("--accept_changed_code", action="store_true")
     try:
         given, _ = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise UserError(f"{error}") from None
-    if given.code is not None:
+    if None not in given.code and given.code:
         from raytrain_gpt.data.locations import use_code  # here: its import takes a while
 
         use_code(given.code, given.accept_changed_code)

@@ -18,17 +18,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import Field as Field
+from pydantic import Field
 
-from raytrain_gpt.config.built_in import AdamWSettings as AdamWSettings
-from raytrain_gpt.config.built_in import Qwen3Settings as Qwen3Settings
-from raytrain_gpt.config.kinds import Kind, Selector, register
-from raytrain_gpt.config.kinds import Settings as Settings
+from raytrain_gpt.config.built_in import AdamWSettings, Qwen3Settings
+from raytrain_gpt.config.kinds import Kind, Selector, Settings, register
+from raytrain_gpt.errors import ConfigError
 
 if TYPE_CHECKING:
-    from raytrain_gpt.core.model import GPT as GPT
-    from raytrain_gpt.core.model import Block as Block
-    from raytrain_gpt.core.model import GPTShape as GPTShape
+    from raytrain_gpt.core.model import GPT, Block, GPTShape
+
+__all__ = [
+    "GPT", "AdamWSettings", "Block", "Field", "GPTShape", "Qwen3Settings", "Settings",
+    "architecture", "evaluation", "optimizer", "schedule", "tracker",
+]  # fmt: skip
 
 _MODEL = {"GPT", "Block", "GPTShape"}
 T = TypeVar("T")
@@ -118,6 +120,12 @@ def tracker(name: str, settings: type[Settings] = Settings) -> Callable[[T], T]:
 def _registered(
     selector: Selector, name: str, settings: type[Settings], elementwise: bool = False
 ) -> Callable[[T], T]:
+    if not isinstance(name, str):
+        word = selector.removesuffix("s")
+        raise ConfigError(
+            f"@{word} of {name.__name__} has no name; write @{word}({name.__name__!r})"
+        )
+
     def decorate(implementation: T) -> T:
         register(Kind(selector, name, settings, implementation, elementwise))
         return implementation

@@ -150,6 +150,11 @@ def event_line(
     if row["event"] in ("spike", "nonfinite"):
         loss, norm = number(row["loss"], ".4f"), number(row["grad_norm"], ".2f")
         return f"{start} | loss {loss} | norm {norm} | {look_at_batch(run_dir, row['batch'])}"
+    if row["event"] == "epoch":
+        return (
+            f"{start} {row['epoch']} ended, after {amount(row['tokens'])} tokens and, in this attempt, "
+            f"{duration(row['seconds'])}; the next one has an order of its own"
+        )
     if row["event"] == "preemption_notice":
         return f"{start} for the node of ranks {row['ranks']}: saving a checkpoint"
     return None

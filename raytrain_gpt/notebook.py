@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raytrain_gpt.config.load import describe_config, given_fields, resolve
-from raytrain_gpt.config.schema import check_kinds
 from raytrain_gpt.redact import say
 
 if TYPE_CHECKING:
@@ -69,16 +68,16 @@ class TrainedRun:
 def train(
     preset: str | None = None,
     config: str | Path | None = None,
-    code: str | Path | None = None,
+    code: str | Path | Sequence[str | Path] | None = None,
     accept_changed_code: bool = False,
     **fields: Any,
 ) -> TrainedRun:
     """Train a model, or resume the run of this name, and return when it is finished.
 
     Args:
-        preset: As in `raytrain-gpt train` (default: quickstart).
+        preset: As in `raytrain-gpt train`.
         config: Path or URL of a YAML file, instead of a preset.
-        code: Python file with your own kinds, as in docs/extending.md.
+        code: Python files with your own kinds, as in docs/extending.md.
         accept_changed_code: Resume although the code has changed.
         fields: Configuration fields by name, such as `max_steps=500`; they override both.
 
@@ -88,16 +87,11 @@ def train(
         StorageError: the storage was unreachable for too long.
         TrainingFailed: the run failed.
     """
-    from raytrain_gpt.data.locations import file_on_disk, use_code  # here: imports take a while
+    from raytrain_gpt.data.locations import use_code  # here: imports take a while
+    from raytrain_gpt.train.run_config import run_config
 
-    use_code(code, accept_changed_code)
-    with file_on_disk(config) as file:
-        if "init_from" in given_fields(file, fields):
-            from raytrain_gpt.train.preflight import sizes_of_init_from  # here: seconds of import
-
-            fields = {**sizes_of_init_from(preset, file, fields), **fields}
-        resolved = resolve(preset, file, fields)
-        check_kinds(resolved)
+    use_code([code] if isinstance(code, str | Path) else code or (), accept_changed_code)
+    resolved, source = run_config(preset, config, fields)
     # Ray and tqdm warn about missing ipywidgets, which only displays disabled here would use.
     logging.getLogger("ray.widgets").setLevel(logging.WARNING)
     with warnings.catch_warnings():
@@ -110,7 +104,7 @@ def train(
         from raytrain_gpt.train import launch, preflight
         from raytrain_gpt.train.supervisor import BEFORE_FIRST_STEP
 
-    say(describe_config(preset, config, resolved))
+    say(source)
     with StopSignals(BEFORE_FIRST_STEP):
         preflight.prepare_default_data(resolved, say)
     summary = launch.train(resolved, say)

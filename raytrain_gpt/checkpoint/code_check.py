@@ -1,7 +1,7 @@
-"""The user's code of a checkpoint: it decides the weights, so it must not change unnoticed.
+"""The user's code of a checkpoint: what decides the weights in it must not change unnoticed.
 
 A checkpoint stores the text as `code.py`. Anyone may have written that file, so it is never executed
-from there. Only the file that a user names is; where it must be the same, their hashes are compared first.
+from there. Only the files that a user names are; where they must be the same, they are compared first.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING
 
 from raytrain_gpt.checkpoint.catalog import CODE_FILE, Checkpoint
 from raytrain_gpt.config import kinds
+from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.errors import CheckpointError, ConfigError
 from raytrain_gpt.format import Log, shell
 
 if TYPE_CHECKING:
     from raytrain_gpt.checkpoint.collectives import Collectives
+
+_MAX_CODE_BYTES = 2**22
 
 
 def code_hash(config: Config) -> str | None:
@@ -53,18 +56,33 @@ def check_unchanged(config: Config, checkpoint: Checkpoint, log: Log) -> None:
     Raises:
         CheckpointError: it differs, and a kind that decides the weights comes from it.
     """
-    before, now = checkpoint.state.code_sha256, code_hash(config)
-    if before == now:
+    if not (change := change_of_code(checkpoint, config.code)):
         return
-    change = f"{_short(before)} -> {_short(now)}"
     trained = parse_config(checkpoint.state.config, str(checkpoint.path))
     own = [f"{selector} {name}" for one in (trained, config) for selector, name in _own_math(one)]
-    if own and not (config.code and config.code.may_differ):
+    if own and not _decides_alike(checkpoint, config.code):
         raise CheckpointError(
             f"{checkpoint.path} cannot continue with changed code {change}, as {own[0]} comes from it; pass "
             f"--code {shell(checkpoint.path / CODE_FILE)}, or accept the change with --accept_changed_code"
         )
     log(f"changed since that checkpoint: code {change}")
+
+
+def change_of_code(checkpoint: Checkpoint, used: Code | None) -> str:
+    """Describe a difference from a checkpoint's code; empty if there is none."""
+    before, now = checkpoint.state.code_sha256, used.sha256 if used else None
+    return "" if before == now else f"{_short(before)} -> {_short(now)}"
+
+
+def _decides_alike(checkpoint: Checkpoint, used: Code | None) -> bool:
+    """Whether the user accepts any code, or that of a checkpoint differs only in what decides no weight."""
+    if used is None or used.may_differ:
+        return used is not None
+    file = checkpoint.path / CODE_FILE
+    if CODE_FILE not in checkpoint.file_names or file.size_bytes() > _MAX_CODE_BYTES:
+        return False
+    stored = Code(CODE_FILE, file.read_bytes().decode("utf-8", "replace"))
+    return stored.sha256 == checkpoint.state.code_sha256 and stored.decides == used.decides
 
 
 def _own_math(config: Config) -> list[tuple[kinds.Selector, str]]:
@@ -77,20 +95,25 @@ def _own_math(config: Config) -> list[tuple[kinds.Selector, str]]:
     ]
 
 
-def check_executable(checkpoint: Checkpoint) -> None:
+def check_executable(checkpoint: Checkpoint, log: Log) -> None:
     """Check that the used code may build a checkpoint's model, before it is executed.
 
     Raises:
         CheckpointError: the architecture is not built in, and no code or a different one was given.
     """
-    name = _architecture(checkpoint)
-    used, stored = kinds.used_code(), checkpoint.state.code_sha256
-    if kinds.is_built_in("architecture", name) or (used and used.sha256 == stored):
+    name, used = _architecture(checkpoint), kinds.used_code()
+    change = change_of_code(checkpoint, used)
+    if kinds.is_built_in("architecture", name) or not change:
         return
+    if _decides_alike(checkpoint, used):
+        log(f"changed since that checkpoint: code {change}")
+        return
+    stored = _short(checkpoint.state.code_sha256)
     given = f", not {_short(used.sha256)} of {used.file_name}" if used else ""
+    accept = ", or accept yours with --accept_changed_code" if used else ""
     raise CheckpointError(
-        f"{checkpoint.path} has architecture {name} from code {_short(stored)}{given}; if you trust it, pass "
-        f"--code {shell(checkpoint.path / CODE_FILE)}"
+        f"{checkpoint.path} has architecture {name} from code {stored}{given}; if you trust it, pass "
+        f"--code {shell(checkpoint.path / CODE_FILE)}{accept}"
     )
 
 

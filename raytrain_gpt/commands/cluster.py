@@ -26,8 +26,8 @@ def doctor(options: DoctorOptions) -> None:
     instead checks the kinds that the file declares, in this process. Each check is one line: PASS, FAIL with
     what to do, or SKIP with the reason. Exit code 1 if one fails.
     """
-    config = options.resolved()
-    if options.code is None:
+    config, _ = options.resolved()
+    if not options.code:
         from raytrain_gpt.doctor.cluster_checks import examine
 
         exam = examine(config, say)

@@ -6,7 +6,7 @@ import argparse
 import json
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar, cast
@@ -16,15 +16,9 @@ from pydantic.fields import FieldInfo
 
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.call_options import Metavar, Options
-from raytrain_gpt.config.load import (
-    DEFAULT_PRESET,
-    given_fields,
-    load_preset,
-    preset_names,
-    resolve,
-)
+from raytrain_gpt.config.load import preset_names
 from raytrain_gpt.config.resolved import check_shares
-from raytrain_gpt.config.schema import FIELDS, Config, check_kinds
+from raytrain_gpt.config.schema import FIELDS, Config
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.redact import say
@@ -42,19 +36,26 @@ def section_fields() -> Groups:
 
 
 class CodeOptions(Options):
-    code: Annotated[str | None, Metavar("FILE")] = None
-    """Python file with your own kinds, as in docs/extending.md (default: only built-in ones)."""
+    code: Annotated[list[str], Metavar("FILE")] = Field(default_factory=list)
+    """Python file with your own kinds, as in docs/extending.md; may be repeated (default: only built-in
+    ones)."""
 
     @property
     def code_flags(self) -> tuple[str, ...]:
-        """The flag again, for a command to copy."""
-        return () if self.code is None else ("--code", self.code)
+        """The flags again, for a command to copy."""
+        return tuple(word for file in self.code for word in ("--code", file))
 
 
 class CheckpointOptions(CodeOptions):
     checkpoint: Annotated[str, Metavar("CHECKPOINT", positional=True)]
     """Path or s3:// URL of a checkpoint or run, or the name of a run in ./runs; a run means its best
     checkpoint, or its newest if none was evaluated."""
+    accept_changed_code: bool = False
+    """Use --code although the checkpoint has other code; names and shapes of its weights are checked."""
+
+    @property
+    def code_flags(self) -> tuple[str, ...]:
+        return (*super().code_flags, *["--accept_changed_code"] * self.accept_changed_code)
 
     @field_validator("checkpoint")
     @classmethod
@@ -98,40 +99,32 @@ class ConfigOptions(CodeOptions):
 
     preset: Annotated[str | None, Metavar("NAME")] = Field(
         None,
-        description=f"Configuration to start from (default: quickstart): {', '.join(preset_names())}",
+        description="Configuration to start from (default: the run of --run_name; for new ones the defaults "
+        f"below, or without --data_path and --init_from the demo quickstart): {', '.join(preset_names())}",
     )
     config: Annotated[str | None, Metavar("FILE")] = None
-    """YAML file or URL to start from instead of a preset (default: the preset)."""
+    """YAML file or URL to start from instead of a preset (default: as for --preset)."""
     fields: dict[str, str | None] = Field({}, exclude=True)
 
-    def resolved(self) -> Config:
-        """Load and validate the configuration.
+    def resolved(self) -> tuple[Config, str]:
+        """Load and check the configuration; the second value is a line that says where it comes from.
 
         Raises:
-            ConfigError: an unknown preset, an invalid value, or a batch that does not divide over a
-                fixed num_workers.
+            UserError: as in `run_config`, or a batch does not divide over a fixed num_workers.
         """
-        from raytrain_gpt.data.locations import file_on_disk
+        from raytrain_gpt.train.run_config import run_config  # here: its import takes a while
 
-        with file_on_disk(self.config) as file:
-            fields: dict[str, Any] = dict(self.fields)
-            if "init_from" in given_fields(file, fields):
-                # here: seconds of import
-                from raytrain_gpt.train.preflight import sizes_of_init_from
-
-                fields = {**sizes_of_init_from(self.preset, file, fields), **fields}
-            config = resolve(self.preset, file, fields)
-            check_kinds(config)
+        config, source = run_config(self.preset, self.config, self.fields)
         if isinstance(config.cluster.num_workers, int):
             check_shares(config, max(1, config.cluster.num_workers))
-        return config
+        return config, source
 
     def train_command(self) -> str:
         """The `train` command with the same configuration, to copy."""
-        own = self.model_dump(include={"preset", "config", "code"}, exclude_none=True)
+        own = self.model_dump(include={"preset", "config"}, exclude_none=True)
         flags = {**own, **self.fields}
         words = [f"--{name} {shell('null' if v is None else v)}" for name, v in flags.items()]
-        return " ".join(["raytrain-gpt train", *words])
+        return " ".join([shell("raytrain-gpt", "train", *self.code_flags), *words])
 
 
 @dataclass(frozen=True)
@@ -157,14 +150,11 @@ class Command(Generic[OptionsT]):
             if not field.exclude:
                 _add(parser, field.alias or name, field)
         parser.set_defaults(command=self)
-        preset: Mapping[str, Any] = {}
-        if groups and issubclass(self.options, ConfigOptions):
-            preset = load_preset(DEFAULT_PRESET).field_values()
         for title, fields in groups.items():
             group = parser.add_argument_group(title)
             for name, field in fields.items():
                 try:
-                    _add(group, name, field, preset)
+                    _add(group, name, field, is_own=False)
                 except argparse.ArgumentError:
                     raise ConfigError(
                         f"setting {name} of --code is already a flag of {self.name}; choose another name"
@@ -218,16 +208,16 @@ def command(
     return lambda run: Command(name, options, groups, run)
 
 
-def _add(group: Any, name: str, field: FieldInfo, preset: Mapping[str, Any] | None = None) -> None:
+def _add(group: Any, name: str, field: FieldInfo, is_own: bool = True) -> None:
     """Add a flag, absent from the parsed arguments unless set, or a positional argument.
 
     Args:
-        preset: Defaults to show for fields of a file, which are never switches or required; None for
-            options of the command itself.
+        is_own: Whether it is an option of the command, not a field of a file, which is never a switch or
+            required.
     """
     text = (field.description or "").rstrip(".").replace("%", "%%")
     mark = _mark(field)
-    selects = name in kinds.SECTIONS and preset is not None
+    selects = name in kinds.SECTIONS and not is_own
     kind = mark.text or (_names(name) if selects else _kind(field.annotation))
     how: dict[str, Any] = {"metavar": kind}
     if mark.positional:
@@ -235,23 +225,22 @@ def _add(group: Any, name: str, field: FieldInfo, preset: Mapping[str, Any] | No
             how |= {"nargs": "+"} if field.is_required() else {"nargs": "*", "default": []}
         group.add_argument(name, help=text, **how)
         return
-    if preset is None and field.annotation is bool:
+    if typing.get_origin(field.annotation) is list:
+        how["action"] = "append"
+    if is_own and field.annotation is bool:
         how = {"action": "store_true"}
     elif "default:" in text:  # the description states the default
         how["metavar"] = kind.removesuffix("|null")
-    elif preset is None and field.is_required():
+    elif is_own and field.is_required():
         how["required"] = True
-    elif preset is None or not field.is_required():
-        owners = [] if preset is None else kinds.owners(name)
+    elif is_own or not field.is_required():
+        owners = [] if is_own else kinds.owners(name)
         if owners:
             text += f" ({'|'.join(one.name for one in owners)})"
-        value = preset.get(name, field.default) if preset else field.default
-        text += f" (default: {json.dumps(value)}".replace('"', "")
+        text += f" (default: {json.dumps(field.default)}".replace('"', "")
         for one in owners:
             if (own := one.settings.model_fields[name].default) != field.default:
                 text += f"; {one.name}: {json.dumps(own)}".replace('"', "")
-        if value != field.default:
-            text += f"; in a file: {json.dumps(field.default)}".replace('"', "")
         text += ")"
     group.add_argument(f"--{name}", help=text, default=argparse.SUPPRESS, **how)
 

@@ -48,7 +48,7 @@ def evaluate(options: _EvalOptions) -> None:
     """Evaluate a checkpoint: validation loss, HellaSwag, and your evaluations in --code."""
     from raytrain_gpt.evaluate.inference import evaluate_checkpoint
 
-    how = options.model_dump(exclude={"checkpoint", "code", "as_json"})
+    how = options.model_dump(exclude={*CheckpointOptions.model_fields, "as_json"})
     path, metrics = evaluate_checkpoint(options.checkpoint, say, **how, settings=options.fields)
     _say_metrics(path, metrics, options.code_flags)
     options.say_json({"checkpoint": str(path), **metrics})

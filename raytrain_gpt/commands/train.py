@@ -22,7 +22,6 @@ from raytrain_gpt.commands.flags import (
     section_fields,
 )
 from raytrain_gpt.config.call_options import Metavar
-from raytrain_gpt.config.load import describe_config
 from raytrain_gpt.errors import TrainingFailed
 from raytrain_gpt.format import shell
 from raytrain_gpt.redact import say
@@ -35,6 +34,8 @@ class EstimateFlags(JsonOptions, ConfigOptions):
     """Time a few real steps on the cluster that train would use."""
     device: Annotated[str | None, Metavar("NAME")] = None
     """GPU to estimate for, such as H200 or A100-SXM4-80GB (default: the device of --probe)."""
+    device_memory_gb: float | None = Field(None, gt=0.1, lt=1e6)
+    """Memory of a GPU that is not in the table, in GB (default: that of --device)."""
     step_time_s: float | None = Field(None, gt=1e-9, lt=1e9)
     """Measured time per step in seconds (default: estimated)."""
     mfu: float | None = Field(None, gt=1e-9, le=1)
@@ -58,13 +59,14 @@ def estimate(options: EstimateFlags) -> None:
     Takes the flags of `train`. The speed comes from --probe, --step_time_s, or the device's peak and an
     assumed MFU.
     """
-    configuration = options.resolved()
+    configuration, _ = options.resolved()
     from raytrain_gpt.estimate.cost_model import Facts
     from raytrain_gpt.estimate.estimate import estimate_run, lines
 
-    own = {"as_json", "preset", "config", "code", "device", "probe", "law"}
-    facts = options.model_dump(exclude=own)
-    config, result = estimate_run(configuration, Facts(**facts), say, options.device, options.probe)
+    where = options.model_dump(include={"device", "probe", "device_memory_gb"})
+    own = {"as_json", "preset", "config", "code", "law", *where}
+    facts = Facts(**options.model_dump(exclude=own))
+    config, result = estimate_run(configuration, facts, say, **where)
     for line in lines(config, result):
         say(line)
     expected = {}
@@ -93,20 +95,20 @@ class TrainOptions(ProgressOptions, ConfigOptions):
 def train(options: TrainOptions) -> None:
     """Train a model, or resume a run.
 
-    An existing run_name continues from its newest checkpoint. Values: defaults < preset or file < flags.
+    An existing run_name continues from its newest checkpoint, with its own settings. Values: defaults, the
+    run's, a preset's or a file's < flags.
     """
-    config = options.resolved()
+    config, source = options.resolved()
     if options.dry_run:
         from raytrain_gpt.estimate.estimate import run_lines
 
         say(config.to_yaml().rstrip())
-        source = describe_config(options.preset, options.config, config)
         for line in (source, *run_lines(config, say)):
             say(f"# {line}")  # the output stays valid YAML
         say("# next: the same command without --dry_run")
         return
     if os.environ.get("RANK", "0") == "0":  # torchrun starts the command once for each rank
-        options.log(describe_config(options.preset, options.config, config))
+        options.log(source)
     from raytrain_gpt.cluster.signals import StopSignals
     from raytrain_gpt.tracking.summary import run_end
     from raytrain_gpt.train import launch, preflight

@@ -78,6 +78,8 @@ class PrepareOptions(Options):
     (default: files named train and val, or 0.01)."""
     val_tokens: int | None = Field(None, ge=1)
     """Approximate tokens held out for validation, from the first documents (default: val_fraction)."""
+    max_documents: int | None = Field(None, ge=1)
+    """Documents to read, the first ones of the sources (default: all)."""
     shard_tokens: int = Field(SHARD_TOKENS, ge=1)
     """Tokens per shard, approximately."""
     dedupe: Literal["none", "exact"] = "none"

@@ -1,24 +1,32 @@
-"""The user's own code: the text of one file, which travels with the configuration."""
+"""The user's own code: the text of one or more files, which travels with the configuration."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import linecache
+import re
 import sys
 import traceback
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
 from pathlib import Path
 
 from raytrain_gpt.errors import ConfigError, RaytrainGptError, UserError, damage_as
 
+_NEXT_FILE = re.compile(r"^# raytrain-gpt: file (.+)\n", re.MULTILINE)
+"""Line before each of several files in the text."""
+_BESIDES = {"evaluation", "tracker"}
+"""Decorators of kinds that decide no weight."""
+
 
 @dataclass(frozen=True)
 class Code:
-    """A file's name and text; reading, storing and sending it never executes it.
+    """Names and text of files; reading, storing and sending them never executes them.
 
     Attributes:
         may_differ: Whether a run may continue although its checkpoint has different code.
@@ -34,34 +42,51 @@ class Code:
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     @classmethod
-    def read(cls, path: Path, may_differ: bool = False) -> Code:
-        """Read a file; raises ConfigError if it is missing or not UTF-8."""
-        with damage_as(ConfigError, f"code {path}"):
-            return cls(path.name, path.read_bytes().decode(), may_differ)
+    def read(cls, *paths: Path, may_differ: bool = False) -> Code:
+        """Read files, and join several; raises ConfigError if one is missing or not UTF-8."""
+        texts = []
+        for path in paths:
+            with damage_as(ConfigError, f"code {path}"):
+                texts.append(path.read_bytes().decode())
+        if len(paths) > 1:
+            pairs = zip(paths, texts, strict=True)
+            texts = [f"# raytrain-gpt: file {path.name}\n{text}\n" for path, text in pairs]
+        return cls(", ".join(path.name for path in paths), "".join(texts), may_differ)
 
     @property
-    def _shown(self) -> str:
-        """Name of the file in tracebacks."""
-        return f"{self.file_name}#{self.sha256[:8]}"
+    def files(self) -> list[tuple[str, str]]:
+        """(name, text) of each file."""
+        start, *others = _NEXT_FILE.split(self.text)
+        first = [(self.file_name, start)] if start.strip() or not others else []
+        return [*first, *zip(others[::2], others[1::2], strict=True)]
+
+    @cached_property
+    def decides(self) -> str:
+        """What may decide weights: the syntax without evaluations, trackers and what only they use."""
+        try:
+            return "\n".join(filter(None, (_deciding(text) for _, text in self.files)))
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return self.text
 
     def execute(self) -> None:
-        """Execute it as a module of its own.
+        """Execute each file as a module of its own.
 
         Raises:
-            ConfigError: it is not valid, or raises an error.
+            ConfigError: one is not valid, or raises an error.
         """
-        name = f"raytrain_gpt_code_{self.sha256[:8]}"
-        module = types.ModuleType(name)
-        module.__file__ = shown = self._shown
-        # Before it runs, since dataclasses, pydantic and torch's compiler look their module up by name.
-        sys.modules[name] = module
-        linecache.cache[shown] = (len(self.text), None, self.text.splitlines(keepends=True), shown)
-        try:
-            with self.errors_as_line():
-                exec(compile(self.text, shown, "exec", dont_inherit=True), module.__dict__)
-        except BaseException:
-            del sys.modules[name]
-            raise
+        for number, (file_name, text) in enumerate(self.files):
+            name = f"raytrain_gpt_code_{self.sha256[:8]}" + f"_{number}" * bool(number)
+            module = types.ModuleType(name)
+            module.__file__ = shown = f"{file_name}#{self.sha256[:8]}"
+            # Before it runs, since dataclasses, pydantic and torch's compiler look their module up by name.
+            sys.modules[name] = module
+            linecache.cache[shown] = (len(text), None, text.splitlines(keepends=True), shown)
+            try:
+                with self.errors_as_line():
+                    exec(compile(text, shown, "exec", dont_inherit=True), module.__dict__)
+            except BaseException:
+                del sys.modules[name]
+                raise
 
     @contextlib.contextmanager
     def errors_as_line(self, where: str = "") -> Iterator[None]:
@@ -70,13 +95,72 @@ class Code:
             yield
         except (Exception, SystemExit) as error:
             lines = [
-                line
+                f"{frame.f_code.co_filename.rpartition('#')[0]}, line {line}"
                 for frame, line in traceback.walk_tb(error.__traceback__)
                 if frame.f_code.co_filename.endswith(f"#{self.sha256[:8]}")  # under any name
             ]
             is_ours = isinstance(error, RaytrainGptError)
             if is_ours and not (lines and isinstance(error, UserError)):
                 raise
-            place = f"{where}{self.file_name}" + "".join(f", line {line}" for line in lines[-1:])
+            place = f"{where}{lines[-1] if lines else self.file_name}"
             what = str(error) if is_ours else f"{type(error).__name__}: {error}"
             raise ConfigError(" ".join(f"{place}: {what}".split())) from None
+
+
+def _deciding(text: str) -> str:
+    """Dump the statements that act or declare other kinds, and the definitions that they use."""
+    body = [one for statement in ast.parse(text).body for one in _one_by_one(statement)]
+    names = [_names(one) for one in body]
+    extend = {
+        _defined(one): one.names[0].name
+        for one in body
+        if isinstance(one, ast.ImportFrom) and one.module == "raytrain_gpt.extend"
+    }
+
+    def acts(statement: ast.stmt) -> bool:
+        if isinstance(statement, ast.Import):  # for its effect, if nothing uses it
+            return _defined(statement) not in set().union(*names)
+        decorators = getattr(statement, "decorator_list", [])
+        besides = (
+            isinstance(d, ast.Call) and extend.get(ast.unparse(d.func)) in _BESIDES
+            for d in decorators
+        )
+        return _defined(statement) is None or not all(besides)
+
+    kept = [acts(one) for one in body]
+    while True:
+        used = set[str]().union(*compress(names, kept))
+        more = [was or _defined(one) in used for one, was in zip(body, kept, strict=True)]
+        if more == kept:
+            return "\n".join(map(ast.dump, compress(body, kept)))
+        kept = more
+
+
+def _one_by_one(statement: ast.stmt) -> list[ast.stmt]:
+    """Split an import of several names; drop a docstring."""
+    match statement:
+        case ast.ImportFrom(module, names, level):
+            return [ast.ImportFrom(module, [one], level) for one in names]
+        case ast.Import(names):
+            return [ast.Import([one]) for one in names]
+        case ast.Expr(ast.Constant()):
+            return []
+    return [statement]
+
+
+def _defined(statement: ast.stmt) -> str | None:
+    """Name that a statement only defines, or None if it may do more."""
+    match statement:
+        case ast.FunctionDef(name) | ast.ClassDef(name=name):
+            return name
+        case ast.Import([one]) | ast.ImportFrom(_, [one]):
+            return (one.asname or one.name).partition(".")[0].replace("*", "") or None
+        case ast.Assign([ast.Name(name)], value) if not any(
+            isinstance(one, ast.Call) for one in ast.walk(value)
+        ):
+            return name
+    return None
+
+
+def _names(statement: ast.stmt) -> set[str]:
+    return {one.id for one in ast.walk(statement) if isinstance(one, ast.Name)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -69,19 +69,20 @@ def read_mapping(path: Path, what: str, keys: Iterable[str]) -> dict[str, Any]:
     return content
 
 
-def resolve(preset: str | None, file: Path | None, fields: Mapping[str, Any]) -> Config:
-    """Combine defaults < preset (default: quickstart) or file < fields.
+def start_of(preset: str | None, file: Path | None, named: Container[str]) -> tuple[str, Config]:
+    """Return where a configuration starts, in words, and its values there.
 
-    A file without a run_name names the run after itself. Local mode in `fields` drops the `min_workers`
-    of the preset or file.
+    That is a file, whose name is the run's by default, or a preset. Without both it is the demo's preset or,
+    if data or weights are `named`, the defaults.
 
     Raises:
-        ConfigError: both preset and file, an unknown key or an invalid value.
+        ConfigError: both preset and file, or one that is not valid.
     """
-    if str(fields.get("num_workers")) == "0":
-        fields = {"min_workers": None, **fields}
+    if file is None and preset is None and ("data_path" in named or "init_from" in named):
+        return "defaults", Config()
     if file is None:
-        return load_preset(preset or DEFAULT_PRESET).updated(fields)
+        preset = preset or DEFAULT_PRESET
+        return f"preset {preset}", load_preset(preset)
     if preset is not None:
         raise ConfigError(
             f"preset {preset} and config {file} are mutually exclusive; pass only one"
@@ -89,7 +90,12 @@ def resolve(preset: str | None, file: Path | None, fields: Mapping[str, Any]) ->
     base = load_config_file(file)
     if "run_name" not in base.run.model_fields_set:
         base = base.updated({"run_name": file.stem})
-    return base.updated(fields)
+    return f"configuration {file}", base
+
+
+def resolve(preset: str | None, file: Path | None, fields: Mapping[str, Any]) -> Config:
+    """Combine defaults < preset or file < fields; raises like `start_of`, and for an invalid field."""
+    return start_of(preset, file, fields)[1].updated(fields)
 
 
 def given_fields(file: Path | None, fields: Mapping[str, Any]) -> set[str]:
@@ -99,16 +105,8 @@ def given_fields(file: Path | None, fields: Mapping[str, Any]) -> set[str]:
     return {*fields}.union(*(section.model_fields_set for section in sections))
 
 
-def describe_config(preset: str | None, file: object, config: Config) -> str:
-    """Return one line: the configuration's source and the fields that differ from it.
-
-    Args:
-        preset: As in `resolve`.
-        file: Path or URL of the file, or None. Its fields are compared with the defaults.
-    """
-    preset = preset or DEFAULT_PRESET
-    source = f"preset {preset}" if file is None else f"configuration {file}"
-    base = load_preset(preset) if file is None else Config()
+def describe(source: str, base: Config, config: Config) -> str:
+    """Return one line: the source of a configuration, and the fields that differ from its base."""
     values = config.field_values()
     changed = [name for name in changed_fields(base.field_values(), values) if name in values]
     changes = [f"{name} {json.dumps(values[name])}" for name in changed]

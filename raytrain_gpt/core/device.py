@@ -27,7 +27,8 @@ class GpuSpec:
 
     Attributes:
         name: Prefix of the name that torch reports.
-        bf16_flops: Dense bf16 FLOP/s, half of the figure with sparsity.
+        bf16_flops: Dense bf16 FLOP/s summed in fp32, half of the figure with sparsity; of fp16 without bf16;
+            0 if unknown.
         is_sxm: Whether it is the SXM module, the usual meaning of a chip's plain name.
     """
 
@@ -35,9 +36,20 @@ class GpuSpec:
     bf16_flops: float
     memory_bytes: float
     is_sxm: bool = False
+    has_bf16: bool = True
 
 
 GPU_SPECS = (
+    GpuSpec("Tesla T4", 65e12, 16e9, has_bf16=False),
+    GpuSpec("Tesla V100-PCIE-16GB", 112e12, 16e9, has_bf16=False),
+    GpuSpec("Tesla V100-PCIE-32GB", 112e12, 32e9, has_bf16=False),
+    GpuSpec("Tesla V100-SXM2-16GB", 125e12, 16e9, is_sxm=True, has_bf16=False),
+    GpuSpec("Tesla V100-SXM2-32GB", 125e12, 32e9, has_bf16=False),
+    GpuSpec("NVIDIA GeForce RTX 3090", 71e12, 24e9),
+    GpuSpec("NVIDIA GeForce RTX 4090", 165e12, 24e9),
+    GpuSpec("NVIDIA GeForce RTX 5090", 209e12, 32e9),
+    GpuSpec("NVIDIA RTX A6000", 155e12, 48e9),
+    GpuSpec("NVIDIA L40", 181e12, 48e9),
     GpuSpec("NVIDIA L4", 121e12, 24e9),
     GpuSpec("NVIDIA A10G", 70e12, 24e9),
     GpuSpec("NVIDIA L40S", 362e12, 48e9),

@@ -13,6 +13,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -53,6 +54,7 @@ class SourcePiece:
         text_bytes: Approximate bytes of text in it, or behind its ids.
         ids: Dtype (`.bin`, `.npy`) or column (`.parquet`) of token ids, or None for text.
         tokens: Number of ids, for parquet an upper bound; 0 for text.
+        num_documents: Documents to read, the first ones, or None for all.
     """
 
     name: str
@@ -62,6 +64,7 @@ class SourcePiece:
     text_bytes: int
     ids: str | None = None
     tokens: int = 0
+    num_documents: int | None = None
 
 
 class BadDocuments:
@@ -125,13 +128,14 @@ def read_documents(
     name = piece.location.name
     if piece.location.url.startswith(f"{STDLIB}:"):
         path = stdlib_root() / piece.location.url.removeprefix(f"{STDLIB}:")
-        yield from _text_documents(Location.of(path), bad, separator)
+        documents = _text_documents(Location.of(path), bad, separator)
     elif name.endswith(".parquet"):
-        yield from _parquet_documents(piece, text_field, bad)
+        documents = _parquet_documents(piece, text_field, bad)
     elif name.endswith(_JSON_LINES):
-        yield from _jsonl_documents(piece, text_field, bad)
+        documents = _jsonl_documents(piece, text_field, bad)
     else:
-        yield from _text_documents(piece.location, bad, separator)
+        documents = _text_documents(piece.location, bad, separator)
+    yield from islice(documents, piece.num_documents)
 
 
 def _text_documents(path: Location, bad: BadDocuments, separator: str | None) -> Iterator[Document]:

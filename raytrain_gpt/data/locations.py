@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,14 @@ def location(config: Config, path: str) -> Location:
 
 
 @contextlib.contextmanager
-def file_on_disk(file: str | Path | None, what: str = "configuration") -> Iterator[Path | None]:
+def file_on_disk(
+    file: str | Path | Location | None, what: str = "configuration"
+) -> Iterator[Path | None]:
     """Yield a file's local path, downloading a URL; may raise ConfigError, StorageError."""
     if file is None or not is_url(str(file)):
-        yield None if file is None else Path(file)
+        yield None if file is None else Path(str(file))
         return
-    source = Location.of(str(file))
+    source = file if isinstance(file, Location) else Location.of(str(file))
     with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as directory:
         copy = Path(directory, source.name)
         try:
@@ -40,14 +42,16 @@ def file_on_disk(file: str | Path | None, what: str = "configuration") -> Iterat
         yield copy
 
 
-def use_code(file: str | Path | None, may_differ: bool = False) -> None:
-    """Use the code in a file or at a URL, or none; it is read but not executed.
+def use_code(files: Sequence[str | Path], may_differ: bool = False) -> None:
+    """Use the code in files or at URLs, or none; it is read but not executed.
 
     Raises:
         ConfigError: it cannot be read.
     """
-    with file_on_disk(file, "code") as path:
-        kinds.set_user_code(None if path is None else Code.read(path, may_differ))
+    with contextlib.ExitStack() as downloads:
+        paths = [downloads.enter_context(file_on_disk(file, "code")) for file in files]
+        read = [path for path in paths if path is not None]
+        kinds.set_user_code(Code.read(*read, may_differ=may_differ) if read else None)
 
 
 def data_is_there(config: Config) -> bool:

@@ -24,6 +24,7 @@ from raytrain_gpt.data.reader import read_sequences
 from raytrain_gpt.data.shards import Manifest, Split, read_manifest
 from raytrain_gpt.data.tokenizer import Tokens
 from raytrain_gpt.errors import ConfigError, DataError
+from raytrain_gpt.format import shell
 from raytrain_gpt.storage.location import Location
 
 BatchOrder = Order | MixedOrder
@@ -198,7 +199,7 @@ def read_mixture(weighted: Sequence[tuple[Location, Fraction]]) -> Mixture:
         if data.manifest.vocab_hash != first.manifest.vocab_hash:
             raise DataError(
                 f"{data.directory} has tokenizer {data.manifest.tokenizer}, {first.directory} has "
-                f"{first.manifest.tokenizer}; prepare both with the same --tokenizer"
+                f"{first.manifest.tokenizer}; prepare it again with --tokenizer {shell(first.directory)}"
             )
     return mixture
 

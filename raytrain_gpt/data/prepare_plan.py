@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import islice
 
 import tiktoken
 
@@ -53,10 +54,13 @@ class Plan:
     @property
     def hash(self) -> str:
         content = asdict(self)
-        if self.document_separator is None:  # so that older datasets keep their hash
+        # Without what earlier versions lacked, so that their datasets keep their hash.
+        if self.document_separator is None:
             del content["document_separator"]
         for piece in content["pieces"]:  # access settings do not change the content
             piece["path"] = piece.pop("location")["url"]
+            if piece["num_documents"] is None:
+                del piece["num_documents"]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property
@@ -86,7 +90,7 @@ def make_plan(
     find = partial(find_pieces, options=options, log=log)
     num_val = 0
     if options.val is None:
-        pieces = find(sources)
+        pieces = _first_documents(find(sources), options)
     else:
         num_val = len(val_pieces := find([options.val]))
         val_files = {piece.location for piece in val_pieces}
@@ -96,7 +100,7 @@ def make_plan(
             raise DataError(
                 f"all files of the sources are also in --val {options.val}; add text to train on"
             )
-        pieces += both[-num_val:]
+        pieces = _first_documents(pieces, options) + both[-num_val:]
 
     dedupe = options.dedupe == "exact"
     read = reader(options)
@@ -141,6 +145,25 @@ def make_plan(
         dedupe=dedupe,
         document_separator=options.document_separator,
     )
+
+
+def _first_documents(pieces: list[SourcePiece], options: PrepareOptions) -> list[SourcePiece]:
+    """Keep the chunks of the first `max_documents`; the last one may be cut."""
+    left, kept = options.max_documents, list[SourcePiece]()
+    if left is None:
+        return pieces
+    read = reader(options.model_copy(update={"dedupe": "none"}))  # duplicates are left out later
+    for piece in pieces:
+        if piece.ids is not None:
+            raise DataError(
+                f"{piece.location} contains token ids, but max_documents={left} counts texts; remove it"
+            )
+        found = sum(1 for _ in islice(read(piece), left))
+        kept.append(replace(piece, num_documents=found))
+        left -= found
+        if left == 0:
+            break
+    return kept
 
 
 def reader(options: PrepareOptions) -> ReadDocuments:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import glob
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -27,8 +28,9 @@ from raytrain_gpt.storage.location import Location, is_url
 
 _TEXT = (".txt", ".txt.gz", ".txt.zst")
 _JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
-_SUFFIXES = (*_TEXT, *_JSON_LINES, ".parquet", ".bin", ".npy")
-"""Suffixes of files to read in directories."""
+_IDS = (".bin", ".npy")
+_SUFFIXES = (*_TEXT, *_JSON_LINES, ".parquet", *_IDS)
+"""Suffixes of files to read in directories; ids only where they are not the smaller part."""
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
 _JSONL_PIECE_BYTES = 2**23
 _ID_PIECE_TOKENS = 2**22
@@ -93,6 +95,11 @@ def _source_pieces(
     find = _stored_files if is_url(source) else _local_files
     with failure_as(DataError, f"cannot read source {source}"):
         files, is_directory = find(source)
+        num_bytes = Counter[bool]()
+        for name, _, file_bytes in files:
+            num_bytes[name.endswith(_IDS)] += file_bytes * name.endswith(suffixes)
+        if is_directory and num_bytes[False] > num_bytes[True]:
+            suffixes = tuple(one for one in suffixes if one not in _IDS)
         read = [f for f in files if not is_directory or f[0].endswith(suffixes)]
         skipped += [name for name, _, _ in files if is_directory and not name.endswith(suffixes)]
         if not read:
@@ -172,7 +179,7 @@ def _file_pieces(path: Location, size: int, name: str, text_field: str) -> Itera
     piece = SourcePiece(name, path, 0, size, size)
     if path.name.endswith(".parquet"):
         yield from _parquet_pieces(piece, text_field)
-    elif path.name.endswith((".bin", ".npy")):
+    elif path.name.endswith(_IDS):
         yield from _id_pieces(piece, read_layout(path, size))
     elif path.name.endswith(tuple(COMPRESSIONS)):
         if size == 0:

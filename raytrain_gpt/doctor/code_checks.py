@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import json
 import math
 import os
 import random
@@ -18,11 +19,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from raytrain_gpt.checkpoint.catalog import Catalog
@@ -41,6 +44,12 @@ from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.doctor.check import Check, Failed, Skipped, checked
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.evaluate.evaluation import Evaluation
+from raytrain_gpt.export.hf_weights import (
+    HF_CONFIG_FILE,
+    HF_WEIGHTS_FILE,
+    hf_config_files,
+    hf_tensors,
+)
 from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.configured import NamedTracker
@@ -90,8 +99,7 @@ def check_code(config: Config, say: Callable[[str], None]) -> list[Check]:
 
     with StopSignals("interrupted; nothing is left behind"):
         for kind in declared:
-            if kind.selector in _JUDGES:
-                name, judge = _JUDGES[kind.selector]
+            for name, judge in _JUDGES[kind.selector].items():
                 add(f"{kind.selector} {kind.name}, {name}", functools.partial(judge, kind), kind)
         lists = ([kind for kind in declared if kind.selector == one] for one in DECIDES_WEIGHTS)
         for row in itertools.zip_longest(*lists):
@@ -122,14 +130,18 @@ def _model(config: Config) -> GPT:
     return model
 
 
+def _noisy_model(config: Config) -> tuple[GPT, Tensor]:
+    """Return a model with noise, since an initialization often zeroes layers that show a mistake, and ids."""
+    model, generator = _model(config), torch.Generator().manual_seed(2)
+    for parameter in model.parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
+    return model, torch.randint(_VOCAB_SIZE, (4, _SEQ_LEN), generator=generator)
+
+
 @torch.no_grad()
 def _causality(kind: Kind, config: Config) -> str:
     """Compare all rows at once, as in training, with each alone and token by token, as in sampling."""
-    model, generator = _model(config), torch.Generator().manual_seed(2)
-    # Noise, since an initialization often zeroes layers that show a mistake.
-    for parameter in model.parameters():
-        parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
-    ids = torch.randint(_VOCAB_SIZE, (4, _SEQ_LEN), generator=generator)
+    model, ids = _noisy_model(config)
     together = model.train().hidden(ids)
     model.eval()
     for row, expected in zip(ids, together, strict=True):
@@ -145,6 +157,41 @@ def _causality(kind: Kind, config: Config) -> str:
                     "as given"
                 )
     return "each token depends on those before it in its row alone"
+
+
+@torch.no_grad()
+def _exported(kind: Kind, config: Config) -> str:
+    """Compare the logits of transformers, from the files of an export, with the model's."""
+    if not hasattr(kind.resolve(), "to_hf"):
+        raise Skipped("it has no to_hf, so there is no export")
+    model, ids = _noisy_model(config)
+    files, tensors = hf_config_files(model.shape, 0, "float32"), hf_tensors(model, torch.float32)
+    if find_spec("transformers") is None:
+        raise Skipped("transformers is not installed, so no logits are compared; pip install it")
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+    if (model_type := json.loads(files[HF_CONFIG_FILE]).get("model_type")) not in CONFIG_MAPPING:
+        raise Skipped(f"the installed transformers has no model_type {model_type} to compare with")
+    disable_progress_bar()
+    set_verbosity_error()
+    with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as directory:
+        save_file(tensors, Path(directory, HF_WEIGHTS_FILE), metadata={"format": "pt"})
+        for name, text in files.items():
+            Path(directory, name).write_text(text)
+        theirs, loaded = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    if odd := [*loaded["missing_keys"], *loaded["unexpected_keys"]]:
+        raise Failed(
+            f"transformers' {type(theirs).__name__} has other tensors, as {odd[0]}; correct to_hf"
+        )
+    ours = model.eval().logits(ids)[..., :_VOCAB_SIZE]
+    gap = float((theirs.eval()(ids).logits - ours).abs().max())
+    if not gap <= 1e-3 * max(1.0, float(ours.abs().max())):
+        raise Failed(
+            f"the logits of transformers' {type(theirs).__name__} differ by up to {gap:.2g}; correct to_hf "
+            "or config_of"
+        )
+    return f"transformers' {type(theirs).__name__} gives the same logits"
 
 
 def _elementwise(kind: Kind, config: Config) -> str:
@@ -220,14 +267,14 @@ def _calls(kind: Kind, config: Config) -> str:
     return "takes rows, a text and the end, and then those of a resumed run"
 
 
-_JUDGES: dict[kinds.Selector, tuple[str, _Judge]] = {
-    "architecture": ("causality", _causality),
-    "optimizer": ("elementwise", _elementwise),
-    "schedule": ("factors", _factors),
-    "evaluations": ("sums", _sums),
-    "trackers": ("calls", _calls),
+_JUDGES: dict[kinds.Selector, dict[str, _Judge]] = {
+    "architecture": {"causality": _causality, "export": _exported},
+    "optimizer": {"elementwise": _elementwise},
+    "schedule": {"factors": _factors},
+    "evaluations": {"sums": _sums},
+    "trackers": {"calls": _calls},
 }
-"""Selector -> check of its kinds, with its name."""
+"""Selector -> checks of its kinds by name."""
 
 
 def compare_runs(code: Code, config: Config) -> str:

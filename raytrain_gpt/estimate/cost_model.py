@@ -163,7 +163,7 @@ def _price(hours: float | None, rate: float | None) -> float | None:
 def _speed(config: Config, shape: GPTShape, facts: Facts) -> EstimatedSpeed | None:
     counts = count_model(shape)
     peak_tokens_per_s = None
-    if facts.device is not None and facts.bf16:
+    if facts.device is not None and facts.bf16 and facts.device.bf16_flops:
         peak_tokens_per_s = facts.device.bf16_flops * facts.num_workers / counts.flops_per_token
     if facts.tokens_per_s is not None:
         tokens_per_s, source = facts.tokens_per_s, "probe"

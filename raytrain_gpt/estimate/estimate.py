@@ -36,18 +36,29 @@ _SPEED_SOURCES = {
 
 
 def estimate_run(
-    config: Config, given: Facts, log: Log, device: str | None = None, probe: bool = False
+    config: Config,
+    given: Facts,
+    log: Log,
+    device: str | None = None,
+    probe: bool = False,
+    device_memory_gb: float | None = None,
 ) -> tuple[Config, Estimate]:
     """Return the estimate and its configuration, fitted to the cluster if that was probed.
 
     Args:
         given: The user's facts, which override detected ones.
-        device: GPU in the table, by a substring of its name.
+        device: GPU in the table, by a substring of its name; any name with `device_memory_gb`.
+        device_memory_gb: Memory of a GPU. If it is not in the table, its speed is unknown.
 
     Raises:
         UserError: the configuration is impossible, or the device is not in the table.
     """
-    gpu = None if device is None else _device(device, log)
+    if device_memory_gb is not None:
+        like = gpu_specs_matching(device) if device else []
+        spec = like[0] if len(like) == 1 else GpuSpec(device or "the GPU", 0.0, 0.0)
+        gpu: GpuSpec | None = replace(spec, memory_bytes=device_memory_gb * 1e9)
+    else:
+        gpu = None if device is None else _device(device, log)
     vocab_size = given.vocab_size or preflight.expected_vocab_size(config)
     tokens_per_s, num_workers = None, config.cluster.num_workers
     if probe:
@@ -62,7 +73,9 @@ def estimate_run(
     precision, use_gpu = config.train.precision, config.cluster.use_gpu
     # A probe resolves use_gpu, even on a device that is not in the table.
     on_gpu = use_gpu is True if probe else gpu is not None and use_gpu is not False
-    native_bf16 = on_gpu or (use_gpu is False and bf16_is_faster(torch.device("cpu")))
+    native_bf16 = use_gpu is False and bf16_is_faster(torch.device("cpu"))
+    if on_gpu:
+        native_bf16 = gpu is None or gpu.has_bf16
     facts = replace(
         given,
         vocab_size=vocab_size,
@@ -115,7 +128,9 @@ def _device(text: str, log: Log) -> GpuSpec:
     if len(specs) != 1:
         names = ", ".join(spec.name.removeprefix("NVIDIA ") for spec in specs or GPU_SPECS)
         problem = "is ambiguous" if specs else "is not in the table"
-        raise ConfigError(f"device {text} {problem}; name one of: {names}; or use --probe on it")
+        raise ConfigError(
+            f"device {text} {problem}; name one of: {names}; or set --device_memory_gb, or use --probe on it"
+        )
     return specs[0]
 
 
@@ -185,7 +200,8 @@ def _memory_line(run: Estimate) -> str:
 
 def _time_lines(run: Estimate) -> list[str]:
     if run.speed is None or run.train_s is None:
-        advice = "name a --device" if run.device is None else "set --precision to bf16"
+        known = run.device is not None and run.device.bf16_flops
+        advice = "set --precision to bf16" if known else "name a --device of the table"
         return [f"time     unknown: {advice}, set --step_time_s, or measure with --probe"]
     speed = run.speed
     mfu = "" if speed.mfu is None else f", mfu {speed.mfu:.1%}"

@@ -54,7 +54,7 @@ def open_checkpoint(
         CheckpointError: it is missing or damaged, or needs code that was not given.
     """
     checkpoint = resolve_checkpoint(Location.of(path, retry_for_s=COMMAND_RETRY_S), on_skip)
-    check_executable(checkpoint)
+    check_executable(checkpoint, on_skip)
     config = recorded(checkpoint.state.config, str(checkpoint.path))
     device = best_device() if device is None else device
     tokenizer, num_ids = read_tokenizer(checkpoint.path), checkpoint.state.vocab_size

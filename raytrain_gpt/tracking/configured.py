@@ -16,23 +16,53 @@ from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking import mlflow_run
-from raytrain_gpt.tracking.run_files import TRACKERS_DIR, Row, RunFiles
+from raytrain_gpt.tracking.run_files import TRACKERS_DIR, Row
 from raytrain_gpt.tracking.trackers import BUFFER_S, DeliveryState, End, TrackedRun, TrackerQueue
 
 
-def open_trackers(run: TrackedRun, files: RunFiles, log: Log) -> list[TrackerQueue]:
-    """Create the trackers of an attempt, with the rows that they may lack."""
+def open_trackers(
+    run: TrackedRun, rows: list[Row], log: Log, is_over: bool = False
+) -> list[TrackerQueue]:
+    """Create the trackers of an attempt, with earlier rows, which they may lack.
+
+    Args:
+        is_over: Only those that lack rows.
+    """
     run.log = log
     assert run.id, "drawn here, before threads draw it"
+    (run.directory / TRACKERS_DIR).mkdir(exist_ok=True)
     tracking, uri = run.config.tracking, mlflow_run.tracking_uri(run.config)
     names = ["tensorboard"] * tracking.tensorboard + ["mlflow"] * (uri is not None)
     queues = []
     for name in dict.fromkeys([*names, *tracking.trackers]):
         label = f"MLflow at {uri}" if name == "mlflow" else f"tracker {name}"
-        queue = TrackerQueue(partial(NamedTracker, name), run, log, label)
-        queue.rows(files.kept_rows)
-        queues.append(queue)
+        lacked, _ = _delivered(run, name).take(rows, run.step)
+        # A killed attempt's event may be later than one of a higher step; a tracker's last is remembered.
+        events = iter(
+            sorted((row for row in lacked if "event" in row), key=lambda row: row.get("time", 0.0))
+        )
+        if lacked or not is_over:
+            queues.append(TrackerQueue(partial(NamedTracker, name), run, log, label))
+            queues[-1].rows([next(events) if "event" in row else row for row in lacked])
     return queues
+
+
+def complete_trackers(run: TrackedRun, rows: list[Row], log: Log) -> None:
+    """Send a finished run's rows to the trackers that lack some; an earlier version's run has no record."""
+    if not (run.directory / TRACKERS_DIR).is_dir():
+        return
+    for queue in open_trackers(run, rows, log, is_over=True):
+        queue.close("finished", patient=True)
+
+
+def _delivered(run: TrackedRun, name: str) -> DeliveryState:
+    """Read what a tracker has; earlier versions' file had no dot."""
+    for file in (f".{name}.json", f"{name}.json"):
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            if run.resumed:
+                content = (run.directory / TRACKERS_DIR / file).read_bytes()
+                return DeliveryState.model_validate_json(content)
+    return DeliveryState()
 
 
 class NamedTracker:
@@ -46,12 +76,9 @@ class NamedTracker:
         kind = kinds.kind("trackers", name)
         code = None if kind.is_built_in else kinds.used_code()
         self._errors_as_line = code.errors_as_line if code else contextlib.nullcontext
-        self._run, self._delivered = run, DeliveryState()
+        self._run, self._delivered = run, _delivered(run, name)
         self._unwritten: deque[tuple[float, DeliveryState]] = deque()
-        self._file = Location.of(run.directory / TRACKERS_DIR / f"{name}.json")
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            if run.resumed:
-                self._delivered = DeliveryState.model_validate_json(self._file.read_bytes())
+        self._file = Location.of(run.directory / TRACKERS_DIR / f".{name}.json")
         if getattr(kind.resolve(), "replaces_rows", not kind.is_built_in):
             self._delivered = self._delivered.until(run.step)
         self._tracker = kind.call(run, run.config.tracking.settings(kind.settings))

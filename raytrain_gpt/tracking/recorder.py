@@ -84,7 +84,7 @@ class Recorder:
         self._unwritten: list[Row] = []
         self._pushing: asyncio.Task[None] | None = None
         self._files = RunFiles(run.directory, run.step, spec.saved_rows, self._news.put)
-        self._trackers = open_trackers(run, self._files, self._news.put)
+        self._trackers = open_trackers(run, self._files.kept_rows, self._news.put)
         self._files.kept_rows = []
         lost = {"lost_steps": self._files.lost_steps, "lost_s": self._files.lost_s}
         self._write([{"step": run.step, "event": "attempt", **spec.attempt, **lost}])

@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 from pydantic import BaseModel, ConfigDict
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.format import Log
+from raytrain_gpt.format import Log, count
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, PROFILE_DIR, RUN_ID_FILE, SAMPLES_FILE, Row
 
 End = Literal["finished", "failed", "interrupted"]
@@ -27,6 +27,7 @@ _RETRY_S = 10.0
 BUFFER_S = 30.0
 """Time that a tracker may keep rows in memory only; wandb writes its file every 15 s."""
 _FINISH_S = 60.0
+_ROWS_AT_ONCE = 64
 
 
 def _print(line: str) -> None:
@@ -141,13 +142,24 @@ class TrackerQueue:
             self._texts.append((step, name, text))
             self._changed.notify()
 
-    def close(self, end: End) -> None:
-        """Send the rest and have the tracker finish, within a minute."""
+    def close(self, end: End, patient: bool = False) -> None:
+        """Send the rest and have the tracker finish, within a minute, or else say how many rows it lacks.
+
+        Args:
+            patient: Wait for further minutes as long as it takes rows.
+        """
         with self._changed:
             self._end = end
             self._changed.notify()
         self._start()
-        self._thread.join(_FINISH_S)
+        while True:
+            num_left = len(self._rows)
+            self._thread.join(_FINISH_S)
+            if not (patient and self._thread.is_alive() and len(self._rows) < num_left):
+                break
+        if self._rows:
+            lacking = count(len(self._rows), "row")
+            self._log(f"{self._name} lacks {lacking}; run the same command again to send them")
 
     def _start(self) -> None:
         if self._thread.ident is None:
@@ -158,19 +170,21 @@ class TrackerQueue:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._rows or self._texts or self._end)
-                rows, texts, end = list(self._rows), list(self._texts), self._end
+                rows, texts, end = self._rows[:_ROWS_AT_ONCE], self._texts[:1], self._end
             try:
                 if tracker is None:
                     tracker = self._make(self._run)
                 if rows:
                     tracker.rows(rows)
-                for text in texts:
-                    tracker.text(*text)
-                if end is not None:
+                    with self._changed:  # only now, so that rows of a failed call are resent
+                        del self._rows[: len(rows)]
+                elif texts:
+                    tracker.text(*texts[0])
+                    with self._changed:
+                        del self._texts[0]
+                elif end is not None:
                     tracker.finish(end, self._run.files())
                     return
-                with self._changed:  # only now, so that rows of a failed call are resent
-                    del self._rows[: len(rows)], self._texts[: len(texts)]
             except (Exception, SystemExit) as error:  # a tracker must not end the run
                 if not warned:
                     self._log(f"{self._name} does not respond, retrying: {error}")

@@ -37,7 +37,8 @@ def train(config: Config, log: Log, train_loop: TrainLoop = train_worker) -> Run
         if config.cluster.num_workers == 0:
             return train_locally(config, signals, log, train_loop)
         with training_session(config, log) as (fitted, world_size, data):
-            return Run(fitted, world_size, data, RayBackend(), signals, log, train_loop).train()
+            shared = (RayBackend(), signals, log, train_loop)
+            return Run(fitted, world_size, data, *shared, asked=config.cluster).train()
 
 
 @contextlib.contextmanager

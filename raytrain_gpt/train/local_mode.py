@@ -80,7 +80,8 @@ def train_locally(
             "restarts; run the same command again to resume"
         )
         try:
-            return Run(fitted, here.world_size, data, here, signals, log, train_loop).train()
+            shared = (here, signals, log, train_loop)
+            return Run(fitted, here.world_size, data, *shared, asked=config.cluster).train()
         finally:
             here.release_followers()
 

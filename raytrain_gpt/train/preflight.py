@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from raytrain_gpt.checkpoint.catalog import Catalog, resolve_checkpoint
+from raytrain_gpt.checkpoint.catalog import resolve_checkpoint
+from raytrain_gpt.checkpoint.code_check import change_of_code
+from raytrain_gpt.config import kinds
 from raytrain_gpt.config.call_options import PrepareOptions
-from raytrain_gpt.config.load import given_fields, resolve
 from raytrain_gpt.config.schema import Config, parse_config
-from raytrain_gpt.config.sections import DEFAULT_DATA, SHAPE_FIELDS
+from raytrain_gpt.config.sections import DEFAULT_DATA
 from raytrain_gpt.core.memory import checkpoint_bytes
 from raytrain_gpt.core.model import GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.registry import new_model, resolved_shape
@@ -22,7 +21,7 @@ from raytrain_gpt.data.locations import data_is_there, location, make_order, rea
 from raytrain_gpt.data.mixture import Mixture, check_val_split, check_vocabulary, map_paths
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.data.verify import check_shards, check_tokenizer
-from raytrain_gpt.errors import CheckpointError, ClusterError, ConfigError
+from raytrain_gpt.errors import ClusterError, ConfigError
 from raytrain_gpt.evaluate.evaluation import absolute_files
 from raytrain_gpt.format import Log, count, size
 from raytrain_gpt.ingest.prepare import prepare
@@ -74,37 +73,7 @@ def check_data(config: Config, data: Mixture) -> None:
     check_val_split(data, config.data.seq_len)
 
 
-def sizes_of_init_from(
-    preset: str | None, file: Path | None, fields: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Field -> value of the model sizes in `init_from`'s checkpoint that file and fields leave open.
-
-    If that checkpoint is gone, the sizes come from the run which started from it.
-
-    Raises:
-        CheckpointError: there is no good checkpoint.
-        ConfigError: the configuration is invalid.
-    """
-    # Other fields may be valid only with these sizes.
-    named = ("init_from", "run_name", "storage_path", "s3_endpoint", "retry_for_s")
-    config = resolve(preset, file, {name: fields[name] for name in named if name in fields})
-    given = given_fields(file, fields)
-    open_fields = {*SHAPE_FIELDS, *(config.model.model_extra or ())} - given
-    if config.model.init_from is None or not open_fields:
-        return {}
-    start = location(config, _start_path(config, config.model.init_from))
-    try:
-        checkpoint = resolve_checkpoint(start)
-    except CheckpointError:
-        if (own := Catalog(run_location(config)).pick("newest", say)) is None:
-            raise
-        checkpoint = own
-    stored = parse_config(checkpoint.state.config, str(checkpoint.path))
-    theirs, theirs_settings = stored.field_values(), stored.model.model_extra or {}
-    return {name: theirs[name] for name in (*SHAPE_FIELDS, *theirs_settings) if name not in given}
-
-
-def _start_path(config: Config, init_from: str) -> str:
+def start_path(config: Config, init_from: str) -> str:
     """Path in `init_from`; a run's name means its directory in storage_path."""
     if "/" in init_from or Path(init_from).exists():
         return init_from
@@ -139,6 +108,9 @@ def check_init_from(config: Config, data: Mixture, log: Log = say) -> Config:
             raise ConfigError(
                 f"{name}={ours}, but {checkpoint.path} has {value}; set {name} to {value}"
             )
+    own = not kinds.is_built_in("architecture", config.model.architecture)
+    if own and (change := change_of_code(checkpoint, config.code)):
+        log(f"changed since {checkpoint.path}: code {change}")
     with checkpoint.files() as directory:
         load_model(directory, new_model(shape), crop_context=True)
     return config.updated({"init_from": str(checkpoint.path)})
@@ -189,7 +161,7 @@ def absolute_paths(config: Config) -> Config:
     for name in ("storage_path", "init_from"):
         if values[name] is not None:
             is_start = name == "init_from"
-            path = _start_path(config, values[name]) if is_start else values[name]
+            path = start_path(config, values[name]) if is_start else values[name]
             changes[name] = absolute(name, path)
     changes |= absolute_files(config, absolute) | absolute_stores(config, absolute)
     return config.updated(changes)

@@ -95,7 +95,7 @@ class StepLog:
         self._device, self._slowed = device, slowed
         self._pending: list[tuple[StepResult, Sequence[Span]]] = []
         self._unread: deque[_Window] = deque()
-        self._clock_from = self._began = Moment(device)
+        self._clock_from = self._began = self._epoch_began = Moment(device)
         self._seconds_excluded = 0.0
         self._steps_done = 0
         order_hash = resumed.state.order_hash if resumed else ingest.data.hash
@@ -119,7 +119,7 @@ class StepLog:
 
     def start_clock(self) -> None:
         """Start measuring; the first step follows."""
-        self._clock_from = self._began = Moment(self._device)
+        self._clock_from = self._began = self._epoch_began = Moment(self._device)
 
     def exclude_time(self, seconds: float) -> None:
         """Exclude seconds that were not training from the steps until the next `flush`."""
@@ -202,6 +202,11 @@ class StepLog:
                 "perf/data_wait_s": float(waits[i]),
             }
             rows.append(self._row(result, batch, scales[i], of_step | of_window))
+            if (
+                self._order.epoch(skip_past(batch + 1, self.position.skipped))
+                > rows[-1]["data/epoch"]
+            ):
+                rows.append(self._end_of_epoch(rows[-1], window.end))
             bad = self._detector.judge(result.step, loss, norm, scales[i])
             if bad is not None:
                 rows.append(_event(bad, loss, norm, batch, int(skips[i])))
@@ -251,6 +256,17 @@ class StepLog:
             "perf/peak_memory_bytes": numbers["perf/peak_memory_bytes"],
         }
         return row if scale is None else {**row, "optim/loss_scale": scale}
+
+    def _end_of_epoch(self, row: Row, now: Moment) -> Row:
+        began, self._epoch_began = self._epoch_began, now
+        return {
+            "step": row["step"],
+            "event": "epoch",
+            "time": time.time(),
+            "epoch": row["data/epoch"],
+            "tokens": row["data/tokens_seen"],
+            "seconds": round(now.seconds_since(began), 3),
+        }
 
     def _tokens_by_dataset(self, step: int) -> Row:
         if not isinstance(self._order, MixedOrder):

@@ -30,6 +30,7 @@ from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.config.resolved import RunPlan, workers_of
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.sections import ClusterSection
 from raytrain_gpt.config.wording import divisors
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.registry import count_model
@@ -48,7 +49,7 @@ from raytrain_gpt.format import Log, amount, count
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.lease import LEASE_FILE, Lease, hold_lease
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.configured import tracker_warnings
+from raytrain_gpt.tracking.configured import complete_trackers, tracker_warnings
 from raytrain_gpt.tracking.mlflow_run import mark_interrupted
 from raytrain_gpt.tracking.recorder import RecorderSpec
 from raytrain_gpt.tracking.report import REPORT_FILE, write_report
@@ -142,7 +143,11 @@ class RunOutput:
 
 
 class Run:
-    """One `train` command, or one trial of a sweep."""
+    """One `train` command, or one trial of a sweep.
+
+    Args:
+        asked: The cluster section before it was fitted to this cluster, for `config.yaml`.
+    """
 
     def __init__(
         self,
@@ -154,8 +159,10 @@ class Run:
         log: Log,
         train_loop: TrainLoop,
         trial: TrialHooks | None = None,
+        asked: ClusterSection | None = None,
     ) -> None:
         self.config, self.world_size, self.data = config, world_size, data
+        self.asked = asked or config.cluster
         self.place, self.signals, self.log = place, signals, log
         self.train_loop, self.trial = train_loop, trial
         self.run_dir = run_location(config)
@@ -186,9 +193,13 @@ class Run:
             if existing is None and resumed is not None:
                 self.output.sync.pull()  # the record of the new branch
             if existing is not None and existing.state.step >= self.config.train.max_steps:
+                work_dir, step = self.output.sync.work_dir, existing.state.step
+                run = TrackedRun(work_dir, self.config, step, {}, str(existing.path))
+                complete_trackers(run, read_rows(work_dir), self.log)
+                self.output.sync.push()
                 return self._summary(existing, was_finished=True)
             self._announce()
-            self.output.write_config(self.config)
+            self.output.write_config(self.config.updated(self.asked.model_dump()))
             skipped = read_skipped(self.run_dir, resumed)
             self.rollbacks = Rollbacks(self.config, skipped, self.log)
             return self._supervise(resumed, lease)

@@ -184,6 +184,11 @@ class Worker:
             f"{self.setup.precision}, {spec.plan.worker_sequences} of {self.config.batch_sequences} "
             "sequences per step"
         )
+        if use_gpu and train.precision == "auto" and self.setup.precision == "fp32" and rank == 0:
+            self.recorder.log(
+                f"precision fp32, as {self._device_name} has no bf16; with tensor cores, precision=fp16 "
+                "and its loss scale are faster"
+            )
         if train.exact:
             self._warn_if_not_exact()
 

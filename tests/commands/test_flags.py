@@ -60,18 +60,16 @@ def test_a_wrong_value_is_one_line_with_the_limit_and_the_help() -> None:
 def test_fields_of_the_configuration_win_over_the_preset_and_make_the_same_train_command() -> None:
     argv = ["--preset", "quickstart", "--min_workers", "null", "--run_name", "a b"]
     options = parsed(ConfigOptions, *argv[:4], "--max_steps", "7", config=True)
-    config = options.resolved()
+    config, _ = options.resolved()
     assert (config.train.max_steps, config.cluster.min_workers) == (7, None)
     command = parsed(ConfigOptions, *argv, config=True).train_command()
     assert command == ("raytrain-gpt train --preset quickstart --min_workers null --run_name 'a b'")
 
 
-def test_the_help_of_train_shows_what_a_plain_train_uses(run_cli: RunCli) -> None:
-    _, shown, _ = run_cli("train", "--help")
-    shown = " ".join(shown.split())
-    assert "extend a finished run (default: 250; in a file: 300)" in shown
+def test_the_help_shows_one_default_for_each_field(run_cli: RunCli) -> None:
+    shown = " ".join(run_cli.succeeds("train", "--help").split())
+    assert "extend a finished run (default: 300)" in shown
     assert "Context length in tokens (default: 128)" in shown
-    _, shown, _ = run_cli("sample", "--help")
     assert "in a file" not in shown
 
 
@@ -83,17 +81,17 @@ def test_a_dry_run_says_what_would_run(run_cli: RunCli, tmp_path: Path) -> None:
     )
     assert yaml.safe_load(shown)["train"]["max_steps"] == 7
     lines = [line.removeprefix("# ") for line in shown.splitlines()]
-    start = lines.index(f'preset quickstart: data_path "{data}", max_steps 7, num_workers "auto"')
+    start = lines.index(f'defaults: data_path "{data}", max_steps 7')
     model, batch, work, workers, there = lines[start + 1 : -1]
     assert " parameters: 4 layers" in model
-    assert batch.startswith("batch    2,048 tokens per step")
+    assert batch.startswith("batch    4,096 tokens per step")
     assert work.startswith("work     7 steps")
     assert workers.startswith("workers  auto: one per GPU")
     assert there == f"data     {data} does not exist; create it with raytrain-gpt prepare"
 
 
 def test_a_dry_run_prints_the_warnings_of_a_start(run_cli: RunCli, tmp_path: Path) -> None:
-    flags = ("--dry_run", "--num_workers", 8, "--data_path", tmp_path)
+    flags = ("--dry_run", "--preset", "quickstart", "--num_workers", 8, "--data_path", tmp_path)
     _, plain, _ = run_cli("train", *flags, "--micro_batch_sequences", 1)
     assert "# warning" not in plain
     flags += ("--micro_batch_sequences", 4)

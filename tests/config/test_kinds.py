@@ -13,7 +13,7 @@ import yaml
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.built_in import AdamWSettings
 from raytrain_gpt.config.code import Code
-from raytrain_gpt.config.load import describe_config, load_preset
+from raytrain_gpt.config.load import describe, load_preset
 from raytrain_gpt.config.schema import (
     FIELDS,
     Config,
@@ -65,7 +65,7 @@ def test_settings_are_fields_of_the_section_of_their_selector() -> None:
     written = yaml.safe_load(config.to_yaml())
     assert written["optim"]["lion_beta"] == 0.95
     assert parse_config(written, "config.yaml") == config
-    assert "lion_beta 0.95" in describe_config(None, None, config)
+    assert "lion_beta 0.95" in describe("defaults", Config(), config)
 
 
 def test_another_choice_drops_the_settings_of_the_one_before() -> None:
@@ -177,6 +177,10 @@ def test_changed_text_declares_its_own_kinds_and_the_first_text_its_own_again() 
         ("raise SystemExit(3)", ["line 1", "SystemExit"]),
         (OWN.replace('"lion", LionSettings', '"muon", LionSettings'), ["muon exists already"]),
         (OWN.replace('"flat"', '"a b"'), ["'a b' is not a name"]),
+        (
+            "from raytrain_gpt.extend import schedule\n@schedule\ndef falls(*_):\n    return 1\n",
+            ["line 2", "@schedule of falls has no name; write @schedule('falls')"],
+        ),
         (OWN.replace("lion_beta: float", "beta1: float"), ["beta1", "adamw", "AdamWSettings"]),
         (OWN.replace("lion_beta: float", "peak_lr: float"), ["peak_lr", "a field of optim"]),
         (OWN.replace("lion_beta: float", "preset: float"), ["preset", "an option of train"]),

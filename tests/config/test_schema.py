@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.load import (
-    describe_config,
+    describe,
     given_fields,
     load_config_file,
     load_preset,
     preset_names,
     resolve,
+    start_of,
     without_removed,
 )
 from raytrain_gpt.config.resolved import RunPlan, check_shares, micro_batch_for
@@ -39,15 +40,16 @@ REFERENCE = {
 
 
 def test_a_start_says_where_its_values_come_from_and_what_differs(tmp_path: Path) -> None:
-    assert (
-        describe_config(None, None, resolve(None, None, {})) == "preset quickstart (no overrides)"
-    )
+    start, base = start_of(None, None, {})
+    assert describe(start, base, resolve(None, None, {})) == "preset quickstart (no overrides)"
+    start, base = start_of("gpt2-124m", None, {"seed"})
     changed = resolve("gpt2-124m", None, {"seed": "3"})
-    assert describe_config("gpt2-124m", None, changed) == "preset gpt2-124m: seed 3"
+    assert describe(start, base, changed) == "preset gpt2-124m: seed 3"
     file = tmp_path / "mine.yaml"
     file.write_text("train: {max_steps: 7}\nmodel: {}")
-    line = describe_config(None, file, resolve(None, file, {"dropout": "0.1"}))
-    assert line == f'configuration {file}: dropout 0.1, max_steps 7, run_name "mine"'
+    start, base = start_of(None, file, {"dropout"})
+    line = describe(start, base, resolve(None, file, {"dropout": "0.1"}))
+    assert line == f"configuration {file}: dropout 0.1"
     assert given_fields(file, {"dropout": "0.1"}) == {"max_steps", "dropout"}
 
 
@@ -260,13 +262,6 @@ def test_what_is_safe_on_resume_is_no_maths() -> None:
         "compile",
     }
     assert not any(changes_math(name, config) for name in harmless)
-
-
-def test_local_mode_as_a_field_drops_the_presets_min_workers() -> None:
-    assert load_preset("quickstart").cluster.min_workers == 1
-    for zero in ("0", 0):
-        cluster = resolve("quickstart", None, {"num_workers": zero}).cluster
-        assert (cluster.num_workers, cluster.min_workers) == (0, None)
 
 
 def test_a_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:

@@ -61,7 +61,8 @@ def test_flops_are_those_that_torch_counts(
         ("NVIDIA H200 NVL", 835e12),
         ("NVIDIA L4", 121e12),
         ("NVIDIA L40S", 362e12),
-        ("NVIDIA L40", None),  # not an L4
+        ("NVIDIA L40", 181e12),  # not an L4
+        ("NVIDIA L400", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("cpu", None),
     ],

@@ -119,3 +119,23 @@ def test_all_but_the_first_are_marked(
         for text, is_duplicate in zip(task, found, strict=True):
             assert bool(is_duplicate) is (text in seen)
             seen.add(text)
+
+
+def test_the_first_documents_alone_are_read(tmp_path: Path) -> None:
+    sources = [
+        write_jsonl(tmp_path / "a.jsonl", TEXTS[:250]),
+        write_parquet(tmp_path / "a.parquet", TEXTS[250:], rows=20),
+    ]
+    out = tmp_path / "out"
+    made = prepare_here(sources, out, "bytes", val_tokens=60, max_documents=265)
+    found = [*documents(out, made, "val"), *documents(out, made, "train")]
+    assert found == [text.encode() for text in TEXTS[:265]]
+
+
+def test_the_first_documents_are_counted_with_their_duplicates(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{letter}"}}\n' for letter in "AAABCD"))
+    made = prepare_here(
+        [str(tmp_path / "a.jsonl")], tmp_path / "out", "bytes", dedupe="exact", max_documents=4
+    )
+    found = [*documents(tmp_path / "out", made, "val"), *documents(tmp_path / "out", made, "train")]
+    assert sorted(found) == [b"A", b"B"]

@@ -207,7 +207,9 @@ def test_text_and_ids_are_not_mixed(tmp_path: Path) -> None:
     write_nanogpt(tmp_path / "train.bin", drawn(100))
     (tmp_path / "input.txt").write_text("text")
     with raises_line(DataError, "input.txt contains text", "train.bin token ids", "glob"):
-        find_pieces([str(tmp_path)], PrepareOptions(), print)
+        find_pieces(
+            [str(tmp_path / "input.txt"), str(tmp_path / "train.bin")], PrepareOptions(), print
+        )
 
 
 # --- damaged files

@@ -116,7 +116,10 @@ def test_datasets_of_other_tokenizers_are_refused(tmp_path: Path) -> None:
         manifest = write_dataset(tmp_path / name, train=[100], val=[50])
     other = manifest.model_copy(update={"tokenizer": "other", "vocab_hash": "0" * 64})
     write_manifest(tmp_path / "b", other)
-    with pytest.raises(DataError, match=r"b has tokenizer other, .*a has bytes; prepare both"):
+    with pytest.raises(
+        DataError,
+        match=r"b has tokenizer other, .*a has bytes; prepare it again with --tokenizer .*a$",
+    ):
         read_mixture([(Location.of(tmp_path / name), Fraction(1, 2)) for name in ("a", "b")])
 
 

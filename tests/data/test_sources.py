@@ -238,6 +238,19 @@ def test_what_a_directory_is_left_without_is_counted(tmp_path: Path) -> None:
     assert lines == []
 
 
+def test_ids_beside_more_text_in_a_directory_are_skipped_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "model.bin").write_bytes(b"weights of something else")
+    with raises_line(DataError, "odd number of bytes"):
+        find_pieces([str(tmp_path)], PrepareOptions(), print)
+    (tmp_path / "a.txt").write_text("some text " * 3)
+    lines: list[str] = []
+    found = find_pieces([str(tmp_path)], PrepareOptions(), lines.append)
+    assert [piece.name for piece in found] == ["a.txt"]
+    assert "skipped 1 file" in lines[0]
+    assert "such as model.bin" in lines[0]
+
+
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
 def test_an_empty_source_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()

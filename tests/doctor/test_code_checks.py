@@ -20,6 +20,7 @@ import random
 import torch
 from torch import nn
 from raytrain_gpt.core.gpt2 import GPT2
+from raytrain_gpt.export import hf_gpt2
 from raytrain_gpt.extend import architecture, evaluation, optimizer, schedule, tracker
 """
 
@@ -29,6 +30,19 @@ class Mine(GPT2):
     def init_weights(self, seed):
         super().init_weights(seed)
 """
+
+EXPORTED = (
+    MODEL
+    + """
+    @staticmethod
+    def config_of(shape):
+        return hf_gpt2.config_of(shape)
+
+    @staticmethod
+    def to_hf(name, tensor):
+        return hf_gpt2.to_hf(name, tensor)
+"""
+)
 
 SGD = """
 class Sgd(torch.optim.Optimizer):
@@ -84,7 +98,7 @@ class Mine:
 """
 
 GOOD = {
-    "one of each": MODEL + SGD + SCHEDULE + EVALUATION + TRACKER,
+    "one of each": EXPORTED + SGD + SCHEDULE + EVALUATION + TRACKER,
     "evaluation of random tokens": EVALUATION.replace(
         "torch.arange(6)", "torch.randint(random.randrange(9, 99), (6,))"
     ),
@@ -95,6 +109,21 @@ FAULTS = {
     "sees the future": (
         MODEL + "    def hidden(self, ids):\n        return super().hidden(ids).flip(1)\n",
         ("causality", "token 0", "mask later tokens"),
+    ),
+    "sees the future only in training": (
+        MODEL
+        + "    def hidden(self, ids):\n        hidden = super().hidden(ids)\n"
+        + "        return hidden.flip(1) if self.training else hidden\n",
+        ("causality", "token 0", "mask later tokens"),
+    ),
+    "swaps two matrices in its export": (
+        EXPORTED.replace("(name, tensor)\n", "(name.replace('h.0', 'h.x').replace('h.1', 'h.0'), tensor)\n")
+        .replace("'h.0')", "'h.0').replace('h.x', 'h.1')"),
+        ("export", "the logits of transformers' GPT2LMHeadModel differ", "correct to_hf"),
+    ),
+    "misses a matrix in its export": (
+        EXPORTED.replace("return hf_gpt2.to_hf(name, tensor)", "return f'x.{name}', tensor"),
+        ("export", "has other tensors, as transformer."),
     ),
     "ignores its positions": (
         MODEL
@@ -132,7 +161,7 @@ FAULTS = {
     ),
     "tracker raises when resumed": (
         TRACKER.replace('"mine.txt"', '"mine.txt"\n        self.file.touch(exist_ok=False)'),
-        ("calls", "my.py, line 12: FileExistsError"),
+        ("calls", "my.py, line 13: FileExistsError"),
     ),
 }  # fmt: skip
 

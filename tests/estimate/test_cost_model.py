@@ -92,7 +92,7 @@ def test_the_quickstarts_data_has_bytes_before_it_is_there(
 def test_the_answer_says_what_is_not_known() -> None:
     config, found = estimate_run(CONFIG, Facts(), print)
     printed = "\n".join(lines(config, found))
-    assert "time     unknown: name a --device" in printed
+    assert "time     unknown: name a --device of the table" in printed
     slow = estimate_run(CONFIG.updated({"precision": "fp32"}), Facts(), print, "h200")
     assert "time     unknown: set --precision to bf16" in "\n".join(lines(*slow))
     assert "124.5M parameters" in printed
@@ -101,6 +101,18 @@ def test_the_answer_says_what_is_not_known() -> None:
     assert "not measured" in printed
     assert "fits NVIDIA H200" in printed
     assert "on demand" in printed
+
+
+def test_a_device_that_is_not_in_the_table_is_known_by_its_memory() -> None:
+    _, found = estimate_run(CONFIG, Facts(), print, "voodoo", device_memory_gb=3)
+    assert found.device is not None
+    assert (found.device.name, found.device.memory_bytes, found.speed) == ("voodoo", 3e9, None)
+    assert "name a --device of the table" in "\n".join(lines(CONFIG, found))
+    _, small = estimate_run(CONFIG, Facts(), print, "H200 NVL", device_memory_gb=3)
+    assert small.speed is not None
+    _, old = estimate_run(CONFIG.updated({"precision": "auto"}), Facts(), print, "T4")
+    _, new = estimate_run(CONFIG, Facts(), print, "RTX 4090")
+    assert (old.speed, new.speed is None) == (None, False)  # it would train in fp32
 
 
 def test_an_unknown_device_and_an_odd_batch_are_refused() -> None:

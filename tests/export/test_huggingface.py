@@ -36,7 +36,8 @@ from raytrain_gpt.export.huggingface import export_checkpoint, import_weights
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.train.launch import train
-from raytrain_gpt.train.preflight import check_init_from, sizes_of_init_from
+from raytrain_gpt.train.preflight import check_init_from
+from raytrain_gpt.train.run_config import fields_of_init_from
 from tests.conftest import RunCli, raises_line
 from tests.export.test_hf_weights import ODD, hf_model
 from tests.export.test_hf_weights import QWEN3 as OF_QWEN3
@@ -312,7 +313,7 @@ def test_a_qwen3_of_more_rows_than_ids_is_imported_sampled_and_trained_further(
     assert line == (
         f"fine-tune: raytrain-gpt train --init_from {place} --seq_len 64 --data_path DATA --run_name NAME"
     )
-    sizes = sizes_of_init_from(None, None, {"init_from": str(place), "num_heads": "4"})
+    sizes = fields_of_init_from(None, None, {"init_from": str(place), "num_heads": "4"})
     whole = GPTShape.of(resolve(None, None, {"num_heads": 4, **sizes}), 300)
     assert "num_heads" not in sizes
     assert {name: whole.fields[name] for name in UNTIED} == UNTIED
@@ -455,7 +456,7 @@ def test_init_from_refuses_what_does_not_fit(
     place, _ = import_weights(exported[1], tmp_path / "checkpoint", print)
     manifest = read_manifest(dataset)
     # The quickstart preset's Qwen3 with a tied head would be refused: its shape must be fully replaced.
-    sizes = sizes_of_init_from(None, None, {"init_from": str(place), "seq_len": 32})
+    sizes = fields_of_init_from(None, None, {"init_from": str(place), "seq_len": 32})
     plain = resolve(None, None, {**sizes, "init_from": str(place), "seq_len": 32})
     assert check_init_from(plain, manifest) == plain
     config = make_config(init_from=str(place), seq_len=32)

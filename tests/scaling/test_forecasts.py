@@ -74,7 +74,14 @@ def test_estimate_names_the_loss_to_expect(
     file = tmp_path / "law.json"
     earlier = {"noise": 0.004, "batch_cost": 0.01}  # of an earlier version
     file.write_text(json.dumps({**json.loads(to_json(forecasts.file)), **earlier}))
-    config = "--global_batch_tokens", 1024, "--data_path", tmp_path / "none"
+    config = (
+        "--preset",
+        "quickstart",
+        "--global_batch_tokens",
+        1024,
+        "--data_path",
+        tmp_path / "none",
+    )
     code, out, _ = run_cli("estimate", "--law", file, *config)
     (line,) = [line for line in out.splitlines() if line.startswith("loss ")]
     assert code == 0

@@ -133,4 +133,4 @@ def test_the_example_of_the_documentation_has_a_cost(tmp_path: Path) -> None:
     # A step of the 124M model would take seconds, so the speed is made up.
     file = tmp_path / "example.yaml"
     file.write_text(DOCS.read_text("utf-8").split("```yaml")[1].split("```")[0], "utf-8")
-    assert cost_lines(Sweep.load(file, {}))[17].startswith("each trial: 4 CPUs, with GPUs 1")
+    assert cost_lines(Sweep.load(file, {}))[17].startswith("each trial: 4 CPUs, and 1 GPU")

@@ -21,8 +21,13 @@ from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking import configured, wandb_run
-from raytrain_gpt.tracking.configured import NamedTracker, check_packages, open_trackers
+from raytrain_gpt.tracking import configured, trackers, wandb_run
+from raytrain_gpt.tracking.configured import (
+    NamedTracker,
+    check_packages,
+    complete_trackers,
+    open_trackers,
+)
 from raytrain_gpt.tracking.run_files import Row, RunFiles
 from raytrain_gpt.tracking.trackers import DeliveryState, End, TrackedRun
 from raytrain_gpt.train.launch import train
@@ -94,6 +99,11 @@ def test_a_csv_file_has_every_row_once_also_after_a_resume(
     assert sorted(csv_rows(whole.path)) == sorted(rows)
 
 
+def track_config(name: str, **fields: Any) -> Config:
+    fields |= {"trackers": name, "run_name": "tracked", "tensorboard": False, "mlflow_uri": None}
+    return Config().updated(fields)
+
+
 def track(
     directory: Path,
     name: str,
@@ -104,12 +114,11 @@ def track(
     **fields: Any,
 ) -> TrackedRun:
     """Send rows and a text through a tracker's queue, as one attempt does; returns its run."""
-    fields |= {"trackers": name, "run_name": "tracked", "tensorboard": False, "mlflow_uri": None}
     directory.mkdir(exist_ok=True)
     files = RunFiles(directory, step, [])
-    run = TrackedRun(directory, Config().updated(fields), step, {"sweep": "lr"})
+    run = TrackedRun(directory, track_config(name, **fields), step, {"sweep": "lr"})
     said = [] if lines is None else lines
-    (queue,) = open_trackers(run, files, said.append)
+    (queue,) = open_trackers(run, files.kept_rows, said.append)
     files.add_rows(rows)
     queue.rows(rows)
     queue.text(2, "samples", "a <b> sample")
@@ -141,6 +150,79 @@ def test_a_tracker_gets_rows_of_an_outage_later_and_steps_of_a_kill_again(tmp_pa
     ]
     track(tmp_path, "notes", 0, losses(1, 1), "finished")
     assert (tmp_path / "notes.txt").read_text().splitlines()[-1] == "1 1.0", "it starts over"
+
+
+SLOW = """
+import threading
+from raytrain_gpt.extend import tracker
+
+@tracker("slow")
+class Slow:
+    buffer_s = 0
+
+    def __init__(self, run, settings):
+        self.run = run
+
+    def rows(self, rows):
+        if rows[0]["step"] > 1 and not (self.run.directory / "faster").exists():
+            threading.Event().wait()
+        with (self.run.directory / "steps.txt").open("a") as file:
+            file.writelines(f"{row['step']}\\n" for row in rows)
+
+    def text(self, step, name, text):
+        if not (self.run.directory / "asked").exists():
+            (self.run.directory / "asked").touch()
+            raise OSError("later")
+        with (self.run.directory / "texts.txt").open("a") as file:
+            file.write(text)
+"""
+
+
+def test_the_end_tells_of_rows_that_a_slow_tracker_lacks_and_the_same_command_sends_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "_FINISH_S", 0.5)
+    monkeypatch.setattr(trackers, "_RETRY_S", 0.01)
+    kinds.set_user_code(Code("my.py", SLOW))
+    rows, lines = losses(1, 150), list[str]()
+    track(tmp_path, "slow", 0, rows, "finished", lines)
+    assert lines == ["tracker slow lacks 86 rows; run the same command again to send them"]
+    (tmp_path / "faster").touch()
+    run = TrackedRun(tmp_path, track_config("slow"), 150, {})
+    for _ in range(2):  # the second time it lacks none
+        complete_trackers(run, rows, pytest.fail)
+    assert (tmp_path / "steps.txt").read_text().split() == [str(step) for step in range(1, 151)]
+
+
+def test_a_late_tracker_gets_all_events_although_a_killed_attempts_are_later_than_those_of_higher_steps(
+    tmp_path: Path,
+) -> None:
+    kinds.set_user_code(Code("my.py", SLOW))
+    (tmp_path / "faster").touch()
+    (tmp_path / "trackers").mkdir()
+    killed, resumed = ({"event": "attempt", "time": time} for time in (900.0, 1000.0))
+    rows = [{"step": 9, **resumed}, *losses(10, 79), {"step": 79, **killed}, *losses(80, 80)]
+    complete_trackers(TrackedRun(tmp_path, track_config("slow"), 80, {}), rows, pytest.fail)
+    assert sorted((tmp_path / "steps.txt").read_text().split()) == sorted(
+        str(row["step"]) for row in rows
+    )
+
+
+def test_a_text_that_failed_comes_again_and_no_other_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "_RETRY_S", 0.01)
+    kinds.set_user_code(Code("my.py", SLOW))
+    lines: list[str] = []
+    (queue,) = open_trackers(TrackedRun(tmp_path, track_config("slow"), 0, {}), [], lines.append)
+    queue.rows(losses(1, 1))
+    for text in ("first ", "second "):
+        queue.text(1, "samples", text)
+    while not (tmp_path / "texts.txt").exists():
+        pass
+    queue.close("finished")
+    assert lines == ["tracker slow does not respond, retrying: my.py, line 21: OSError: later"]
+    assert (tmp_path / "texts.txt").read_text() == "first second "
 
 
 def test_rows_that_a_tracker_has_are_not_new_but_those_after_a_rollback_are() -> None:

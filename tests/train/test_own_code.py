@@ -165,6 +165,14 @@ def test_an_own_model_is_built_only_from_the_code_with_its_hash(
         assert "executed" not in said
     out = run_cli.succeeds("sample", path.path, *prompt, "--code", path.path / CODE_FILE)
     assert "--code" in out.splitlines()[-1]
+    corrected = tmp_path / "corrected.py"
+    corrected.write_text(OTHER)
+    out = run_cli.succeeds(
+        "sample", path.path, *prompt, "--code", corrected, "--accept_changed_code"
+    )
+    assert f"changed since that checkpoint: code {hash12} -> " in out
+    corrected.write_text(OWN + "\n# a remark\n")
+    assert "changed since" in run_cli.succeeds("sample", path.path, *prompt, "--code", corrected)
     run_cli.succeeds("eval", path.path, "--code", run.run_dir.path / CODE_FILE)
     kinds.set_user_code(None)  # listing executes nothing
     assert "--code" in run_cli.succeeds("runs", "checkpoints", "mine", "--storage_path", tmp_path)

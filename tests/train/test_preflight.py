@@ -8,14 +8,13 @@ import pytest
 
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.errors import CheckpointError, ClusterError, ConfigError
+from raytrain_gpt.errors import ClusterError, ConfigError
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.preflight import (
     absolute_paths,
     check_disk,
     expected_vocab_size,
     prepare_default_data,
-    sizes_of_init_from,
 )
 from tests.checkpoint.test_catalog import write
 from tests.conftest import raises_line
@@ -28,21 +27,11 @@ def test_init_from_takes_the_name_of_a_run(
     monkeypatch.chdir(tmp_path)
     write(Catalog(Location.of(tmp_path / storage / "first")), 10)
     fields = {"init_from": "first", "storage_path": storage}
-    assert sizes_of_init_from(None, None, fields)["num_layers"] == Config().model.num_layers
     config = absolute_paths(Config().updated(fields))
     assert config.model.init_from == str(tmp_path / storage / "first")
     assert absolute_paths(config) == config
     Path("first").mkdir()
     assert absolute_paths(Config().updated(fields)).model.init_from == str(tmp_path / "first")
-
-
-def test_a_run_needs_the_start_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    fields = {"init_from": "gone", "run_name": "tuned"}
-    with pytest.raises(CheckpointError, match=r"runs/gone is neither a checkpoint nor a run"):
-        sizes_of_init_from(None, None, fields)
-    write(Catalog(Location.of(tmp_path / "runs" / "tuned")), 10)
-    assert sizes_of_init_from(None, None, fields)["num_layers"] == Config().model.num_layers
 
 
 def test_a_path_in_init_from_is_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from raytrain_gpt.core.loop import StepResult
 from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.data.locations import read_data
 from raytrain_gpt.data.order import extend_order_hash, sequence_hashes, skip_past
+from raytrain_gpt.format import event_line
 from raytrain_gpt.ingest.feed import TrainFeed
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, ReadRange, rank_chunks, read_chunk
 from raytrain_gpt.tracking.run_files import Row
@@ -61,7 +62,7 @@ def make_log(
     **more: Any,
 ) -> StepLog:
     alone = collectives or Collectives(0, 1)
-    spec = ingest(config, alone.world_size)
+    spec = more.pop("spec", None) or ingest(config, alone.world_size)
     given = {"flops_per_token": 2.0, "peak_flops": None, "slowed": range(0), **more}
     return StepLog(spec, None, list(rows), alone, feed, spikes=config.spikes, device=CPU, **given)
 
@@ -104,6 +105,20 @@ def test_rows_have_the_position_and_the_hash_of_what_was_delivered(config: Confi
     assert rows[1]["perf/tokens_per_s"] is rows[1]["perf/mfu"] is None
     assert rows[2]["perf/step_time_s"] == rows[3]["perf/step_time_s"] > 0
     assert rows[2]["perf/mfu"] == pytest.approx(rows[2]["perf/tokens_per_s"] * 2 / 1e6)
+
+
+def test_the_last_step_of_an_epoch_has_an_event(config: Config) -> None:
+    spec = ingest(config)
+    per_epoch = spec.order().batches_per_epoch  # type: ignore[union-attr]
+    spec = replace(spec, first_batch=per_epoch - 2)
+    log = make_log(config, feed(spec, batches=4), spec=spec)
+    for step in range(1, 5):
+        log.add(result(step))
+    rows = log.flush()
+    assert [row.get("event") for row in rows] == [None, None, "epoch", None, None]
+    event = rows[2]
+    assert (event["step"], event["epoch"], event["tokens"]) == (2, 0, rows[1]["data/tokens_seen"])
+    assert "epoch 0 ended" in str(event_line(event, 9, 6.0, "runs/a"))
 
 
 def test_sequences_that_are_not_those_of_the_plan_end_the_run(config: Config) -> None:

@@ -1,0 +1,125 @@
+"""The configuration of a call: from a file, a preset, an existing run, the demo or the defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from raytrain_gpt.config.load import describe, given_fields, load_config_file, resolve, start_of
+from raytrain_gpt.config.schema import Config, check_kinds, parse_config
+from raytrain_gpt.config.sections import SHAPE_FIELDS
+from raytrain_gpt.data.locations import file_on_disk, location, run_location
+from raytrain_gpt.errors import CheckpointError, ConfigError
+from raytrain_gpt.format import shell
+from raytrain_gpt.redact import say
+from raytrain_gpt.storage.location import Location, is_url
+from raytrain_gpt.tracking.run_files import CONFIG_FILE
+
+_PLACE = ("run_name", "storage_path", "s3_endpoint", "retry_for_s")
+FINE_TUNING_LR = 5e-5
+"""Rate for weights of `init_from`, by default; that of transformers' `Trainer`."""
+
+
+def run_config(
+    preset: str | None, file: str | Path | None, fields: Mapping[str, Any]
+) -> tuple[Config, str]:
+    """Return the checked configuration of a call, and a line that says where it comes from.
+
+    Without preset and file it starts from the run of `run_name`, or for a new branch from that of
+    `branch_from`, if there is one; else as in `start_of`. The start of `init_from` brings sizes and rate.
+
+    Raises:
+        UserError: the configuration is not valid, or the start or a store cannot be read.
+    """
+    fields = dict(fields)
+    if str(fields.get("num_workers")) == "0":
+        fields = {"min_workers": None, **fields}  # of the start
+    if preset is None and file is None and (run := _existing_run(fields)) is not None:
+        start, base = f"as run {run.name}, {run / CONFIG_FILE}", _remembered(run, fields)
+        config = base.updated(fields)
+    else:
+        with file_on_disk(file) as path:
+            if "init_from" in given_fields(path, fields):
+                fields = {**fields_of_init_from(preset, path, fields), **fields}
+            config = resolve(preset, path, fields)
+            start, base = start_of(preset, path, fields)
+        if file is not None:
+            start, base = f"configuration {file}", Config()
+    check_kinds(config)
+    return config, describe(start, base, config)
+
+
+def _existing_run(fields: Mapping[str, Any]) -> Location | None:
+    """Find the run that `run_name`, or for a new branch `branch_from`, names, if it has a configuration."""
+    if "run_name" not in fields:
+        return None
+    config = Config().updated({name: fields[name] for name in _PLACE if name in fields})
+    runs = [run_location(config)]
+    if origin := fields.get("branch_from"):
+        path = location(config, str(origin))  # of a run or checkpoint
+        runs += [runs[0].parent / str(origin).partition("@")[0], path, path.parent.parent]
+    return next((run for run in runs if (run / CONFIG_FILE).is_file()), None)
+
+
+def _remembered(run: Location, fields: Mapping[str, Any]) -> Config:
+    """Read a run's settings, but for its place and a branch's `init_from`.
+
+    Raises:
+        ConfigError: they are damaged, or name a store or server other than the run's, which `fields` do not.
+            Its author is unknown, and credentials would go there.
+    """
+    default = Config().field_values()
+    place = {name: default[name] for name in ("storage_path", "s3_endpoint", "resume")}
+    start = {"init_from": None} if "branch_from" in fields else {}
+    with file_on_disk(run / CONFIG_FILE) as file:
+        assert file is not None
+        config = load_config_file(file).updated({**place, **start})
+    for name, value in config.field_values().items():
+        parts = value.split(",") if isinstance(value, str) and name not in fields else []
+        for part in parts:
+            if is_url(part) and not part.startswith(f"{run.bucket}/"):
+                raise ConfigError(
+                    f"run {run.name} has {name}={value} in a different store, which only you may choose; if "
+                    f"you trust it, add --{name} {shell(value)}"
+                )
+    return config
+
+
+def fields_of_init_from(
+    preset: str | None, file: Path | None, fields: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Field -> value of the start in `init_from`: sizes that file and fields leave open, and a rate.
+
+    Preset and file have a rate of their own. If that checkpoint is gone, the sizes come from the run which
+    started from it.
+
+    Raises:
+        CheckpointError: there is no good checkpoint.
+        ConfigError: the configuration is invalid.
+    """
+    from raytrain_gpt.checkpoint.catalog import (
+        Catalog,
+        resolve_checkpoint,
+    )  # here: seconds of import
+    from raytrain_gpt.train.preflight import start_path
+
+    # Other fields may be valid only with these sizes.
+    named = {name: fields[name] for name in ("init_from", *_PLACE) if name in fields}
+    config = resolve(preset, file, named)
+    given = given_fields(file, fields)
+    rates = {"peak_lr": FINE_TUNING_LR, "min_lr": 0.0} if preset is None and file is None else {}
+    open_fields = {*SHAPE_FIELDS, *(config.model.model_extra or ()), *rates} - given
+    if config.model.init_from is None or not open_fields:
+        return {}
+    start = location(config, start_path(config, config.model.init_from))
+    try:
+        checkpoint = resolve_checkpoint(start)
+    except CheckpointError:
+        if (own := Catalog(run_location(config)).pick("newest", say)) is None:
+            raise
+        checkpoint = own
+    stored = parse_config(checkpoint.state.config, str(checkpoint.path))
+    theirs, theirs_settings = stored.field_values(), stored.model.model_extra or {}
+    sizes = {name: theirs[name] for name in (*SHAPE_FIELDS, *theirs_settings)}
+    return {name: value for name, value in (rates | sizes).items() if name not in given}
