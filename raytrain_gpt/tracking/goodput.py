@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import fsum
 from statistics import median
-from typing import Any
+from typing import Any, Literal, get_args
 
 from raytrain_gpt.format import count, short_duration, size
 from raytrain_gpt.tracking.run_files import Row
 
 FIRST_STEP_EVENTS = ("start", "resume")
-END_EVENTS = (
+EndEvent = Literal[
     "finished",
     "stopped",
     "failed",
@@ -35,7 +35,8 @@ END_EVENTS = (
     "rolled_back",
     "hung",
     "out_of_memory",
-)
+]
+END_EVENTS: tuple[EndEvent, ...] = get_args(EndEvent)
 BAD_STEP_EVENTS = ("nonfinite", "spike")
 _LOST_TO = {
     "startup": "start-up",

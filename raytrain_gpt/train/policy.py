@@ -6,30 +6,19 @@ Ray's retries are off: they never retry controller errors such as a slow object 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from raytrain_gpt.cluster.failures import is_out_of_memory, root_cause, user_error_in
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.format import count
+from raytrain_gpt.tracking.goodput import EndEvent
 from raytrain_gpt.tracking.recorder import CleanExit
 
 MAX_ROLLBACKS = 3
 """Rollbacks in a row without progress; after that many, bad data is not the cause."""
 BACK_OFF_S = (0.0, 5.0, 15.0, 30.0, 60.0)
 """Pause by failures in a row: a dead process needs none, a full disk does."""
-
-Kind = Literal[
-    "finished",
-    "stopped",
-    "preempted",
-    "resized",
-    "rolled_back",
-    "hung",
-    "out_of_memory",
-    "failed",
-]
 
 
 @dataclass(frozen=True)
@@ -41,7 +30,7 @@ class AttemptEnd:
         user_error: This package's error inside `error`, which a retry would repeat.
     """
 
-    kind: Kind
+    kind: EndEvent
     error: BaseException | None = None
     bad_streak: BadStreak | None = None
     user_error: RaytrainGptError | None = None
@@ -69,7 +58,7 @@ def classify_end(
     if error is None and stopping:
         return AttemptEnd("stopped")
     error = error or RuntimeError("the workers left before the last step")
-    kind: Kind = "hung" if hung else "out_of_memory" if is_out_of_memory(error) else "failed"
+    kind: EndEvent = "hung" if hung else "out_of_memory" if is_out_of_memory(error) else "failed"
     return AttemptEnd(kind, error, user_error=user_error_in(error))
 
 

@@ -10,6 +10,7 @@ import pytest
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.format import count
+from raytrain_gpt.tracking.goodput import EndEvent
 from raytrain_gpt.tracking.recorder import CleanExit
 from raytrain_gpt.train.policy import (
     BACK_OFF_S,
@@ -19,7 +20,6 @@ from raytrain_gpt.train.policy import (
     Finish,
     GiveUp,
     Interrupt,
-    Kind,
     StartAttempt,
     classify_end,
     next_action,
@@ -41,7 +41,7 @@ LIMITS = limits(max_failures=2, max_preemptions=2)
 
 
 def after(
-    kind: Kind,
+    kind: EndEvent,
     step: int,
     counters: Counters = COUNTERS[0],
     config: Config = LIMITS,
@@ -70,14 +70,16 @@ def test_an_attempt_that_ended_well_ends_the_run_whatever_was_before(step: int) 
 
 
 @pytest.mark.parametrize("kind", ["preempted", "resized", "hung", "failed"])
-def test_a_run_whose_last_step_is_saved_is_finished_however_the_attempt_ended(kind: Kind) -> None:
+def test_a_run_whose_last_step_is_saved_is_finished_however_the_attempt_ended(
+    kind: EndEvent,
+) -> None:
     for counters, stopping in product(COUNTERS, (False, True)):
         assert after(kind, ALL_STEPS, counters, stopping=stopping) == Finish()
 
 
 @pytest.mark.parametrize("kind", ["hung", "failed"])
 @pytest.mark.parametrize("step", [20, 30])
-def test_failures_in_a_row_without_progress_end_the_run(kind: Kind, step: int) -> None:
+def test_failures_in_a_row_without_progress_end_the_run(kind: EndEvent, step: int) -> None:
     for counters in COUNTERS:
         action = after(kind, step, counters)
         failures = 1 if is_progress(step, counters) else counters.failures + 1
