@@ -137,11 +137,7 @@ def _underscored(argv: Sequence[str]) -> list[str]:
 
 
 def _use_code(argv: Sequence[str]) -> None:
-    """Read the file of `--code` before the flags are parsed: it declares more of them.
-
-    Raises:
-        ConfigError: it cannot be read or executed.
-    """
+    """Read the file of `--code` before the flags are parsed, as it declares more; may raise ConfigError."""
     from raytrain_gpt.config import kinds
 
     kinds.set_user_code(None)

@@ -140,11 +140,7 @@ def create_branch(config: Config, data: Mixture, log: Log) -> Checkpoint | None:
 
 
 def _find_origin(config: Config, source: str, log: Log) -> Checkpoint:
-    """Open the checkpoint given as RUN@STEP or a path, and verify it.
-
-    Raises:
-        CheckpointError: there is none; lists the available steps.
-    """
+    """Open and verify the checkpoint given as RUN@STEP or a path; a CheckpointError lists the steps."""
     match = _RUN_AT_STEP.fullmatch(source)
     if not match and ((path := location(config, source)) / STATE_FILE).is_file():
         return resolve_checkpoint(path)

@@ -278,11 +278,7 @@ _JUDGES: dict[kinds.Selector, dict[str, _Judge]] = {
 
 
 def compare_runs(code: Code, config: Config) -> str:
-    """Compare a run with one that resumed from its first checkpoint, and with one on two ranks.
-
-    Raises:
-        Failed: the weights differ, or a run does not end.
-    """
+    """Compare a run with one that resumed from its first checkpoint, and with one on two ranks."""
     with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as directory:
         file, source, data = (Path(directory, name) for name in (code.file_name, "text", "data"))
         file.write_bytes(code.text.encode())

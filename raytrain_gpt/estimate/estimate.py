@@ -93,11 +93,6 @@ def _probe_speed(config: Config, log: Log) -> tuple[RunPlan, float, str]:
 
     Returns:
         The timed plan, tokens/s over all workers, and the name of rank 0's device.
-
-    Raises:
-        UserError: the configuration, data or cluster cannot be used.
-        TrainingFailed: the steps did not finish, for example for lack of memory.
-        Interrupted: Ctrl+C or SIGTERM.
     """
     with StopSignals("interrupted; nothing is left behind"):
         preflight.prepare_default_data(config, log)

@@ -112,12 +112,7 @@ class _StudyRun:
         return rule, found + self._stage(ladder)
 
     def _stage(self, runs: Sequence[PlannedRun]) -> list[RunResult]:
-        """Train runs that have not ended; return the results of all.
-
-        Raises:
-            ConfigError: one started with other values.
-            TrainingFailed: one failed.
-        """
+        """Train runs that have not ended; return the results of all, or raise TrainingFailed."""
         plan, campaign, named = self.plan, self.campaign, {run.name: run for run in runs}
         for trial in campaign.history.trials():
             if trial.name in named and trial.values != named[trial.name].values:
@@ -164,11 +159,7 @@ class _StudyRun:
     def write(
         self, rule: RateRule, found: list[RunResult], log: Log
     ) -> tuple[LawFile, list[Location]]:
-        """Write the results; return the law and their files.
-
-        Raises:
-            ConfigError: the runs determine no law, or none to plan with.
-        """
+        """Write the results; return law and files, or raise a ConfigError if no run can be planned."""
         from raytrain_gpt.scaling.scale_page import scale_page  # here: it imports charts
 
         plan, directory = self.plan, self.campaign.directory
@@ -200,11 +191,7 @@ class _StudyRun:
         return file, files
 
     def validate(self, file: LawFile) -> None:
-        """Write the forecast of the next size, train that, and write the verdict.
-
-        Raises:
-            ConfigError: the data is too small, or there is a forecast by another law.
-        """
+        """Write the forecast of the next size, train that, and write the verdict; may raise ConfigError."""
         plan, log, directory = self.plan, self.campaign.log, self.campaign.directory
         size = plan.size_near(2 * plan.sizes[-1].parameters)
         run = plan.larger_run(file.rule.rate(size.parameters), size)

@@ -55,13 +55,7 @@ T = TypeVar("T")
 def train_locally(
     config: Config, signals: StopSignals, log: Log, train_loop: TrainLoop
 ) -> RunSummary:
-    """Run a configuration in this process, one of several if started by `torchrun`.
-
-    Raises:
-        UserError: the configuration, data, storage or launch is unusable.
-        Interrupted: Ctrl+C or SIGTERM, after saving.
-        TrainingFailed: the run failed.
-    """
+    """Run a configuration in this process, or one of `torchrun`'s; raises like `launch.train`."""
     here = InProcess.of_environment()
     if config.cluster.use_gpu is False and here.world_size > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else they use NCCL, which has no CPU tensors
