@@ -70,11 +70,6 @@ def shell(*words: object) -> str:
     return shlex.join(map(str, words))
 
 
-def look_at_batch(run_dir: object, batch: int) -> str:
-    """The command that shows the batch of a bad step."""
-    return shell("raytrain-gpt", "data", "at", run_dir, "--batch", batch)
-
-
 def sample_command(checkpoint: object, *flags: str) -> str:
     """The command that samples from a run or checkpoint."""
     return f'{shell("raytrain-gpt", "sample", checkpoint, *flags)} --prompt "Hello"'
@@ -149,7 +144,8 @@ def event_line(
         return f"{start} written in {write:.1f} s, training blocked for {blocked * 1000:.0f} ms"
     if row["event"] in ("spike", "nonfinite"):
         loss, norm = number(row["loss"], ".4f"), number(row["grad_norm"], ".2f")
-        return f"{start} | loss {loss} | norm {norm} | {look_at_batch(run_dir, row['batch'])}"
+        look = shell("raytrain-gpt", "data", "at", run_dir, "--batch", row["batch"])
+        return f"{start} | loss {loss} | norm {norm} | {look}"
     if row["event"] == "epoch":
         return (
             f"{start} {row['epoch']} ended, after {amount(row['tokens'])} tokens and, in this attempt, "

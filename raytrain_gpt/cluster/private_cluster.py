@@ -65,7 +65,8 @@ def start_own_cluster(num_cpus: int, **options: Any) -> None:
     advice = "; make room there, or set TMPDIR to another directory"
     with failure_as(ClusterError, f"cannot make a directory in {base}", advice):
         directory = Path(tempfile.mkdtemp(prefix="rgpt-", dir=base))  # mode 0700
-    _at_end.callback(_remove, directory)
+    for _ in range(2):  # again: exiting processes of the cluster may have written there until now
+        _at_end.callback(shutil.rmtree, directory, ignore_errors=True)
     try:
         with _start_settings(directory), _guarded():
             ray.init(
@@ -87,11 +88,6 @@ def start_own_cluster(num_cpus: int, **options: Any) -> None:
 def end_own_cluster() -> None:
     """End the cluster that this process started, if any, and remove its files."""
     _at_end.close()
-
-
-def _remove(directory: Path) -> None:
-    for _ in range(2):  # again: exiting processes of the cluster may have written there until now
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _end_ray() -> None:

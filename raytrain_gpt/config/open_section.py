@@ -103,18 +103,14 @@ class OpenSection(Strict, extra="allow"):
         """Refuse a setting of a kind that was not chosen, unless it is the default, or an unknown name."""
         owners = [one for one in kinds.owners(name) if one.selector in self.selectors]
         if not owners:
-            raise _unknown(name, value)
+            error = InitErrorDetails(type="extra_forbidden", loc=(name,), input=value)
+            raise ValidationError.from_exception_data("section", [error])
         given = getattr(owners[0].settings.model_validate({name: value}), name)
         if given in [one.settings.model_fields[name].default for one in owners]:
             return
         choices = " or ".join(f"{kind.selector} {kind.name}" for kind in owners)
         shown = preview(given, MAX_SHOWN)
         raise ValueError(f"{name}={shown} applies only to {choices}; choose it, or remove {name}")
-
-
-def _unknown(name: str, value: Any) -> ValidationError:
-    error = InitErrorDetails(type="extra_forbidden", loc=(name,), input=value)
-    return ValidationError.from_exception_data("section", [error])
 
 
 def _split(value: Any) -> Any:

@@ -139,10 +139,6 @@ class TrainSection(Strict):
     profile_steps: Annotated[int, SAFE] = Field(0, ge=0, le=10)
     """Steps to profile on rank 0 after warm-up; 0: off."""
 
-    def num_shards(self, world_size: int) -> int:
-        """Ranks that share the weights, gradients and optimizer state of one model."""
-        return world_size if self.parallel == "fsdp" else 1
-
     @model_validator(mode="after")
     def _exclusive(self) -> TrainSection:
         sharded = "parallel=fsdp" if self.parallel == "fsdp" else None

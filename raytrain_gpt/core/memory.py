@@ -92,7 +92,7 @@ class MemoryModel:
     @property
     def num_shards(self) -> int:
         """Ranks that share weights, gradients and moments; 1 without sharding."""
-        return self.config.train.num_shards(self.world_size)
+        return self.world_size if self.config.train.parallel == "fsdp" else 1
 
     def predict(self, micro_batch_sequences: int, activation_checkpointing: str) -> TrainingMemory:
         """Predict the memory of a micro-batch and mode (`none`, `selective` or `full`)."""
@@ -152,7 +152,8 @@ class MemoryModel:
         """
         counts = count_model(self.shape)
         embeddings = counts.embedding_parameters * _FP32_BYTES
-        block = counts.block_matrix_parameters * (_BF16_BYTES if self.bf16 else _FP32_BYTES)
+        block = sum(map(math.prod, counts.block_matrices))
+        block *= _BF16_BYTES if self.bf16 else _FP32_BYTES
         step = replace(
             unsharded,
             weights=unsharded.weights // self.num_shards + embeddings + 2 * block,

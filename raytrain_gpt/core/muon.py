@@ -116,7 +116,8 @@ class Muon(AdamW):
         divisor, bad = self.grad_scale, self.found_inf.bool()
         lr = self.param_groups[0]["lr"] * (~bad).float()
         momenta = [local_tensor(self.state[matrix]["momentum_buffer"]) for matrix in matrices]
-        stack = torch.stack([local_tensor(_gradient(matrix)) for matrix in matrices])
+        gradients = [torch.zeros_like(m) if m.grad is None else m.grad for m in matrices]
+        stack = torch.stack([local_tensor(gradient) for gradient in gradients])
         # Replaced by the momentum, which then does not change: NaN times 0 would be NaN.
         stack = torch.where(bad, torch.stack(momenta), stack.div_(divisor))
         torch._foreach_lerp_(momenta, stack.unbind(), 1 - _MOMENTUM)
@@ -198,7 +199,3 @@ def newton_schulz(stack: Tensor) -> Tensor:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if is_tall else x
-
-
-def _gradient(matrix: nn.Parameter) -> Tensor:
-    return torch.zeros_like(matrix) if matrix.grad is None else matrix.grad

@@ -117,10 +117,6 @@ class ModelCounts:
     block_matrices: tuple[tuple[int, int], ...]
     matrices: Counter[tuple[int, int, int]]
 
-    @property
-    def block_matrix_parameters(self) -> int:
-        return sum(rows * columns for rows, columns in self.block_matrices)
-
 
 def count_model(shape: GPTShape) -> ModelCounts:
     """Count a model; raises a RuntimeError for sizes beyond 64 bits."""

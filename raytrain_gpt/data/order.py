@@ -110,10 +110,6 @@ class Order:
         # Cached per instance: consecutive batches share a window.
         self._window = lru_cache(maxsize=2)(self._drawn_window)
 
-    @property
-    def remainder_sequences(self) -> int:
-        return self.num_sequences - self.batches_per_epoch * self._batch_sequences
-
     def epoch(self, batch: int) -> int:
         return batch // self.batches_per_epoch
 

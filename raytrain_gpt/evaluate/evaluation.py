@@ -39,9 +39,6 @@ SHOW_EVERY_S = 10.0
 _SUMS = TypeAdapter(dict[Name, tuple[float, float]])
 
 
-def _ignore(_line: str) -> None: ...
-
-
 def check_evaluations(config: Config) -> None:
     """Raise a UserError if a file of a built-in evaluation cannot be read."""
     for selector, name in config.eval.chosen_names():
@@ -87,7 +84,9 @@ class Evaluation:
         self._kinds = [kinds.kind(*one) for one in config.eval.chosen_names()]
         self._token_bytes = torch.from_numpy(bytes_per_id(tokenizer, model.shape.padded_vocab_size))
 
-    def metrics(self, progress: Callable[[], None] = lambda: None, log: Log = _ignore) -> Row:
+    def metrics(
+        self, progress: Callable[[], None] = lambda: None, log: Log = lambda _: None
+    ) -> Row:
         """Return the keys of an evaluation's row, over all ranks, with None for numbers that are not finite.
 
         `progress` is called before every micro-batch and between the sums that an evaluation yields; `log`
@@ -123,7 +122,7 @@ class Evaluation:
         return {f"{kind.name}/{key}": value for key, value in row.items()}
 
     def sums(
-        self, kind: Kind, progress: Callable[[], None] = lambda: None, log: Log = _ignore
+        self, kind: Kind, progress: Callable[[], None] = lambda: None, log: Log = lambda _: None
     ) -> tuple[dict[str, tuple[float, float]], str | None]:
         """Return this rank's sums and counts, or none and an error."""
         self._model.eval()

@@ -19,7 +19,7 @@ from gguf.constants import MODEL_ARCH_NAMES
 from gguf.tensor_mapping import get_tensor_name_map
 
 from raytrain_gpt.config import kinds
-from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.model import GPT
 from raytrain_gpt.data.tokenizer import EOT
 from raytrain_gpt.data.tokenizer_file import GPT2_PATTERN, tokenizer_json
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
@@ -65,7 +65,11 @@ def export_gguf(path: str | Path, out: str | Path, dtype: DType, log: Log) -> Pa
     writer.add_name(config.run.run_name)
     _add_tokenizer(writer, encoding)
     with kinds.kind("architecture", model.shape.architecture).errors_as_line():
-        _add_sizes(writer, model.shape, mapping)
+        writer.add_context_length(model.shape.seq_len)
+        writer.add_embedding_length(model.shape.embd_size)
+        writer.add_block_count(model.shape.num_layers)
+        writer.add_head_count(model.shape.num_heads)
+        mapping.add_gguf_sizes(writer, model.shape)
         _add_tensors(writer, model, mapping, dtype)
     with staging_dir(place) as directory:
         file = directory / place.name
@@ -84,14 +88,6 @@ def export_gguf(path: str | Path, out: str | Path, dtype: DType, log: Log) -> Pa
 def _check_new(file: Location) -> None:
     if os.path.lexists(file.path):
         raise CheckpointError(f"{file} exists; set --out to a new file")
-
-
-def _add_sizes(writer: GGUFWriter, shape: GPTShape, mapping: Any) -> None:
-    writer.add_context_length(shape.seq_len)
-    writer.add_embedding_length(shape.embd_size)
-    writer.add_block_count(shape.num_layers)
-    writer.add_head_count(shape.num_heads)
-    mapping.add_gguf_sizes(writer, shape)
 
 
 def _add_tokenizer(writer: GGUFWriter, encoding: tiktoken.Encoding) -> None:

@@ -164,7 +164,10 @@ def _tokenizer(source: Path, name: str | None, vocab_size: int, log: Log) -> tik
         encoding = read_tokenizer_file(file, log)
         if encoding.n_vocab < vocab_size:
             log(f"{vocab_size - encoding.n_vocab} rows of the embedding have no token")
-            encoding = _with_last_id(encoding, vocab_size - 1)
+            # A special token as the last id, as many rows as there are; ids between have no text.
+            last = {f"<|unused_{vocab_size - 1}|>": vocab_size - 1}
+            special, ranks = encoding._special_tokens | last, encoding._mergeable_ranks
+            encoding = make_encoding(IMPORTED, encoding._pat_str, ranks, special)
     else:
         guess = _GUESSED_TOKENIZERS.get(vocab_size)
         if guess is None:
@@ -182,12 +185,6 @@ def _tokenizer(source: Path, name: str | None, vocab_size: int, log: Log) -> tik
             f"{vocab_size}; set --tokenizer to the one they were trained with"
         )
     return encoding
-
-
-def _with_last_id(encoding: tiktoken.Encoding, last_id: int) -> tiktoken.Encoding:
-    """Add a special token as the last id, for an embedding with more rows; ids between have no text."""
-    special = {**encoding._special_tokens, f"<|unused_{last_id}|>": last_id}
-    return make_encoding(IMPORTED, encoding._pat_str, encoding._mergeable_ranks, special)
 
 
 def _write(model: GPT, encoding: tiktoken.Encoding, place: Location, source: str) -> None:

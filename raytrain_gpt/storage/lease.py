@@ -293,8 +293,9 @@ class Lease:
             with _guarded(self._location, removed=True):
                 if is_ours := still_held(self._impatient, self.token, wait_s=0):
                     self._impatient.remove()
-            if is_ours and self._makes_directory:
-                self._location.parent.remove_if_empty()
+            if is_ours and self._makes_directory and self._location.is_local:
+                with suppress(OSError):  # it is not empty
+                    self._location.parent.path.rmdir()
         except (OSError, RaytrainGptError):
             self._log(
                 f"cannot remove {self._location}; {self._what} is free once this process has exited, and "

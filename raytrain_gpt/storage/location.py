@@ -363,12 +363,6 @@ class Location:
         if self.is_local:
             self.path.mkdir(parents=True, exist_ok=True)
 
-    def remove_if_empty(self) -> None:
-        """Remove an empty local directory; do nothing otherwise."""
-        if self.is_local:
-            with suppress(OSError):
-                self.path.rmdir()
-
     def free_bytes(self) -> int | None:
         """Free bytes on the disk of a directory; None in an object store."""
         return shutil.disk_usage(self.path).free if self.is_local else None

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -63,14 +63,10 @@ class _S3(pafs.S3FileSystem):  # type: ignore[misc]
         super().__init__(
             retry_strategy=pafs.AwsDefaultS3RetryStrategy(max_attempts=attempts), **options
         )
-        self._made_of = attempts, options
+        self._remake = partial(_S3, attempts, **options)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _remade_s3, self._made_of
-
-
-def _remade_s3(attempts: int, options: dict[str, Any]) -> _S3:
-    return _S3(attempts, **options)
+        return self._remake, ()
 
 
 def _s3(endpoint: str | None, timeout_s: float, retry_for_s: float) -> pafs.FileSystem:

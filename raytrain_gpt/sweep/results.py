@@ -70,8 +70,9 @@ def results_csv(trials: Sequence[Trial], objective: str) -> str:
     for rank, trial in enumerate(ranking(trials), 1):
         ranked = [trial.name, trial.state, "" if trial.score is None else rank, trial.objective]
         numbers = [getattr(trial, name) for name in measured]
-        values = [_plain(trial.values[n]) if n in trial.values else "" for n in fields]
-        writer.writerow([*ranked, *numbers, *values, trial.run_dir, trial.error])
+        values = [trial.values.get(name, "") for name in fields]
+        plain = [value if isinstance(value, str) else json.dumps(value) for value in values]
+        writer.writerow([*ranked, *numbers, *plain, trial.run_dir, trial.error])
     return text.getvalue()
 
 
@@ -130,7 +131,3 @@ def _objective_text(trial: Trial) -> str:
 
 def error_text(trial: Trial) -> str:
     return cut(" ".join((trial.error or "").split()), _MAX_ERROR_CHARS)
-
-
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)

@@ -93,7 +93,7 @@ def page(kind: str, title: str, blocks: Iterable[str], files: Iterable[object]) 
     html = frame.substitute(
         {name: escape(text) for name, text in texts.items()},
         blocks=Markup("\n").join(map(_block, blocks)),
-        files=Markup(", ").join(map(_code, files)),
+        files=Markup(", ").join(Markup("<code>{}</code>").format(file) for file in files),
     )
     return printable(html)
 
@@ -104,10 +104,6 @@ def _block(block: str) -> Markup:
 
 def utc(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}"
-
-
-def _code(text: object) -> Markup:
-    return Markup("<code>{}</code>").format(text)
 
 
 def sorted_by(value: object, text: str) -> Markup:

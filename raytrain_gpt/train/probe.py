@@ -82,17 +82,8 @@ def step_seconds(plan: RunPlan, vocab_size: int, device: torch.device, strategy:
     train, micro_batches = plan.config.train, plan.micro_batches_per_step
     several = min(micro_batches, _MAX_MICRO_BATCHES)
     steps = [1] * (1 + _NUM_STEPS) + [several] * _NUM_STEPS
-    seconds = list(
-        probe_steps(
-            plan.config,
-            vocab_size,
-            train.micro_batch_sequences,
-            train.activation_checkpointing,
-            device,
-            steps,
-            strategy,
-        )
-    )
+    how = train.micro_batch_sequences, train.activation_checkpointing, device, steps, strategy
+    seconds = list(probe_steps(plan.config, vocab_size, *how))
     one_s = sum(seconds[1 : 1 + _NUM_STEPS]) / _NUM_STEPS  # the first compiles, and fills caches
     if several == 1:
         return one_s

@@ -164,12 +164,13 @@ class StepLog:
         # mean over a window is meaningful.
         seconds = window.end.seconds_since(self._clock_from) - window.seconds_excluded
         sums = [self._feed.take_hash_sums() for _ in steps]
+        forward_s = [sum(end.seconds_since(at) for at, end in spans) for spans in window.forward]
         # Every rank sums in rank order and gets the same bits. The float64 mean of equal losses (exact sums)
         # is exactly that loss.
         of_ranks = self._gathered(
             loss=window.losses.double(),
             wait_s=torch.tensor([step.data_wait_s for step in steps], dtype=torch.float64),
-            forward_s=torch.tensor([_seconds(s) for s in window.forward], dtype=torch.float64),
+            forward_s=torch.tensor(forward_s, dtype=torch.float64),
             delivered=torch.tensor([delivered for delivered, _ in sums]),
             skips=(~torch.isfinite(window.norms)).long(),
             peak_bytes=torch.full((len(steps),), peak_memory_bytes(self._device)),
@@ -287,10 +288,6 @@ def _means(of_ranks: Tensor) -> list[float]:
     """Mean of each rank's steps, in microseconds."""
     means: list[float] = of_ranks.numpy().mean(1).round(6).tolist()
     return means
-
-
-def _seconds(spans: Sequence[Span]) -> float:
-    return sum(end.seconds_since(start) for start, end in spans)
 
 
 def _event(bad: BadStep, loss: float, norm: float, batch: int, skipping_ranks: int) -> Row:

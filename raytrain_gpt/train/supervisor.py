@@ -266,11 +266,7 @@ class Run:
         return RunSummary(self.run_dir, self.output.sync, newest.state.step, newest, was_finished)
 
     def _attempt(self, resumed: Checkpoint | None, lease: Lease) -> policy.AttemptEnd:
-        """Run one attempt; on return all files are written and a rollback is complete.
-
-        Raises:
-            ClusterError: another run took over the name.
-        """
+        """Run one attempt; on return all files are written and a rollback is complete."""
         lease.verify()  # it may have expired while the run waited for nodes
         try:
             config, most = self.config, self._most_sequences
@@ -398,8 +394,8 @@ def _epochs(config: Config, data: Mixture) -> str:
     order = make_order(config, data)
     if not isinstance(order, MixedOrder):
         return (
-            f"{count(order.batches_per_epoch, 'step')} per epoch, dropping {order.remainder_sequences} of "
-            f"{order.num_sequences} sequences"
+            f"{count(order.batches_per_epoch, 'step')} per epoch, dropping "
+            f"{order.num_sequences % config.batch_sequences} of {order.num_sequences} sequences"
         )
     datasets = zip(data.names, data.weights, order.epochs(config.train.max_steps), strict=True)
     shares = [f"{name} {float(weight):.1%} ({n:.2f} epochs)" for name, weight, n in datasets]

@@ -57,15 +57,6 @@ class WorkerSpec:
     control: Annotated[InstanceOf[RankControl] | None, _NOT_SENT] = None
 
 
-class TorchConfig(ray.train.torch.TorchConfig):  # type: ignore[misc]
-    """Ray Train's torch configuration, with a process group that other users cannot join."""
-
-    @property
-    def backend_cls(self) -> type[_TorchBackend]:
-        """The backend that makes the group."""
-        return _Backend
-
-
 class _Backend(_TorchBackend):  # type: ignore[misc]
     def on_start(self, worker_group: Any, backend_config: ray.train.torch.TorchConfig) -> None:
         """Create the group; Ray's backend would use a store that listens on all addresses."""
@@ -85,6 +76,12 @@ class _Backend(_TorchBackend):  # type: ignore[misc]
             for rank, address in enumerate(addresses)
         ]
         ray.get(ranks)
+
+
+class TorchConfig(ray.train.torch.TorchConfig):  # type: ignore[misc]
+    """Ray Train's torch configuration, with a process group that other users cannot join."""
+
+    backend_cls = _Backend
 
 
 def start_fit(trainer: ray.train.torch.TorchTrainer) -> tuple[threading.Thread, list[Exception]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ def test_flops_are_those_that_torch_counts(
     """Both sides count full, unmasked attention; the formula also counts biases and norms."""
     shape = GPTShape(*sizes, **more)
     matrices = (
-        shape.num_layers * count_model(shape).block_matrix_parameters
+        shape.num_layers * sum(map(math.prod, count_model(shape).block_matrices))
         + count_model(shape).embedding_parameters
     )
     vectors = count_model(shape).num_parameters - matrices

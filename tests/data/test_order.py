@@ -132,7 +132,7 @@ def test_an_epoch_has_every_sequence_once_but_for_less_than_a_batch(shape: Shape
         assert ids.min() >= 0
         assert ids.max() < sum(shape.row_groups)
         left_out = sum(shape.row_groups) - len(ids)
-        assert 0 <= left_out == order.remainder_sequences < shape.batch_sequences
+        assert 0 <= left_out == order.num_sequences % shape.batch_sequences < shape.batch_sequences
 
 
 @pytest.mark.parametrize("shape", GRID, ids=str)
