@@ -65,11 +65,7 @@ class _Branch:
 
 
 def read_branch(directory: Location) -> _Branch | None:
-    """Read the origin of a run, or None if it is not a branch.
-
-    Raises:
-        CheckpointError: the file is damaged.
-    """
+    """Read the origin of a run, or None if it is not a branch; raises CheckpointError for a damaged file."""
     file = directory / BRANCH_FILE
     if not file.is_file():
         return None

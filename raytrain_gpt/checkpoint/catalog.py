@@ -125,11 +125,7 @@ _HASHES = TypeAdapter(dict[_FileName, FileEntry])
 
 
 def read_hashes(directory: Location) -> dict[str, FileEntry]:
-    """The entries of a checkpoint by file name.
-
-    Raises:
-        CheckpointError: the file is damaged or cannot be read.
-    """
+    """The entries of a checkpoint by file name; raises CheckpointError if they are damaged or unreadable."""
     with damage_as(CheckpointError, directory / HASHES_FILE):
         return _HASHES.validate_python(parse_json((directory / HASHES_FILE).read_bytes()))
 

@@ -162,11 +162,7 @@ def bf16_is_faster(device: torch.device) -> bool:
 
 
 def resolve_precision(asked: str, device: torch.device) -> str:
-    """Resolve `auto` to `fp32`, `bf16` or `fp16`.
-
-    Raises:
-        ConfigError: bf16 is set on a GPU without it.
-    """
+    """Resolve `auto` to `fp32`, `bf16` or `fp16`; raises ConfigError for bf16 on a GPU without it."""
     if asked == "bf16" and not has_bf16(device):
         raise ConfigError(
             f"precision=bf16, but {torch.cuda.get_device_name(device)} does not support bf16; "

@@ -174,11 +174,7 @@ def set_up_training(
     device: torch.device,
     ranks: Collectives,
 ) -> TrainingSetup:
-    """Set up a new run or one that resumes; all ranks call it.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged.
-    """
+    """Set up a new run or one that resumes, on all ranks; a damaged checkpoint raises CheckpointError."""
     precision = resolve_precision(config.train.precision, device)
     dtype = matmul_dtype(precision)
     narrow_gradients = config.train.gradient_dtype == "bf16"

@@ -117,11 +117,7 @@ def check_init_from(config: Config, data: Mixture, log: Log = say) -> Config:
 
 
 def check_disk(config: Config, run_dir: Location, vocab_size: int, existing: int) -> None:
-    """Check for disk space for the remaining checkpoints, given the `existing` ones.
-
-    Raises:
-        ClusterError: too little is free.
-    """
+    """Raise a ClusterError if the remaining checkpoints, given the `existing` ones, have too little space."""
     each = checkpoint_bytes(GPTShape.of(config, vocab_size), config.optim)
     train = config.train
     in_all = -(-train.max_steps // train.checkpoint_every_steps)

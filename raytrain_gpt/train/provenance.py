@@ -101,11 +101,7 @@ class RunProvenance:
                 yield step, batch
 
     def batch_of(self, step: int) -> int:
-        """Global batch of a step.
-
-        Raises:
-            ConfigError: the run has no such step.
-        """
+        """Global batch of a step; raises ConfigError if the run has no such step."""
         before, first = self._base
         if not before < step <= self.last_step:
             earlier = f"; earlier steps belong to {self._branch.checkpoint}" if self._branch else ""

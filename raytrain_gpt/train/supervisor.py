@@ -99,11 +99,7 @@ class RunOutput:
         self.run_dir, self.sync, self.log = run_dir, RunSync(run_dir), log
 
     def check_is_ours(self) -> None:
-        """Check, before the first step, that only files of a run would be replaced.
-
-        Raises:
-            CheckpointError: the directory has files of these names but no run's configuration.
-        """
+        """Raise a CheckpointError if files of these names exist, but no run's configuration."""
         names = (CONFIG_FILE, METRICS_FILE, LOG_FILE, SAMPLES_FILE, REPORT_FILE)
         existing = [name for name in names if (self.sync.work_dir / name).exists()]
         if not existing:
