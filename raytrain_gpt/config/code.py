@@ -10,10 +10,10 @@ import re
 import sys
 import traceback
 import types
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import compress
 from pathlib import Path
 
 from raytrain_gpt.errors import ConfigError, RaytrainGptError, UserError, damage_as
@@ -111,6 +111,7 @@ def _deciding(text: str) -> str:
     """Dump the statements that act or declare other kinds, and the definitions that they use."""
     body = [one for statement in ast.parse(text).body for one in _one_by_one(statement)]
     names = [_names(one) for one in body]
+    used = set[str]().union(*names)
     extend = {
         _defined(one): one.names[0].name
         for one in body
@@ -119,7 +120,7 @@ def _deciding(text: str) -> str:
 
     def acts(statement: ast.stmt) -> bool:
         if isinstance(statement, ast.Import):  # for its effect, if nothing uses it
-            return _defined(statement) not in set().union(*names)
+            return _defined(statement) not in used
         decorators = getattr(statement, "decorator_list", [])
         besides = (
             isinstance(d, ast.Call) and extend.get(ast.unparse(d.func)) in _BESIDES
@@ -127,13 +128,15 @@ def _deciding(text: str) -> str:
         )
         return _defined(statement) is None or not all(besides)
 
-    kept = [acts(one) for one in body]
-    while True:
-        used = set[str]().union(*compress(names, kept))
-        more = [was or _defined(one) in used for one, was in zip(body, kept, strict=True)]
-        if more == kept:
-            return "\n".join(map(ast.dump, compress(body, kept)))
-        kept = more
+    definitions = defaultdict[str | None, list[int]](list)
+    for number, one in enumerate(body):
+        definitions[_defined(one)].append(number)
+    kept, left = set[int](), [number for number, one in enumerate(body) if acts(one)]
+    while left:
+        kept.add(number := left.pop())
+        for name in names[number]:
+            left += definitions.pop(name, [])
+    return "\n".join(ast.dump(body[number]) for number in sorted(kept))
 
 
 def _one_by_one(statement: ast.stmt) -> list[ast.stmt]:
