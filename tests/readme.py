@@ -47,7 +47,7 @@ SMALL = (
 """Flags that run a GPU preset on a CPU in seconds."""
 HAVE_OTHER_TESTS = (
     r"^(mlflow |hf |curl |python |ray |export |\(umask|raytrain-gpt (import|doctor|tune|"
-    r"train --preset)).*"
+    r"train --preset (?!quickstart))).*"
 )
 SMALL_GPT2 = """from transformers import GPT2Config, GPT2LMHeadModel
 GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=64)).save_pretrained("gpt2-hf")"""
