@@ -26,8 +26,11 @@ HISTORY = {"CHANGELOG.md", "docs/notebook/decisions.md"}
 CURRENT = [page for page in PAGES if page.relative_to(ROOT).as_posix() not in HISTORY]
 GUIDES = sorted((ROOT / "docs").glob("*.md"))
 """Pages for readers: all but the notebook."""
+NOTEBOOK = sorted((ROOT / "docs" / "notebook").glob("*.md"))
 
-MAX_README_WORDS, MAX_PAGE_WORDS, MAX_DOCS_WORDS = 1200, 1700, 17_500
+MAX_README_WORDS, MAX_PAGE_WORDS, MAX_DOCS_WORDS, MAX_NOTEBOOK_WORDS = 800, 1200, 14_000, 4000
+MAX_TABLE_SHARE = 1 / 3
+"""Largest share of a page's words in tables, except on pages of reference."""
 WORD = re.compile(r"\S*\w\S*")
 GENERATED = re.compile(r"<!-- (\w+) -->.*?<!-- end of \1 -->", re.DOTALL)
 """Tables of configuration.md that are generated from the code."""
@@ -79,10 +82,15 @@ def links_of(page: Path) -> list[str]:
     return ["".join(groups) for groups in LINK.findall(text)]
 
 
-def num_words(page: Path) -> int:
-    """Count the words of a page without code, generated tables and link targets."""
+def num_words(page: Path, lines: str = "") -> int:
+    """Count the words of a page without code, generated tables and link targets.
+
+    Args:
+        lines: What the lines to count start with.
+    """
     text = GENERATED.sub("", CODE.sub("", page.read_text("utf-8")))
     text = re.sub(r"^\[[^\]]+\]: \S+$", "", text, flags=re.MULTILINE)
+    text = "\n".join(line for line in text.splitlines() if line.startswith(lines))
     return len(WORD.findall(re.sub(r"\]\([^)\s]*\)", "]", text)))
 
 
@@ -171,7 +179,15 @@ def test_pages_are_short() -> None:
     lengths = {page.name: num_words(page) for page in GUIDES}
     assert {name: words for name, words in lengths.items() if words > MAX_PAGE_WORDS} == {}
     assert sum(lengths.values()) <= MAX_DOCS_WORDS, lengths
+    assert sum(num_words(page) for page in NOTEBOOK) <= MAX_NOTEBOOK_WORDS
     assert num_words(ROOT / "README.md") <= MAX_README_WORDS
+
+
+def test_pages_explain_more_than_they_list() -> None:
+    reference = (ROOT / "mkdocs.yml").read_text("utf-8").split("- Reference:")[1]
+    pages = [page for page in GUIDES if f"- {page.name}\n" not in reference]
+    shares = {page.name: num_words(page, "|") / num_words(page) for page in pages}
+    assert {name: share for name, share in shares.items() if share > MAX_TABLE_SHARE} == {}
 
 
 def test_no_line_of_the_readme_is_long() -> None:
