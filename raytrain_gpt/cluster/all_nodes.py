@@ -35,7 +35,7 @@ _RAY_FILES_BYTES = 2**27
 """Room for Ray's logs and sockets."""
 _DRIVER_FILE = "driver"
 ON_ALL_NODES = "use a directory that all nodes mount, or s3://"
-MAKE_ROOM = "free space there, or start Ray with a different --temp-dir"
+MAKE_ROOM = "free space there, or start Ray with another --temp-dir"
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,6 @@ def ask_nodes(probe: Location | None, data_problem: Callable[[], str]) -> list[N
 
 
 def facts_here(probe: Location | None, data_problem: Callable[[], str]) -> NodeFacts:
-    """Gather this node's facts."""
     directory = ray._private.worker.global_worker.node.get_session_dir_path()
     return NodeFacts(
         name=ray.util.get_node_ip_address(),

@@ -32,7 +32,7 @@ class HeadFacts:
 
     Attributes:
         error: Why there was no response, or empty.
-        accepts_us: Whether it takes this process's token, if it asks for one.
+        accepts_us: Whether it accepts this process's token, if it requires one.
         ray_version: Version of the head, or empty if access was refused.
     """
 

@@ -1,4 +1,4 @@
-"""Find and end what dies or hangs: worker groups of dead controllers, controllers and processes."""
+"""Remove what dead controllers leave behind, and kill controllers and processes that hang."""
 
 from __future__ import annotations
 

@@ -49,11 +49,7 @@ _at_end = contextlib.ExitStack()
 
 
 def start_own_cluster(num_cpus: int, **options: Any) -> None:
-    """Start a cluster with `ray.init`, until `end_own_cluster` or this process's exit.
-
-    Raises:
-        ClusterError: it does not start.
-    """
+    """Start a cluster that lasts until `end_own_cluster` or this process's exit; may raise ClusterError."""
     os.environ.update({k: v for k, v in _ENVIRONMENT.items() if k not in os.environ})
     if (python := shlex.quote(sys.executable)) != sys.executable:
         # Ray puts the path unquoted into the shell command of workers with environment variables.

@@ -49,14 +49,14 @@ def only_first(
 
 
 def find_duplicates(files: list[Location]) -> list[NDArray[np.bool_]]:
-    """Mark documents that equal an earlier one: a bool (documents,) array per file.
+    """Mark documents that duplicate an earlier one: a bool (documents,) array per file.
 
     `files` have the hashes of each task, in source order. Memory: about 70 bytes per document.
     """
     with ThreadPoolExecutor(_READS_AT_ONCE) as pool:
         parts = [np.frombuffer(content, _HASH) for content in pool.map(Location.read_bytes, files)]
     hashes = np.concatenate(parts)
-    order = np.lexsort((hashes["low"], hashes["high"]))  # stable: equal ones stay in source order
+    order = np.lexsort((hashes["low"], hashes["high"]))  # stable: duplicates stay in source order
     hashes = hashes[order]
     is_duplicate = np.zeros(len(hashes), np.bool_)
     is_duplicate[order[1:][hashes[1:] == hashes[:-1]]] = True

@@ -152,7 +152,7 @@ def _first_documents(pieces: list[SourcePiece], options: PrepareOptions) -> list
     left, kept = options.max_documents, list[SourcePiece]()
     if left is None:
         return pieces
-    read = reader(options.model_copy(update={"dedupe": "none"}))  # duplicates are left out later
+    read = reader(options.model_copy(update={"dedupe": "none"}))  # duplicates are dropped later
     for piece in pieces:
         if piece.ids is not None:
             raise DataError(
@@ -167,7 +167,7 @@ def _first_documents(pieces: list[SourcePiece], options: PrepareOptions) -> list
 
 
 def reader(options: PrepareOptions) -> ReadDocuments:
-    """Return a function that reads a chunk's documents, without duplicates if asked, before the tasks do."""
+    """Return a function that reads a chunk's documents ahead of the tasks, as `dedupe` says."""
 
     def read_all(piece: SourcePiece) -> Iterator[Document]:
         # Only tasks count against the limit: some documents are read twice here.

@@ -237,7 +237,7 @@ def read_manifest(directory: LocationLike) -> Manifest:
         if (version := content["format_version"]) != FORMAT_VERSION:
             raise DataError(
                 f"{path} has format version {version!r}, but this raytrain-gpt reads {FORMAT_VERSION}; "
-                "upgrade raytrain-gpt or prepare the data in a different directory"
+                "upgrade raytrain-gpt or prepare the data in another directory"
             )
         stated = str(content.pop("manifest_hash"))
         manifest = Manifest.model_validate(content)

@@ -95,7 +95,7 @@ class Examination:
             return ask_nodes(None, problem)
 
     def nodes_with(self, problem: Callable[[NodeFacts], str]) -> str:
-        """Name the nodes that have a problem, with it."""
+        """List the nodes that have a problem, each with the problem."""
         found = {node.name: problem(node) for node in self.nodes}
         return ", ".join(f"{name}: {text}" for name, text in found.items() if text)
 
@@ -208,7 +208,7 @@ def check_nodes(exam: Examination) -> str:
     """Check that every node responds, with the driver's versions of Python, Ray, torch and this package."""
     if silent := exam.nodes_with(lambda node: node.error):
         raise Failed(
-            f"no response of {silent}; install this package and its dependencies there, or remove the node"
+            f"no response from {silent}; install this package and its dependencies there, or remove the node"
         )
     driver = local_versions()
     differences = [
@@ -328,8 +328,8 @@ def check_sequences(exam: Examination) -> str:
         read = Counter(np.concatenate(actual[name]).tolist())
         if planned != read:
             raise Failed(
-                f"{(planned - read).total()} of {count(len(plan), 'sequence')} of {name} read by no rank, "
-                f"and {(read - planned).total()} read twice or unplanned; do not train with this setup: "
+                f"no rank read {(planned - read).total()} of {count(len(plan), 'sequence')} of {name}, and "
+                f"{(read - planned).total()} were read twice or unplanned; do not train with this setup: "
                 "compare the installed versions with constraints.txt"
             )
     total = sum(len(plan) for plan in plans.values())

@@ -86,7 +86,7 @@ class EvalFeed:
         self._device = device
 
     def micro_batches(self) -> list[Iterator[MicroBatch]]:
-        """Micro-batches of each dataset, of one shape, padded with ignored targets."""
+        """Return the micro-batches of each dataset, of one shape, padded with ignored targets."""
         return [self._padded(tokens) for tokens in self._tokens]
 
     def _padded(self, tokens: Tokens) -> Iterator[MicroBatch]:

@@ -99,9 +99,9 @@ class PlannedRun:
     """A run of the study.
 
     Attributes:
-        values: Field -> value, besides the base's.
+        values: Field -> value, in addition to the base's.
         trunk: Run that it branches from, or "".
-        own_steps: Those that it trains itself.
+        own_steps: Steps that it trains itself.
     """
 
     name: str
@@ -149,8 +149,8 @@ class StudyPlan:
         if len(different) < max(number, len(sizes)) or span < ratio:
             shown = ", ".join(amount(size.parameters) for size in sizes)
             raise ConfigError(
-                f"shapes near sizes have {shown} parameters: {len(different)} sizes, a factor of {span:.1f}, "
-                f"but a law needs {number} and {ratio}; raise num_heads in overrides for finer ones"
+                f"nearest shapes have {shown} parameters: {len(different)} sizes, a factor of {span:.1f}; "
+                f"a law needs {number} and {ratio}; raise num_heads in overrides for more shapes"
             )
         return sizes
 
@@ -216,7 +216,7 @@ class StudyPlan:
         return PlannedRun(name, size, steps * self.batch_tokens, values, trunk, steps - start)
 
     def check(self, train_tokens: int | None) -> None:
-        """Raise a ConfigError if a run is impossible, or the study would mean nothing.
+        """Raise a ConfigError if a run is impossible, or the study could not determine a law.
 
         Args:
             train_tokens: Tokens of the data, or None if it does not exist yet.
@@ -239,8 +239,8 @@ def check_extrapolation(times: float) -> None:
     """Raise a ConfigError for a forecast at too large a multiple of the largest run's compute."""
     if times > MAX_EXTRAPOLATION:
         raise ConfigError(
-            f"the run to forecast has {times:.0f} times the compute of the study's largest, and forecasts "
-            f"reach {MAX_EXTRAPOLATION} times; add larger sizes"
+            f"the run to forecast has {times:.0f} times the compute of the study's largest, but forecasts "
+            f"reach at most {MAX_EXTRAPOLATION} times; add larger sizes"
         )
 
 

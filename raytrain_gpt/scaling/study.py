@@ -48,14 +48,14 @@ def run_study(
 
     Args:
         resume: Continue the study if it was started before, which is an error otherwise.
-        validate: Then write the forecast of a larger run, and train it.
+        validate: Afterwards, forecast a larger run, and train it.
 
     Returns:
         Result files; `best.yaml` is last.
 
     Raises:
         UserError: the study, data, storage or cluster cannot be used, or the runs determine no law.
-        Interrupted: Ctrl+C or SIGTERM, after all runs have saved.
+        Interrupted: Ctrl+C or SIGTERM, after all runs have saved checkpoints.
         TrainingFailed: runs failed.
     """
     with StopSignals("interrupted before the first run") as signals:
@@ -160,7 +160,7 @@ class _StudyRun:
         self, rule: RateRule, found: list[RunResult], log: Log
     ) -> tuple[LawFile, list[Location]]:
         """Write the results; return law and files, or raise a ConfigError if no run can be planned."""
-        from raytrain_gpt.scaling.scale_page import scale_page  # here: it imports charts
+        from raytrain_gpt.scaling.scale_page import scale_page  # it imports charts
 
         plan, directory = self.plan, self.campaign.directory
         file = law_file(plan, self.campaign.data.vocab_hash, rule, found)

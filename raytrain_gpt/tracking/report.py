@@ -43,8 +43,8 @@ _NATS, _SECONDS = "nats per token", "seconds per step"
 _ORDER_HASH = (
     "data/order_hash is a rolling hash over the ids of the sequences that all workers together read in every "
     "global step. Each step is checked against the plan, in which no sequence repeats within an epoch, and a "
-    "difference ends the run. So no two workers read the same sequence. Equal hashes of two runs on the same "
-    "dataset mean equal data in every step up to that one."
+    "difference ends the run. So no two workers read the same sequence. If two runs on the same dataset have "
+    "the same hash, every step up to that one had the same data."
 )
 
 
@@ -343,7 +343,7 @@ def _same_data(run: RunHistory, first: RunHistory, common: list[int]) -> str:
             return f"no, differs from step {step:,}"
     if run.manifest_hash is None or first.manifest_hash is None:
         return "same order; dataset unknown before a checkpoint"
-    return "yes" if run.manifest_hash == first.manifest_hash else "no, same order of different data"
+    return "yes" if run.manifest_hash == first.manifest_hash else "no, the same order of other data"
 
 
 def _sample(line: str) -> str:

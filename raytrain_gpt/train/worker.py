@@ -58,7 +58,7 @@ class StepActions:
             flush before.
         evaluate: Compute the metrics of an evaluation, which the last step always has.
         save: Write a checkpoint, normally after the evaluation, to include its validation loss.
-            A preempted or stopped rank saves first, as its node may be gone in seconds.
+            A preempted or stopped rank does this first, as its node may be gone in seconds.
         await_scheduler: Wait for the sweep's decision on this trial.
     """
 
@@ -74,7 +74,7 @@ def step_actions(
     """Decide the actions after a step.
 
     Args:
-        leaving: Whether the ranks must save and exit.
+        leaving: Whether the ranks must save a checkpoint and exit.
         profile_edge: A profile starts or ends here, so earlier rows need separate timings.
         is_trial: A sweep decides after every evaluation but the last.
     """
@@ -193,7 +193,7 @@ class Worker:
             self._warn_if_not_exact()
 
     def _warn_if_not_exact(self) -> None:
-        """Exact sums need one kind of device, thread count and software version for the entire run."""
+        """Warn if the kind of device, thread count or software has changed, which exact sums forbid."""
         here = numerics_environment(self.setup.device, self.setup.precision)
         resumed = self.spec.resumed
         before = (resumed.state.numerics_environment if resumed else None) or here
@@ -280,7 +280,7 @@ class Worker:
         self.log.add(result, self._forward.take())
 
     def flush(self, late: bool) -> None:
-        """Reduce results over the ranks and report them; on a CPU nothing is gained by being late."""
+        """Reduce results over the ranks and report them; being late gains nothing on a CPU."""
         rows = self.log.flush(late and self.setup.device.type == "cuda")
         for row in rows:
             if row.get("event") == "nonfinite":
