@@ -293,7 +293,7 @@ def compare_runs(code: Code, config: Config) -> str:
         for run, num_ranks, what in ((one, 1, _KILLED), (two, 2, _ON_TWO_RANKS)):
             if _trained(run, file, num_ranks) != expected:
                 raise Failed(
-                    f"the weights differ when {what}; use no randomness, and keep all state in the "
+                    f"{what}, the weights differ; use no randomness, and keep all state in the "
                     "optimizer's state[p] or as numbers in param_groups"
                 )
     return f"{_NUM_STEPS} steps {_KILLED} and {_ON_TWO_RANKS} give the weights of an unbroken run"
