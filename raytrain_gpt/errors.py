@@ -30,7 +30,7 @@ class RaytrainGptError(Exception):
     exit_code = 1
 
     def _render_traceback_(self) -> list[str]:
-        """Lines that IPython shows: the cause's traceback, if any, and one line for the error."""
+        """Return the lines that IPython shows: the cause's traceback, if any, and one line for the error."""
         cause = traceback.format_exception(self.__cause__) if self.__cause__ else []
         return printable(f"{''.join(cause)}{type(self).__name__}: {self}").splitlines()
 

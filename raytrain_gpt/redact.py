@@ -63,7 +63,7 @@ def redacted(text: str) -> str:
 
 
 def _secret_values() -> list[str]:
-    """Values of secret variables, plain, URL-encoded and JSON-encoded; longest first, as they may nest."""
+    """Return secret values, plain, URL-encoded and JSON-encoded; longest first, as they may nest."""
     # Another thread may change the environment meanwhile, as MLflow's does.
     values = {
         os.environ.get(name, "").strip()

@@ -291,7 +291,7 @@ class Catalog:
                 on_skip(f"skipped: {error}")
 
     def _paths(self) -> list[Location]:
-        """Directories named like checkpoints, by step; in an object store only those with hashes."""
+        """Return directories named like checkpoints, by step; in an object store only those with hashes."""
         paths = [self._dir / name for name in self._dir.names() if _NAME.fullmatch(name)]
         finished = [p for p in paths if self._dir.is_local or (p / HASHES_FILE).is_file()]
         return sorted(finished, key=_step)  # by name a step of nine digits would come first

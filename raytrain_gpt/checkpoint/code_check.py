@@ -71,7 +71,7 @@ def change_of_code(checkpoint: Checkpoint, used: Code | None) -> str:
 
 
 def _decides_alike(checkpoint: Checkpoint, used: Code | None) -> bool:
-    """Whether the user accepts any code, or the checkpoint's differs only in what affects no weights."""
+    """Whether the user accepts any code, or the checkpoint's differs only in what never affects weights."""
     if used is None or used.may_differ:
         return used is not None
     file = checkpoint.path / CODE_FILE

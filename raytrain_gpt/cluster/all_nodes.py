@@ -59,10 +59,10 @@ class NodeFacts:
 
 
 def check_storage(run_dir: Location, data: Sequence[Location]) -> None:
-    """Check that every node shares a run's directory, has the datasets, and room for Ray's files.
+    """Check that every node shares a run's directory, has the datasets, and has room for Ray's files.
 
     Raises:
-        ClusterError: a node does not.
+        ClusterError: for the first node that does not.
     """
     with storage_probe(run_dir, run_dir.parent) as probe:
         for node in ask_nodes(probe, partial(_missing_data, data)):

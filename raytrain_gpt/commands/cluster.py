@@ -56,7 +56,7 @@ class NodeOptions(Options):
 
 @command("node", NodeOptions)
 def node(options: NodeOptions) -> None:
-    """Run a worker node of a Ray cluster; runs save a checkpoint before it stops.
+    """Run a worker node of a Ray cluster that lets runs save a checkpoint before it stops.
 
     The command runs until SIGTERM or Ctrl+C. Training runs then save a checkpoint and continue
     without this node.

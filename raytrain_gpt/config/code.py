@@ -93,7 +93,9 @@ class Code:
             lines = [
                 f"{frame.f_code.co_filename.rpartition('#')[0]}, line {line}"
                 for frame, line in traceback.walk_tb(error.__traceback__)
-                if frame.f_code.co_filename.endswith(f"#{self.sha256[:8]}")  # of any name
+                if frame.f_code.co_filename.endswith(
+                    f"#{self.sha256[:8]}"
+                )  # the file may have any name
             ]
             is_ours = isinstance(error, RaytrainGptError)
             if is_ours and not (lines and isinstance(error, UserError)):

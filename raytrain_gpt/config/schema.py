@@ -116,15 +116,15 @@ class Config(Strict):
         return self.train.global_batch_tokens // self.data.seq_len
 
     def sections(self) -> dict[str, Strict]:
-        """Section by name."""
+        """Return name -> section."""
         return {name: getattr(self, name) for name in type(self).model_fields}
 
     def open_sections(self) -> list[OpenSection]:
-        """Sections that choose kinds."""
+        """Return the sections that choose kinds."""
         return [one for one in self.sections().values() if isinstance(one, OpenSection)]
 
     def field_values(self) -> dict[str, Any]:
-        """Flat view: field name -> value, with the settings of the chosen kinds."""
+        """Return field name -> value over all sections, with the settings of the chosen kinds."""
         return dict(chain(*self.sections().values()))
 
     def updated(self, values: Mapping[str, Any], given: Iterable[str] | None = None) -> Self:

@@ -47,7 +47,7 @@ class ModelSection(OpenSection):
 
     selectors = ("architecture",)
     architecture: Name = "gpt2"
-    """Model family; gpt2, qwen3 (rotary positions, RMSNorm, gated MLP, no biases), or one of --code."""
+    """Model family; gpt2, qwen3 (rotary positions, RMSNorm, gated MLP, no biases), or one from --code."""
     num_layers: int = Field(4, ge=1, le=10_000)
     """Number of transformer blocks."""
     num_heads: int = Field(4, ge=1)
@@ -81,7 +81,7 @@ class OptimSection(OpenSection):
 
     selectors = ("optimizer", "schedule")
     optimizer: Name = "adamw"
-    """Update rule; adamw, muon for block matrices with adamw for everything else, or one of --code."""
+    """Update rule; adamw, muon for block matrices with adamw for everything else, or one from --code."""
     peak_lr: float = Field(1e-3, gt=0)
     """Learning rate after warm-up."""
     min_lr: float = Field(1e-4, ge=0)
@@ -89,7 +89,7 @@ class OptimSection(OpenSection):
     warmup_steps: int = Field(50, ge=0)
     """Steps of linear warm-up to peak_lr."""
     schedule: Name = "cosine"
-    """Learning rate schedule after warm-up; cosine decay, wsd (warmup-stable-decay), constant, or one of
+    """Learning rate schedule after warm-up; cosine decay, wsd (warmup-stable-decay), constant, or one from
     --code."""
     grad_clip: float = Field(1.0, gt=0)
     """Global gradient norm to clip to."""
@@ -197,7 +197,7 @@ class EvalSection(SafeSection, OpenSection):
     """Sampling temperature; 0: the most likely token."""
 
     def chosen_names(self) -> list[tuple[Selector, str]]:
-        """(Selector, name) of each evaluation; `hellaswag_path` chooses HellaSwag."""
+        """Return (selector, name) of each evaluation; `hellaswag_path` chooses HellaSwag."""
         built_in: list[tuple[Selector, str]] = [("evaluations", "hellaswag")]
         return built_in * (self.hellaswag_path is not None) + super().chosen_names()
 

@@ -1,7 +1,7 @@
 """Attention within documents: a token attends to its own document, up to itself.
 
 The mask follows from the ids. It is computed on the device, once per forward pass for all layers, in shapes
-that depend on no value: nothing waits for the device, and no batch causes a recompilation.
+that do not depend on values, so the host never waits for the device and batches never cause a recompilation.
 """
 
 from __future__ import annotations

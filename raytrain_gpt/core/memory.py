@@ -170,7 +170,7 @@ class MemoryModel:
 def _kept_bytes(
     shape: GPTShape, mode: str, bf16: bool, narrow_residual: bool, compiled: bool
 ) -> tuple[int, int]:
-    """Count what a forward pass keeps for its backward pass: with logits if compiled, else up to them.
+    """Count what a forward pass keeps for its backward pass; includes logits only if compiled.
 
     Returns:
         Bytes for any batch, which are copies of weights in 16 bits, and bytes for each sequence; zeros if a

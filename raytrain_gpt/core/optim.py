@@ -251,7 +251,7 @@ def constant(step: int, max_steps: int, config: OptimSection) -> float:
 
 
 def cosine(step: int, max_steps: int, config: OptimSection) -> float:
-    """`min_lr + ½(1+cos(π·(step−warmup)/(max−warmup)))·(peak_lr−min_lr)`, and `min_lr` from max_steps on.
+    """Return `min_lr + ½(1+cos(π·(step−warmup)/(max−warmup)))·(peak_lr−min_lr)`; `min_lr` after the end.
 
     Source: Loshchilov, Hutter, "SGDR" (2017).
     """
@@ -267,7 +267,7 @@ def cosine(step: int, max_steps: int, config: OptimSection) -> float:
 def wsd(step: int, max_steps: int, config: OptimSection) -> float:
     """Decay linearly to `min_lr` over the last `decay_fraction` of max_steps.
 
-    The lower value counts during an overlapping warm-up. Source: Hu et al., "MiniCPM" (2024).
+    If the warm-up overlaps, the lower rate counts. Source: Hu et al., "MiniCPM" (2024).
     """
     decay_steps = max(1, round(config.settings(WsdSettings).decay_fraction * max_steps))
     drop = config.peak_lr - config.min_lr

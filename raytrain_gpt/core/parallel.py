@@ -55,7 +55,7 @@ def shard(model: GPT, mesh: DeviceMesh, matmul_dtype: torch.dtype | None = None)
     )
     layers = [layer for layer in model.h.modules() if isinstance(layer, nn.Linear)]
     linear = {p for layer in layers for p in layer.parameters()}
-    # The outer model first: after its blocks it would not get their norms.
+    # The outer model first: otherwise it would not get the blocks' norms.
     fully_shard(model, mesh=mesh, ignored_params=linear)
     for block in model.h:
         others = set(block.parameters()) - linear

@@ -148,9 +148,7 @@ class Qwen3(GPT):
 
 
 def _settings(shape: GPTShape) -> Qwen3Settings:
-    assert isinstance(shape.settings, Qwen3Settings), (
-        "the shape makes the settings of its architecture"
-    )
+    assert isinstance(shape.settings, Qwen3Settings), "a shape has its architecture's settings"
     return shape.settings
 
 

@@ -1,7 +1,7 @@
 """Bad steps: not finite, or a loss or gradient norm far above recent ones.
 
 A value is a spike if it lies more than `spike_zscore` standard deviations above the rolling mean; low values
-never are. Steps with a bad loss do not enter mean and deviation, so that a long spike cannot become normal,
+never do. Steps with a bad loss do not enter mean and deviation, so that a long spike cannot become normal,
 and count toward `spike_patience`. A step with only a high gradient norm is recorded but does not count, since
 clipping bounds its update; it enters the window, since norms may settle at a higher level.
 """
@@ -38,7 +38,7 @@ class BadStep:
 
 @dataclass(frozen=True)
 class BadStreak:
-    """Bad steps in a row that require a rollback to before them.
+    """Bad steps in a row that require a rollback.
 
     Steps and global batches are those of the first bad step and of the one that exhausted the patience.
     """

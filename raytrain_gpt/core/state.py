@@ -94,7 +94,7 @@ class HostSnapshot:
             synchronize(device)
 
     def files(self) -> list[str]:
-        """File names of this share."""
+        """Return the file names of this share."""
         return list(self._files)
 
     def write(self, file: str, path: Path) -> None:
@@ -285,7 +285,7 @@ def load_optimizer(
         zip(optimizer.param_groups, optimizer.group_numbers, strict=True)
     ):
         read = values.get(_GROUP.format(i), {})
-        # Others than numbers are not from a checkpoint of this optimizer, like its parameters.
+        # The rest, such as the parameters, never comes from a checkpoint of this optimizer.
         group.update({k: v for k, v in read.items() if k in numbers or k not in group})
 
 

@@ -173,7 +173,7 @@ def _head_rule(
     val_tokens: int,
     log: Log,
 ) -> SplitRule:
-    """Hold out the first documents with `val_tokens` tokens in total; `log` reports the counting."""
+    """Hold out the first documents with `val_tokens` tokens in total; `log` receives the progress."""
     log(f"tokenizing up to val_tokens={val_tokens} on one core to find the end of the val split")
     tokens, documents = 0, 0
     for i, piece in enumerate(pieces):

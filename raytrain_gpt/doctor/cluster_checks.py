@@ -52,7 +52,7 @@ from raytrain_gpt.tracking import mlflow_run
 from raytrain_gpt.train import preflight
 
 _RETRY_FOR_S = 10.0
-"""Short, because an unreachable object store is a result."""
+"""Seconds to retry, few because an unreachable object store is a result."""
 _BETWEEN_NODES = (
     "let all nodes reach each other on all ports, and if a node has several interfaces, set "
     "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"

@@ -3,7 +3,7 @@
 1. The shape gives parameters and FLOPs per token; the configuration gives steps and tokens.
 2. A rank's memory is predicted (`core/memory`) and compared with the device's.
 3. Tokens/s come from a probe, a given step time, or the device's peak times an assumed MFU.
-4. Steps times seconds give the training time, times workers and rates the price.
+4. Steps and step time give the training time; with workers and hourly rates, the price.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def _tokenizer(source: Path, name: str | None, vocab_size: int, log: Log) -> tik
         encoding = read_tokenizer_file(file, log)
         if encoding.n_vocab < vocab_size:
             log(f"{vocab_size - encoding.n_vocab} rows of the embedding have no token")
-            # A special token as the last id, as many rows as there are; ids between have no text.
+            # A special token takes the last id, so that ids match rows; ids between have no text.
             last = {f"<|unused_{vocab_size - 1}|>": vocab_size - 1}
             special, ranks = encoding._special_tokens | last, encoding._mergeable_ranks
             encoding = make_encoding(IMPORTED, encoding._pat_str, ranks, special)

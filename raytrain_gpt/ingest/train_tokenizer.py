@@ -35,9 +35,9 @@ _SAMPLE_BYTES = 100_000_000
 """Bytes of text to train on, which takes seconds and bounds memory; more hardly changes 8,192 ids."""
 _LEAST_PIECE_BYTES = 2**23
 _MOST_TOKEN_BYTES = 64
-"""Otherwise a line of a hundred dashes would become one token."""
+"""Maximum bytes of a token; otherwise a line of a hundred dashes would become one."""
 _TEXT_CHARACTERS = 2**16
-"""Texts are cut to this length, since `tokenizers` holds many bytes per character."""
+"""Maximum length of a text, which is cut there, since `tokenizers` holds many bytes per character."""
 _WORD_CHARACTERS = 2**8
 """Words are cut after two to three times this length: every merge in a word reads all of it."""
 _WORD = regex.compile(GPT2_PATTERN)

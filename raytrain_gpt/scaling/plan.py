@@ -32,7 +32,7 @@ _WHOLE_DECAYS = 5
 _DEFAULT_NUM_SIZES, _LARGEST_SHARE = 5, 1 / 10
 """Sizes, and compute of the largest run as a fraction of the target's, if the file has none."""
 MAX_EXTRAPOLATION = 30
-"""Compute of a forecast over the largest run's above which it is refused."""
+"""Maximum compute of a forecast, as a multiple of the largest run's."""
 MAX_EPOCHS = 4
 """More repetitions of data are worth less than new tokens (Muennighoff et al., 2023)."""
 _MAX_WARMUP = 1 / 10
@@ -294,8 +294,8 @@ def cost_lines(study: Study) -> Iterator[str]:
     all_tokens = sum(run.own_steps for run in runs) * plan.batch_tokens
     flops = sum(6 * run.size.parameters * run.own_steps for run in runs) * plan.batch_tokens
     yield (
-        f"runs: {' + '.join(str(len(stage)) for stage in stages)} (rates at two sizes, at the third; trunks "
-        f"and cooldowns), {amount(all_tokens)} tokens, {flops:.2g} FLOPs"
+        f"runs: {' + '.join(str(len(stage)) for stage in stages)} (rates at two sizes, rates at the "
+        f"third, trunks and cooldowns), {amount(all_tokens)} tokens, {flops:.2g} FLOPs"
     )
     times = study.target.compute / plan.largest_compute
     yield f"target: {study.target.compute:.3g} FLOPs, {times:.1f} times the largest run"

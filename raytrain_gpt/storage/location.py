@@ -418,7 +418,7 @@ def _check_characters(path: str) -> None:
 
 
 def _check_user_info(url: str) -> None:
-    """Raise a ConfigError, without showing them, if a URL has a user or password."""
+    """Raise a ConfigError that hides them if a URL has a user or password."""
     if has_user_info(url):
         scheme, _, rest = url.partition("://")
         raise ConfigError(

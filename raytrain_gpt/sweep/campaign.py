@@ -108,7 +108,7 @@ class Campaign:
         sized = one_worker_for_auto(base)
         preflight.prepare_default_data(sized, log)
         self.base: Config = preflight.absolute_paths(sized)
-        self.data = read_data(self.base)  # its errors come before a cluster
+        self.data = read_data(self.base)  # raises before a cluster starts
         self.directory = location(self.base, self.base.run.storage_path) / definition.name
         check_unchanged(definition, self.base, self.directory, resume)
         for line in tracker_warnings(self.base):

@@ -46,7 +46,7 @@ class _Domain(BaseModel):
 
 
 class Grid(_Domain):
-    """Every value is tried, with every value of the other grids."""
+    """Values that are all tried, with every value of the other grids."""
 
     grid: tuple[Any, ...]
 

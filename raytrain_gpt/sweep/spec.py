@@ -172,7 +172,7 @@ class CampaignFile(Strict):
 
     @classmethod
     def kind(cls) -> str:
-        """Text `sweep` or `study`."""
+        """Return `sweep` or `study`."""
         return cls.__name__.lower()
 
     @property
@@ -222,7 +222,7 @@ class Sweep(CampaignFile):
         elif self.objective_mode is None or not own_scores({self.objective: None}):
             raise ConfigError(
                 f"objective={preview(self.objective, MAX_SHOWN)}: must be {', '.join(OBJECTIVES)}, or "
-                "EVALUATION/KEY from --code, for which set objective_mode to min or max"
+                "EVALUATION/KEY from --code; for the latter, set objective_mode to min or max"
             )
         self._check_space()
         self._check_num_trials()

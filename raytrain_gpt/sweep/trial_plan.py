@@ -31,7 +31,7 @@ from raytrain_gpt.sweep.space import (
 from raytrain_gpt.sweep.spec import OBJECTIVES, Sweep
 
 _MAX_CORNERS = 2000
-"""Limit of the corners of the space that are checked before an adaptive search."""
+"""Maximum number of corners of the space to check before an adaptive search."""
 _NUM_DRAWS_CHECKED = 100
 
 

@@ -4,7 +4,7 @@
    the ranks wait, and the report goes to Ray Tune. So a stopped trial has trained on exactly the tokens of
       its report, and one that continues loses none. After a restart, finished evaluations are reported, not
    repeated.
-2. A trial of one worker trains in the thread, as in local mode; more workers are Ray Train's.
+2. A trial of one worker trains in the thread, as in local mode; Ray Train runs several workers.
 3. A process whose trial has ended, or waits for others, gets the next one by `reset_config`: its imports, its
    GPU context and, for the same shape, its compiled graphs stay.
 """

@@ -29,7 +29,7 @@ def open_trackers(
         is_over: Create only those that lack rows.
     """
     run.log = log
-    assert run.id, "drawn here, before threads draw it"
+    assert run.id, "the id is drawn before threads need it"
     (run.directory / TRACKERS_DIR).mkdir(exist_ok=True)
     tracking, uri = run.config.tracking, mlflow_run.tracking_uri(run.config)
     names = ["tensorboard"] * tracking.tensorboard + ["mlflow"] * (uri is not None)

@@ -160,7 +160,7 @@ class RunHistory:
         return [Curve("spike", steps, losses, color=4, marker="v", width=0)] if spikes else []
 
     def _of_ranks(self, key: str) -> list[Curve]:
-        """Return the seconds of each rank, of the slowest _MAX_RANKS, if any were timed."""
+        """Return the seconds of the slowest _MAX_RANKS ranks, if any were timed."""
         rows = [row for row in self.rows if row.get(key)]
         seconds = np.full((len(rows), max((len(row[key]) for row in rows), default=0)), np.nan)
         for i, row in enumerate(rows):  # the number of ranks may change at a restart
@@ -175,7 +175,7 @@ class RunHistory:
         ]
 
     def numbers(self) -> Iterator[tuple[str, str, str]]:
-        """Yield name, value and note of the numbers of the run, the last ones of each."""
+        """Yield name, value and note of the run's latest numbers."""
         speed, tokens_seen = self.speed, self.last.get("data/tokens_seen", 0)
         losses = [row["val/loss"] for row in self.evals if row["val/loss"] is not None]
         evaluation = self.evals[-1] if self.evals else {}

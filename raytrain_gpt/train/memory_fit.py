@@ -179,7 +179,7 @@ def fit_memory(
 
     Raises:
         ClusterError: not even one sequence fits.
-        ray.exceptions.RayError: the task that looks at a GPU died, or waited too long for one.
+        ray.exceptions.RayError: the task that asks a GPU for its facts died, or waited too long for one.
     """
     if change := micro_batch_change(config, world_size):
         log(change)
@@ -222,7 +222,7 @@ def fit_from_checkpoint(
 
 
 def gpu_facts(config: Config) -> GpuFacts:
-    """Look at the GPU of this process in local mode, else of a worker, for which a task waits."""
+    """Ask for the facts of this process's GPU in local mode, else of a worker's, by a task that waits."""
     c, precision = workers_of(config), config.train.precision
     if c.is_local:
         return GpuFacts.here(precision)

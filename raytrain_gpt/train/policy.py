@@ -26,7 +26,7 @@ class AttemptEnd:
     """How an attempt ended.
 
     Attributes:
-        error: Raised by `fit()`, the look at a GPU or, in local mode, the training; or one for an early exit.
+        error: Error of `fit()`, `gpu_facts` or local training, or one made for an early exit.
         user_error: This package's error inside `error`, which a retry would repeat.
     """
 
@@ -43,7 +43,7 @@ def classify_end(
 
     Args:
         outcome: The workers' report on exit, or None if they or the recorder died.
-        hung: The ranks were killed because one of them stalled.
+        hung: Whether the ranks were killed because one of them stalled.
     """
     if outcome is not None:
         # The workers have saved a checkpoint and exited; a later error from Ray loses nothing.

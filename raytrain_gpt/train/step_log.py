@@ -153,7 +153,7 @@ class StepLog:
             [forward for _, forward in pending],
             losses=_to_host([step.loss for step in steps]),
             norms=_to_host([step.grad_norm.float() for step in steps]),
-            scales=_to_host(scales) if scales else None,  # in a run all steps have one or none has
+            scales=_to_host(scales) if scales else None,  # all steps of a run have one, or none
             end=Moment(self._device),
             seconds_excluded=excluded,
         )

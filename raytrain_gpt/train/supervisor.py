@@ -255,7 +255,7 @@ class Run:
             raise Interrupted(self._interrupted_message(started_at=0))
 
     def _newest(self) -> Checkpoint | None:
-        """Return the newest checkpoint that looks complete, to name it."""
+        """Return the newest checkpoint that looks complete, for messages."""
         return next(reversed(self.catalog.complete()), None)
 
     def _summary(self, newest: Checkpoint, was_finished: bool = False) -> RunSummary:
@@ -274,7 +274,7 @@ class Run:
                 self.log,
                 resumed.state if resumed else None,
             )
-        except (ray.exceptions.RayError, SystemExit) as error:  # looking at a GPU failed
+        except (ray.exceptions.RayError, SystemExit) as error:  # `gpu_facts` failed
             return policy.AttemptEnd("failed", error)
         work_dir = Location.of(self.output.sync.work_dir)
         self.signals.defer(partial(mark_interrupted, work_dir, self.config))
