@@ -1,7 +1,7 @@
 """The catalog of a run's checkpoints: complete and hash-verified, or absent.
 
     checkpoints/step=00000250/         model.safetensors, optim-*.safetensors, tokenizer.json,
-                                       code.py if the run has code of the user's,
+                                       code.py if the run has user code,
                                        state.json, rows.jsonl and, last, hashes.json
     checkpoints/unfinished-…           being written or removed; never read
     checkpoints/broken-step=00000250/  damaged, or written in a loss spike, and set aside

@@ -114,7 +114,7 @@ class AdamW(torch.optim.AdamW):
 
 
 class UserOptimizer:
-    """An optimizer of the user's code behind the protocol `Optimizer`.
+    """A user's optimizer behind the protocol `Optimizer`.
 
     Each step waits until it knows whether the gradients are finite, as torch's optimizers cannot skip a step
     on the device. Learning rates of its parameter groups keep their ratios to peak_lr.

@@ -1,4 +1,4 @@
-"""Exact duplicates: documents whose text equals that of an earlier one in source order.
+"""Exact duplicates: documents with the same text as an earlier one in source order.
 
 A first pass over the text writes a 128-bit hash of every document, one file per task. Only these files
 decide which documents are dropped, so workers may write them in any order.
@@ -40,7 +40,7 @@ def only_first(
 
     def read_first(piece: SourcePiece) -> Iterator[Document]:
         for document in read(piece):
-            # By identity: a file that is listed twice has equal chunks.
+            # By identity: a file that is listed twice has the same chunks.
             key = (id(piece), document.position)
             if first.setdefault(hash_texts([document.text]), key) == key:
                 yield document

@@ -38,7 +38,7 @@ class Plan:
 
     Attributes:
         tasks: Index range [first, stop) in `pieces` of every task.
-        dedupe: Drop documents whose text equals that of an earlier one.
+        dedupe: Drop documents with the same text as an earlier one.
         document_separator: Text between the documents of a text file, or None for one document per file.
     """
 
@@ -94,7 +94,7 @@ def make_plan(
     else:
         num_val = len(val_pieces := find([options.val]))
         val_files = {piece.location for piece in val_pieces}
-        both = find([*sources, options.val])  # together, so that equal names are numbered
+        both = find([*sources, options.val])  # together, so that repeated names are numbered
         pieces = [piece for piece in both[:-num_val] if piece.location not in val_files]
         if not pieces:
             raise DataError(

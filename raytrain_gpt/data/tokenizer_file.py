@@ -118,7 +118,7 @@ def tokenizer_json(encoding: tiktoken.Encoding) -> str:
     model = models.BPE(
         {_printable(token): rank for token, rank in ranks.items()} | special,
         [(_printable(left), _printable(right)) for left, right in merges.values()],
-        # Lets `tokenizers` match tokens that no merge produces if they equal a word.
+        # Lets `tokenizers` match words that are tokens but that merges do not produce.
         ignore_merges=any(len(token) > 1 and token not in merges for token in ranks),
     )
     tokenizer = Tokenizer(model)

@@ -195,7 +195,7 @@ def data_problem(data: Mixture | None, seq_len: int) -> str:
     try:
         for dataset in data.datasets:
             if read_manifest(dataset.directory).hash != dataset.manifest.hash:
-                return f"it sees a different dataset than the driver in {dataset.directory}"
+                return f"it and the driver find different datasets in {dataset.directory}"
         for split in SPLITS:
             ends = np.cumsum(data.num_sequences(split, seq_len))
             data.read(split, seq_len, np.unique([0, *ends[:-1], *(ends - 1)]))
@@ -328,7 +328,7 @@ def check_sequences(exam: Examination) -> str:
         read = Counter(np.concatenate(actual[name]).tolist())
         if planned != read:
             raise Failed(
-                f"no rank read {(planned - read).total()} of {count(len(plan), 'sequence')} of {name}, and "
+                f"{(planned - read).total()} of {count(len(plan), 'sequence')} of {name} were not read, and "
                 f"{(read - planned).total()} were read twice or unplanned; do not train with this setup: "
                 "compare the installed versions with constraints.txt"
             )

@@ -152,8 +152,8 @@ def _causality(kind: Kind, config: Config) -> str:
             gap = float((hidden[0, 0] - expected[at]).abs().max())
             if not gap <= 1e-4 * max(1.0, float(expected.abs().max())):
                 raise Failed(
-                    f"token {at}'s features in a batch differ by up to {gap:.2g} from those alone, token by "
-                    "token; mask later tokens, do not mix rows, and use `attend` and `positions` unchanged"
+                    f"token {at}'s features in a batch differ by up to {gap:.2g} from those computed alone, "
+                    "token by token; mask later tokens, keep rows apart, and use `attend` and `positions` as given"
                 )
     return "each token depends only on its row, up to itself"
 

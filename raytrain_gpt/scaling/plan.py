@@ -2,7 +2,7 @@
 
 Each size has a trunk, a straight run of the longest length, and a cooldown for each shorter length: a branch
 from the trunk's checkpoint at which the rate of a straight run of that length starts to fall. So a cooldown
-equals that straight run bit for bit, and four lengths cost 47 tokens per parameter instead of 75.
+is bit-identical to that straight run, and four lengths cost 47 tokens per parameter instead of 75.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def run_study(
         Result files; `best.yaml` is last.
 
     Raises:
-        UserError: the study, data, storage or cluster cannot be used, or the runs determine no law.
+        UserError: the study, data, storage or cluster cannot be used, or the runs do not determine a law.
         Interrupted: Ctrl+C or SIGTERM, after all runs have saved checkpoints.
         TrainingFailed: runs failed.
     """
@@ -118,7 +118,7 @@ class _StudyRun:
             if trial.name in named and trial.values != named[trial.name].values:
                 raise ConfigError(
                     f"{trial.name} of {plan.study.title} started with other values, such as another peak "
-                    "rate; restore peak_lrs, or start a new study with a different --study_name"
+                    "rate; restore peak_lrs, or start a new study with another --study_name"
                 )
 
         def planned(name: str) -> tuple[Config, dict[str, Any]]:

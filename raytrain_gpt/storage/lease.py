@@ -1,7 +1,7 @@
 """One live writer for a directory on a local disk, a shared disk or an object store.
 
 A lease is a small JSON file that names its holder. The holder increments its `beat` every `heartbeat_s`
-and removes the file at the end. A stale lease needs no manual cleanup:
+and removes the file at the end. A stale lease is cleaned up automatically:
 
 1. Holder on this machine: the kernel reports whether it is alive, so the newcomer is refused or takes
    over at once.

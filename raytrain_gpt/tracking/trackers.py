@@ -146,7 +146,7 @@ class TrackerQueue:
         """Send the rest and have the tracker finish, within a minute, or else log how many rows it lacks.
 
         Args:
-            patient: Wait for further minutes as long as it takes rows.
+            patient: Wait more minutes as long as it accepts rows.
         """
         with self._changed:
             self._end = end

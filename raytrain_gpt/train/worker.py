@@ -149,7 +149,7 @@ class Worker:
         # In local mode Ray Train uses a GPU whenever it sees one.
         use_gpu = self.config.cluster.use_gpu
         device = ray.train.torch.get_device() if use_gpu else torch.device("cpu")
-        if use_gpu:  # one that shares its GPU takes no memory from the others
+        if use_gpu:  # one that shares its GPU must leave memory to the others
             torch.cuda.set_per_process_memory_fraction(self.config.cluster.memory_fraction)
         check_compiler(self.config, use_gpu, f"node {socket.gethostname()}")
         self.setup = set_up_training(
@@ -228,7 +228,7 @@ class Worker:
         """Train, yielding the result of every remaining step."""
         setup, train, optim = self.setup, self.config.train, self.config.optim
         if self.collectives.world_size > 1 and not train.exact:
-            # Made like all later inputs, since others would compile further graphs.
+            # Made like all later inputs, since others would compile more graphs.
             shape = (train.micro_batch_sequences, self.config.data.seq_len + 1)
             zeros = to_device(np.zeros(shape, np.uint16), setup.device)
             warm_up_ddp_buckets(setup.model, zeros, setup.autocast)
