@@ -153,7 +153,7 @@ def _causality(kind: Kind, config: Config) -> str:
             if not gap <= 1e-4 * max(1.0, float(expected.abs().max())):
                 raise Failed(
                     f"token {at}'s features in a batch differ by up to {gap:.2g} from those computed alone, "
-                    "token by token; mask later tokens, keep rows apart, use `attend` and `positions` as given"
+                    "token by token; mask later tokens, separate rows, use `attend` and `positions` as given"
                 )
     return "each token depends only on its row, up to itself"
 
