@@ -82,7 +82,8 @@ class LawFile(Law, _Scope, extra="ignore"):
         loss, most = float(self.predict(parameters, tokens)), math.log(expected_vocab_size(config))
         if not loss + (self.half_width or 0.0) <= most:
             raise ConfigError(
-                f"{self.study} forecasts {self.loss_text(loss)}, but guessing {most:.3f}; use another law"
+                f"{self.study} forecasts {self.loss_text(loss)}, but guessing gives {most:.3f}; "
+                "use another law"
             )
         by = f"nats per token, by {self.study}, at {times:.2g} times its largest compute"
         return "; ".join([f"{self.loss_text(loss)} {by}", *doubts])

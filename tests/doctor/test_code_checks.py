@@ -236,7 +236,10 @@ def mine(step, max_steps, settings):
     (line,) = failures(checks_of(text))
     assert "heads=5 must be even" in line
     chosen = Config().updated({"schedule": "mine", "heads": 2})
-    assert "FAIL schedule mine, factors: -1.0 and then -1.0" in failures(checks_of(text, chosen))[0]
+    assert (
+        "FAIL schedule mine, factors: it returned -1.0, then -1.0"
+        in failures(checks_of(text, chosen))[0]
+    )
     assert failures(checks_of(text, chosen.updated({"level": 0.5}))) == []
 
 
