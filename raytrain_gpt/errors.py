@@ -62,7 +62,7 @@ class StorageError(RaytrainGptError):
 
 
 class TrainingFailed(RaytrainGptError):
-    """Failure of a run that the user's input did not cause."""
+    """Failure of a run that is not an error in the user's input."""
 
 
 class Diverged(TrainingFailed):

@@ -51,7 +51,7 @@ _ORDER_HASH = (
 class RunHistory:
     """A run's files, parsed.
 
-    `tell` receives a warning for each file with skipped damage.
+    `tell` receives a warning for each file whose damaged lines are skipped.
     """
 
     def __init__(self, sync: RunSync, tell: Log | None = None) -> None:
