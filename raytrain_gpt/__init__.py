@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from raytrain_gpt.notebook import batch_at as batch_at
     from raytrain_gpt.notebook import train as train
 
-# Before torch is loaded, here and in Ray's workers. GNU OpenMP's threads wait for each other by spinning for
-# milliseconds, which beside other busy processes costs more than it saves (docs/notebook/decisions.md).
+# Set before torch is loaded, here and in Ray's workers. While they wait, GNU OpenMP's threads spin for
+# milliseconds, which costs more than it saves next to busy processes (docs/notebook/decisions.md).
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
@@ -25,7 +25,7 @@ __all__ = ["TrainedRun", "__version__", "batch_at", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """`train` and others when they are asked for: Ray's tasks import this package and need none of it."""
+    """Import `train` and others on first use: Ray's tasks import this package without needing them."""
     if name in __all__:
         from raytrain_gpt import notebook
 

@@ -28,12 +28,12 @@ _NO_USABLE_PATH = {
 """Errors blamed on a user's path wherever they occur; a missing file (ENOENT) may be our bug."""
 
 LEAVE_AFTER_S = 10.0
-"""Seconds for which threads of the user's code may keep a finished command."""
+"""Seconds that a finished command waits for threads of the user's code."""
 
 CODE_DECLARES_FLAGS = ("estimate", "train", "tune", "scale", "doctor")
 CODE_OF_CHECKPOINT = ("eval", "sample", "export")
-"""Commands with `--code`; the latter compare it with the checkpoint before it is executed, except for
-`eval --evaluations`, whose flags it declares."""
+"""Commands with `--code`; these compare the code with the checkpoint's before executing it, except
+`eval --evaluations`, whose flags the code declares."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -66,7 +66,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run one command and exit with its code; without `argv` it is all that this process does."""
+    """Run one command and exit with its code; without `argv`, the process does nothing else."""
     try:
         with redacted_output():
             _run(argv)
@@ -98,7 +98,7 @@ def _run(argv: Sequence[str] | None) -> NoReturn:
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _NO_USABLE_PATH:
             what = f"{error.filename or 'a path'}: {reason(error)}"
-            _complain(f"error: cannot use {what}; give access to it, or use a different path")
+            _complain(f"error: cannot use {what}; give access to it, or use another path")
             sys.exit(UserError.exit_code)
         _complain(traceback.format_exc().rstrip())
         sys.exit(1)
@@ -106,12 +106,12 @@ def _run(argv: Sequence[str] | None) -> NoReturn:
 
 
 def _leave_soon(code: int) -> None:
-    """Leave after LEAVE_AFTER_S, where Python would wait for threads without limit."""
+    """Exit after LEAVE_AFTER_S at most, although Python would wait for threads without limit."""
 
     def leave() -> None:
         waits = [one for one in threading.enumerate() if not one.daemon]
         names = ", ".join(one.name for one in waits if one is not threading.main_thread())
-        _complain(f"left {names} running; end your threads, or start them with daemon=True")
+        _complain(f"exited while {names} still ran; end your threads, or start with daemon=True")
         atexit._run_exitfuncs()
         print(end="", flush=True)
         os._exit(code)
@@ -119,7 +119,7 @@ def _leave_soon(code: int) -> None:
     timer = threading.Timer(LEAVE_AFTER_S, leave)
     timer.daemon = True
     timer.start()
-    atexit.register(timer.cancel)  # called before those registered earlier
+    atexit.register(timer.cancel)  # called before functions registered earlier
 
 
 def _complain(text: str) -> None:
@@ -127,7 +127,7 @@ def _complain(text: str) -> None:
 
 
 def _underscored(argv: Sequence[str]) -> list[str]:
-    """Write all flags with underscores, up to `--`: later ones belong to a different program."""
+    """Write all flags with underscores, up to `--`; what follows belongs to another program."""
     stop = argv.index("--") if "--" in argv else len(argv)
     flags = [
         re.sub(r"(?<=^--)[^=]+", lambda name: name[0].replace("-", "_"), argument)
@@ -137,7 +137,7 @@ def _underscored(argv: Sequence[str]) -> list[str]:
 
 
 def _use_code(argv: Sequence[str]) -> None:
-    """Read the file of `--code` before the flags are parsed, as it declares more; may raise ConfigError."""
+    """Read the file of `--code` before flags are parsed, as it declares more; may raise ConfigError."""
     from raytrain_gpt.config import kinds
 
     kinds.set_user_code(None)
@@ -152,7 +152,7 @@ def _use_code(argv: Sequence[str]) -> None:
     except argparse.ArgumentError as error:
         raise UserError(f"{error}") from None
     if None not in given.code and given.code:
-        from raytrain_gpt.data.locations import use_code  # here: its import takes a while
+        from raytrain_gpt.data.locations import use_code  # slow to import
 
         use_code(given.code, given.accept_changed_code)
         if argv[0] in CODE_DECLARES_FLAGS or given.evaluations is not None:
@@ -160,7 +160,7 @@ def _use_code(argv: Sequence[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from raytrain_gpt.commands import cluster, data, inference, train  # here: takes half a second
+    from raytrain_gpt.commands import cluster, data, inference, train  # imports for half a second
 
     parser = _Parser(
         prog="raytrain-gpt",

@@ -7,7 +7,7 @@
     │   ├── CheckpointError      a checkpoint or a run's directory
     │   └── ClusterError         resources, storage or network that the run needs
     ├── StorageError         an object store stayed unreachable: exit code 1
-    ├── TrainingFailed       the run failed for a different reason: exit code 1
+    ├── TrainingFailed       the run failed for another reason: exit code 1
     │   └── Diverged             weights or a trial's objective are not finite: a result of a sweep
     └── Interrupted          Ctrl+C or SIGTERM, after saving: exit code 130
 
@@ -30,54 +30,54 @@ class RaytrainGptError(Exception):
     exit_code = 1
 
     def _render_traceback_(self) -> list[str]:
-        """Lines that IPython shows: the cause's traceback, if any, and one line for the error."""
+        """Return the lines that IPython shows: the cause's traceback, if any, and one line for the error."""
         cause = traceback.format_exception(self.__cause__) if self.__cause__ else []
         return printable(f"{''.join(cause)}{type(self).__name__}: {self}").splitlines()
 
 
 class UserError(RaytrainGptError):
-    """The input is wrong and the user can fix it."""
+    """Error in the user's input."""
 
     exit_code = 2
 
 
 class ConfigError(UserError):
-    """A configuration value, key or combination of values is invalid."""
+    """Invalid configuration value, key or combination of values."""
 
 
 class DataError(UserError):
-    """A source, shard, manifest or tokenizer is missing, damaged or does not match."""
+    """Missing, damaged or mismatched source, shard, manifest or tokenizer."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint or a run's directory cannot be used as asked."""
+    """Checkpoint or run directory that cannot be used as asked."""
 
 
 class ClusterError(UserError):
-    """The cluster lacks resources, storage or network that the run needs."""
+    """Missing resources, storage or network that the run needs."""
 
 
 class StorageError(RaytrainGptError):
-    """An object store was unreachable for longer than retry_for_s."""
+    """Object store that was unreachable for longer than retry_for_s."""
 
 
 class TrainingFailed(RaytrainGptError):
-    """The run failed, and not because of the user's input."""
+    """Failure of a run that is not an error in the user's input."""
 
 
 class Diverged(TrainingFailed):
-    """Weights or a trial's objective are not finite: a result of a sweep, not its failure."""
+    """Weights or a trial's objective that are not finite: a result of a sweep, not its failure."""
 
 
 class Interrupted(RaytrainGptError):
-    """The run was stopped by a signal, after saving a checkpoint."""
+    """Stop of the run by a signal, after saving a checkpoint."""
 
     exit_code = 130
 
 
 @contextlib.contextmanager
 def damage_as(kind: type[UserError], file: object, advice: str = "") -> Iterator[None]:
-    """Turn errors of reading and parsing a file into one that names the file."""
+    """Turn errors from reading and parsing a file into one that names the file."""
     try:
         yield
     except OSError as error:
@@ -100,7 +100,7 @@ def failure_as(
 
 
 def reason(error: Exception) -> str:
-    """One-line reason of an error: the system's message, else its text, else its type.
+    """Return the one-line reason of an error: the system's message, else its text, else its type.
 
     For pydantic's errors, the first refused value.
     """
@@ -124,7 +124,7 @@ _MUST_BE = {
     **dict.fromkeys(("list_type", "tuple_type"), "a list"),
     "string_type": "a string",
 }
-"""Type of a pydantic error -> words, where pydantic's message is about Python."""
+"""Type of a pydantic error -> words, where pydantic's message speaks of Python."""
 
 
 def problem(errors: Iterable[Mapping[str, Any]]) -> str:

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 def __getattr__(name: str) -> Any:
-    """Import the model's classes when they are asked for: a tracker's process needs no torch."""
+    """Import the model's classes on first use: a tracker's process works without torch."""
     if name in _MODEL:
         from raytrain_gpt.core import model
 
@@ -48,12 +48,12 @@ def __getattr__(name: str) -> Any:
 def architecture(name: str, settings: type[Settings] = Settings) -> Callable[[T], T]:
     """Register a subclass of `GPT` with `make_layers`, `init_weights`, `embed` and `positioned`.
 
-    `shape.settings` has the settings. Blocks get `attend`, the only way in which tokens may mix; they may
-    differ, and parameters may be shared. Buffers are constants: a checkpoint has only parameters.
+    `shape.settings` has the settings. Blocks receive `attend`, the only way in which tokens may mix; blocks
+    may differ and share parameters. Buffers must be constants, since a checkpoint has only parameters.
 
     Optional attributes and methods of the class:
-        head_weight: Property, the head's (V, D) if it is not `wte.weight`.
-        resolved(shape): Class method, the shape with settings that mean a default replaced.
+        head_weight: Property, the weight (V, D) of the head if it is not `wte.weight`.
+        resolved(shape): Class method, the shape with placeholder settings, such as None, replaced.
         fused_projections: Name of a weight in a block -> projections fused in its rows, for Muon.
 
     For `export`, constants and static methods:
@@ -78,9 +78,9 @@ def optimizer(
 
 
 def schedule(name: str, settings: type[Settings] = Settings) -> Callable[[T], T]:
-    """Register a function `(step, max_steps, settings)` of the factor of peak_lr after `step` updates.
+    """Register a function `(step, max_steps, settings)` that returns a factor of peak_lr.
 
-    It is used after the linear warm-up.
+    It is the factor after `step` updates, and is used after the linear warm-up.
     """
     return _registered("schedule", name, settings)
 
@@ -88,9 +88,9 @@ def schedule(name: str, settings: type[Settings] = Settings) -> Callable[[T], T]
 def evaluation(name: str, settings: type[Settings] = Settings) -> Callable[[T], T]:
     """Register a function `(model, tokenizer, rank, world_size, settings)`, called on every rank.
 
-    It evaluates this rank's share of some examples and returns name -> (sum, count), the same names on all
-    ranks; the row's `evaluation/name` is the sum over all ranks by the count over them, or null if that is
-    not finite. A long evaluation yields such a dict for each batch instead, which are added.
+    It evaluates this rank's share of the examples and returns name -> (sum, count), with the same names on
+    all ranks. The row's `evaluation/name` is the sum of all ranks divided by their count, or null if that is
+    not finite. A long evaluation instead yields such a dict for each batch; they are added up.
 
     The model is unwrapped, in eval mode, under no_grad and autocast. `model.logits(ids)` is (B, T, V),
     V padded beyond `tokenizer.n_vocab`; `model(ids, targets, reduction="none")` is (B, T) in nats, 0 at
@@ -107,12 +107,12 @@ def tracker(name: str, settings: type[Settings] = Settings) -> Callable[[T], T]:
 
     Methods of the class:
         __init__(run, settings): `run` is a `tracking.trackers.TrackedRun`.
-        rows(rows): Take rows that earlier attempts could not deliver, and those of this one. Steps from
-            `run.first_step` on may be there from a killed attempt, and come again after a rollback. After an
-            error, the same rows come again.
-        text(step, name, text): Take samples.
-        finish(end, files): End the attempt: `finished`, `failed` or `interrupted`; the files, paths, may be
-            shown with it.
+        rows(rows): Receive rows that earlier attempts could not deliver, and this attempt's. Steps from
+          `run.first_step` on may already be there from a killed attempt, and are sent again after a
+          rollback. After an error, the same rows are sent again.
+        text(step, name, text): Receive samples.
+        finish(end, files): End the attempt; `end` is `finished`, `failed` or `interrupted`, and the files,
+          paths, may be shown with it.
     """
     return _registered("trackers", name, settings)
 

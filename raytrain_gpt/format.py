@@ -39,7 +39,7 @@ def cut(text: str, limit: int) -> str:
 
 
 def preview(value: object, limit: int) -> str:
-    """Python's repr of a value, cut to about `limit` characters."""
+    """Return Python's repr of a value, cut to about `limit` characters."""
     return cut(repr(value), limit)
 
 
@@ -71,7 +71,7 @@ def shell(*words: object) -> str:
 
 
 def sample_command(checkpoint: object, *flags: str) -> str:
-    """The command that samples from a run or checkpoint."""
+    """Return the command that samples from a run or checkpoint."""
     return f'{shell("raytrain-gpt", "sample", checkpoint, *flags)} --prompt "Hello"'
 
 
@@ -89,7 +89,7 @@ def table(names: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[
 
 
 def step_line(row: dict[str, Any], max_steps: int) -> str:
-    """The console line of a training step."""
+    """Format the console line of a training step."""
     tokens_per_s, mfu = row["perf/tokens_per_s"], row["perf/mfu"]
     cells = [
         f"step {row['step']}/{max_steps}",
@@ -106,16 +106,16 @@ def step_line(row: dict[str, Any], max_steps: int) -> str:
 
 
 ROW_PREFIXES = ("train", "val", "hellaswag", "optim", "data", "perf", "events", "text", "best")
-"""First part of the keys of rows and trackers that are not of the user's evaluations."""
+"""First part of the keys in rows and trackers, except those of the user's evaluations."""
 
 
 def own_scores(row: dict[str, Any]) -> dict[str, float | None]:
-    """Key -> value of the user's evaluations in a row."""
+    """Return key -> value of the user's evaluations in a row."""
     return {k: v for k, v in row.items() if "/" in k and k.partition("/")[0] not in ROW_PREFIXES}
 
 
 def eval_line(row: dict[str, Any], max_steps: int) -> str:
-    """The console line of an evaluation."""
+    """Format the console line of an evaluation."""
     line = (
         f"step {row['step']}/{max_steps} | val loss {number(row['val/loss'], '.4f')} | "
         f"perplexity {number(row['val/perplexity'], '.2f')} | "
@@ -134,7 +134,7 @@ def eval_line(row: dict[str, Any], max_steps: int) -> str:
 def event_line(
     row: dict[str, Any], max_steps: int, spike_zscore: float, run_dir: object
 ) -> str | None:
-    """The console line of an event, or None for events already visible."""
+    """Format the console line of an event, or return None for events already visible."""
     event = row["event"]
     if event == "spike" and not is_loss_spike(row, spike_zscore):
         event = "high gradient norm"
@@ -148,8 +148,8 @@ def event_line(
         return f"{start} | loss {loss} | norm {norm} | {look}"
     if row["event"] == "epoch":
         return (
-            f"{start} {row['epoch']} ended, after {amount(row['tokens'])} tokens and, in this attempt, "
-            f"{duration(row['seconds'])}; the next one has an order of its own"
+            f"{start} {row['epoch']} ended after {amount(row['tokens'])} tokens, in this attempt after "
+            f"{duration(row['seconds'])}; the next epoch has its own order"
         )
     if row["event"] == "preemption_notice":
         return f"{start} for the node of ranks {row['ranks']}: saving a checkpoint"

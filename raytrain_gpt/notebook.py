@@ -43,7 +43,7 @@ class TrainedRun:
     metrics: list[dict[str, Any]] = field(repr=False)
 
     def curve(self, key: str) -> tuple[list[int], list[float]]:
-        """Steps and values of a metric, for `plt.plot(*run.curve("val/loss"))`; raises KeyError."""
+        """Return steps and values of a metric, for `plt.plot(*run.curve("val/loss"))`; raises KeyError."""
         points = [(row["step"], row[key]) for row in self.metrics if row.get(key) is not None]
         if not points:
             names = sorted({name for row in self.metrics for name in row if "/" in name})
@@ -77,26 +77,26 @@ def train(
     Args:
         preset: As in `raytrain-gpt train`.
         config: Path or URL of a YAML file, instead of a preset.
-        code: Python files with your own kinds, as in docs/extending.md.
+        code: Python files that register your own models, optimizers and so on.
         accept_changed_code: Resume although the code has changed.
         fields: Configuration fields by name, such as `max_steps=500`; they override both.
 
     Raises:
         UserError: the configuration, data, storage or cluster is unusable.
-        Interrupted: the kernel was interrupted, after saving; a third interrupt stops without saving.
+        Interrupted: the kernel was interrupted; a checkpoint is saved, except after a third interrupt.
         StorageError: the storage was unreachable for too long.
         TrainingFailed: the run failed.
     """
-    from raytrain_gpt.data.locations import use_code  # here: imports take a while
+    from raytrain_gpt.data.locations import use_code  # slow to import
     from raytrain_gpt.train.run_config import run_config
 
     use_code([code] if isinstance(code, str | Path) else code or (), accept_changed_code)
     resolved, source = run_config(preset, config, fields)
-    # Ray and tqdm warn about missing ipywidgets, which only displays disabled here would use.
+    # Ray and tqdm warn about missing ipywidgets, but the displays that use them are disabled here.
     logging.getLogger("ray.widgets").setLevel(logging.WARNING)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "IProgress not found")
-        from raytrain_gpt.checkpoint.catalog import Catalog, best_by_loss  # here: seconds of import
+        from raytrain_gpt.checkpoint.catalog import Catalog, best_by_loss  # slow to import
         from raytrain_gpt.cluster.signals import StopSignals
         from raytrain_gpt.tracking.report import REPORT_FILE
         from raytrain_gpt.tracking.run_files import read_rows

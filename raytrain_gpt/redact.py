@@ -22,7 +22,7 @@ _SECRET_NAME = re.compile(
 )
 _IS_LOCATION = re.compile("(FILE|PATH|DIR|URL|URI)$")
 _SHORTEST = 8
-"""Characters; shorter values occur in too many texts by chance."""
+"""Minimum length of a secret; shorter values occur in texts by chance."""
 _CONTROLS = re.compile(
     r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f"  # controls, such as escape
     r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # bidirectional overrides
@@ -63,8 +63,8 @@ def redacted(text: str) -> str:
 
 
 def _secret_values() -> list[str]:
-    """Values of secret variables, plain, URL-encoded and JSON-encoded; longest first, as they may nest."""
-    # Other threads may change the environment meanwhile: MLflow's does.
+    """Return secret values, plain, URL-encoded and JSON-encoded; longest first, as they may nest."""
+    # Another thread may change the environment meanwhile, as MLflow's does.
     values = {
         os.environ.get(name, "").strip()
         for name in list(os.environ)

@@ -165,5 +165,5 @@ def test_a_thread_of_the_users_code_keeps_no_finished_command(tmp_path: Path) ->
     )
     first, second = done.stderr.splitlines()
     assert first.startswith("error: unknown argument --no")
-    assert second.startswith("left mine running; end your threads")
+    assert second.startswith("exited while mine still ran; end your threads")
     assert (done.returncode, done.stdout) == (2, "at exit\n")

@@ -1,4 +1,4 @@
-"""`branch_from`: start a new run from a checkpoint of a different run, with changed settings.
+"""`branch_from`: start a new run from a checkpoint of another run, with changed settings.
 
 The checkpoint is copied into the new run under the new configuration; from then on the run resumes like any
 other and does not read the original. The step count and the data position continue.
@@ -39,7 +39,7 @@ from raytrain_gpt.storage.location import Location
 BRANCH_FILE = "branch.json"
 _RUN_AT_STEP = re.compile(r"(.+)@(\d{1,15})", re.DOTALL)
 _FIXED_ON_BRANCH = (*SHAPE_FIELDS, "seq_len", "global_batch_tokens", "optimizer")
-"""Fields that the weights, the moments or the data position depend on, besides the model's settings."""
+"""Fields that fix the weights, the moments or the data position, like the model's settings."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ class _Branch:
 
     @property
     def line(self) -> str:
-        """Log line."""
+        """Line for the log."""
         changes = [f"{name} {change}" for name, change in self.changed.items()] or ["nothing"]
         return f"branched from {self.checkpoint} at step {self.step}, changed: {', '.join(changes)}"
 
 
 def read_branch(directory: Location) -> _Branch | None:
-    """Read the origin of a run, or None if it is not a branch; raises CheckpointError for a damaged file."""
+    """Read the origin of a run; None if it is not a branch; raises CheckpointError for a damaged file."""
     file = directory / BRANCH_FILE
     if not file.is_file():
         return None

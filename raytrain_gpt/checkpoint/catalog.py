@@ -1,15 +1,15 @@
 """The catalog of a run's checkpoints: complete and hash-verified, or absent.
 
     checkpoints/step=00000250/         model.safetensors, optim-*.safetensors, tokenizer.json,
-                                       code.py if the run has code of the user's,
+                                       code.py if the run has user code,
                                        state.json, rows.jsonl and, last, hashes.json
     checkpoints/unfinished-…           being written or removed; never read
     checkpoints/broken-step=00000250/  damaged, or written in a loss spike, and set aside
 
 On a file system a checkpoint is written under an unfinished name, with every file forced to disk;
 `hashes.json` with all sizes and SHA-256 comes last, and one rename completes it. Object stores cannot rename:
-there the files get their final names at once, and are no checkpoint without `hashes.json`. The newest
-checkpoint is the one with the largest step, whatever the clocks. Ray's index is written but never read.
+there the files get their final names at once, and count only once `hashes.json` exists. The newest
+checkpoint is the one with the largest step, whatever the clocks say. Ray's index is written but never read.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Checkpoint:
             yield directory
 
     def rows(self) -> list[dict[str, Any]]:
-        """Rows of metrics.jsonl since the previous checkpoint, or none if they are damaged."""
+        """Return the rows of metrics.jsonl since the previous checkpoint, or none if they are damaged."""
         with contextlib.suppress(OSError, CheckpointError):
             content = (self.path / ROWS_FILE).read_bytes()
             entry = read_hashes(self.path).get(ROWS_FILE)
@@ -125,7 +125,7 @@ _HASHES = TypeAdapter(dict[_FileName, FileEntry])
 
 
 def read_hashes(directory: Location) -> dict[str, FileEntry]:
-    """The entries of a checkpoint by file name; raises CheckpointError if they are damaged or unreadable."""
+    """Read the entries of a checkpoint by file name; raises CheckpointError if they are unreadable."""
     with damage_as(CheckpointError, directory / HASHES_FILE):
         return _HASHES.validate_python(parse_json((directory / HASHES_FILE).read_bytes()))
 
@@ -134,7 +134,7 @@ def read_checkpoint(path: Location) -> Checkpoint:
     """Read a checkpoint directory's state, but not its tensors.
 
     Raises:
-        CheckpointError: it is incomplete, of a newer version, or named after a different step.
+        CheckpointError: it is incomplete, of a newer version, or named after another step.
     """
     if not (path / HASHES_FILE).is_file():
         raise CheckpointError(f"checkpoint {path} is incomplete: it has no {HASHES_FILE}")
@@ -173,11 +173,7 @@ class Draft:
         self._target = unfinished if directory.is_local else self._final
 
     def add(self, name: str, write: Callable[[Path], object]) -> FileEntry:
-        """Write one file with `write` and force it to disk or into the object store.
-
-        Raises:
-            CheckpointError: the disk is full.
-        """
+        """Write one file, forced to disk or into the store; raises CheckpointError if the disk is full."""
         try:
             if self._target.is_local:
                 self._target.path.mkdir(parents=True, exist_ok=True)
@@ -251,7 +247,7 @@ class Catalog:
         return Draft(self._dir, step, mark)
 
     def complete(self) -> list[Checkpoint]:
-        """Checkpoints that look complete, oldest step first, to list them; `pick` chooses one to load."""
+        """List checkpoints that look complete, oldest step first; `pick` chooses one to load."""
         checkpoints = []
         for path in self._paths():
             with contextlib.suppress(CheckpointError):
@@ -259,7 +255,7 @@ class Catalog:
         return checkpoints
 
     def pick(self, which: Which, on_skip: Log, step: int = 0) -> Checkpoint | None:
-        """Choose a checkpoint to load, whose hashes all match; None if the run has none such.
+        """Choose a checkpoint to load, whose hashes all match; None if the run has none.
 
         Args:
             which: `newest`; `best` by validation loss, or the newest if none was evaluated; that of a
@@ -295,7 +291,7 @@ class Catalog:
                 on_skip(f"skipped: {error}")
 
     def _paths(self) -> list[Location]:
-        """Directories named like checkpoints, by step; in an object store only those with hashes."""
+        """Return directories named like checkpoints, by step; in an object store only those with hashes."""
         paths = [self._dir / name for name in self._dir.names() if _NAME.fullmatch(name)]
         finished = [p for p in paths if self._dir.is_local or (p / HASHES_FILE).is_file()]
         return sorted(finished, key=_step)  # by name a step of nine digits would come first
@@ -321,7 +317,7 @@ class Catalog:
                 self._retire(checkpoint.path, f"unfinished-removed-{checkpoint.path.name}").remove()
 
     def _retire(self, path: Location, name: str) -> Location:
-        """Retire a checkpoint atomically (rename); returns the new location."""
+        """Rename a retired checkpoint, which is atomic; returns the new location."""
         if not self._dir.is_local:
             (path / HASHES_FILE).remove()
             return path
@@ -332,7 +328,7 @@ class Catalog:
 
 
 def resume_step(checkpoint: Checkpoint | None) -> int:
-    """Step of a checkpoint; 0 for None."""
+    """Return the step of a checkpoint; 0 for None."""
     return checkpoint.state.step if checkpoint else 0
 
 

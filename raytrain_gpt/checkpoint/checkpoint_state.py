@@ -1,4 +1,4 @@
-"""Training state of a checkpoint besides tensors: the content of `state.json`."""
+"""Training state of a checkpoint except tensors: the content of `state.json`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CheckpointState:
         num_workers: World size that wrote it.
         skipped_batches: Ranges of global batches skipped after loss spikes.
         loss_scale: fp16 loss scale and steps since it changed, or None for other precisions.
-        code_sha256: Hash of the `code.py` beside it, or None for a run with only built-in kinds.
+        code_sha256: Hash of the `code.py` next to it, or None for a run with only built-in kinds.
         replaced_code: Hashes of earlier code of the run, each replaced with `--accept_changed_code`.
         numerics_environment: Environment of exact sums (see `core.device`), or None without `exact`.
     """

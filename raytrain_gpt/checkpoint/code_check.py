@@ -1,7 +1,7 @@
-"""The user's code of a checkpoint: what decides the weights in it must not change unnoticed.
+"""The user's code of a checkpoint: what affects the weights must not change unnoticed.
 
-A checkpoint stores the text as `code.py`. Anyone may have written that file, so it is never executed
-from there. Only the files that a user names are; where they must be the same, they are compared first.
+A checkpoint stores the text as `code.py`. Anyone may have written that file, so it is never executed.
+Only files that the user names are executed, after a comparison where they must be the same.
 """
 
 from __future__ import annotations
@@ -22,27 +22,23 @@ _MAX_CODE_BYTES = 2**22
 
 
 def code_hash(config: Config) -> str | None:
-    """SHA-256 of a configuration's code, or None."""
+    """Return the SHA-256 of a configuration's code, or None."""
     return config.code.sha256 if config.code else None
 
 
 def check_same_code(config: Config, ranks: Collectives) -> None:
-    """Compare the code of all ranks, which call it together; those of `torchrun` each read a file.
-
-    Raises:
-        ConfigError: they differ.
-    """
+    """Compare the code of all ranks, which call it together; raises ConfigError if it differs."""
     own = ranks.all_gather_json(code_hash(config), str | None)
     if len({*own}) > 1:
         other = next(rank for rank, sha256 in enumerate(own) if sha256 != own[0])
         raise ConfigError(
-            f"rank {other} has code {_short(own[other])}, rank 0 has {_short(own[0])}; give all of them the "
+            f"rank {other} has code {_short(own[other])}, rank 0 has {_short(own[0])}; give all ranks the "
             "same file as --code"
         )
 
 
 def replaced_code(config: Config, resumed: Checkpoint | None) -> tuple[str, ...]:
-    """Hashes of the code that a run had before, each replaced with `--accept_changed_code`."""
+    """Return hashes of a run's earlier code, each replaced with `--accept_changed_code`."""
     if resumed is None:
         return ()
     before, state = resumed.state.code_sha256, resumed.state
@@ -54,7 +50,7 @@ def check_unchanged(config: Config, checkpoint: Checkpoint, log: Log) -> None:
     """Compare the code with that of a checkpoint to continue.
 
     Raises:
-        CheckpointError: it differs, and a kind that decides the weights comes from it.
+        CheckpointError: it differs, and a kind that affects the weights comes from it.
     """
     if not (change := change_of_code(checkpoint, config.code)):
         return
@@ -75,7 +71,7 @@ def change_of_code(checkpoint: Checkpoint, used: Code | None) -> str:
 
 
 def _decides_alike(checkpoint: Checkpoint, used: Code | None) -> bool:
-    """Whether the user accepts any code, or that of a checkpoint differs only in what decides no weight."""
+    """Whether the user accepts any code, or the checkpoint's differs only in what never affects weights."""
     if used is None or used.may_differ:
         return used is not None
     file = checkpoint.path / CODE_FILE
@@ -86,7 +82,7 @@ def _decides_alike(checkpoint: Checkpoint, used: Code | None) -> bool:
 
 
 def _own_math(config: Config) -> list[tuple[kinds.Selector, str]]:
-    """Kinds that decide the weights and are not built in."""
+    """Return the kinds that affect the weights and are not built in."""
     return [
         (selector, name)
         for section in config.open_sections()
@@ -96,10 +92,10 @@ def _own_math(config: Config) -> list[tuple[kinds.Selector, str]]:
 
 
 def check_executable(checkpoint: Checkpoint, log: Log) -> None:
-    """Check that the used code may build a checkpoint's model, before it is executed.
+    """Check that the user code may build a checkpoint's model, before it is executed.
 
     Raises:
-        CheckpointError: the architecture is not built in, and no code or a different one was given.
+        CheckpointError: the architecture is not built in, and no code or other code was given.
     """
     name, used = _architecture(checkpoint), kinds.used_code()
     change = change_of_code(checkpoint, used)
@@ -118,7 +114,7 @@ def check_executable(checkpoint: Checkpoint, log: Log) -> None:
 
 
 def code_flags(checkpoint: Checkpoint | None) -> tuple[str, ...]:
-    """Flags that commands on a checkpoint need: its code, if its architecture comes from it."""
+    """Return the flags that a checkpoint's commands need: its code, if its architecture comes from it."""
     if checkpoint is None or kinds.is_built_in("architecture", _architecture(checkpoint)):
         return ()
     return ("--code", str(checkpoint.path / CODE_FILE))

@@ -21,7 +21,7 @@ _NUMBERS = {"loss", "loss_zscore", "grad_norm", "grad_norm_zscore"}
 _SECONDS_OF_RANKS = {"perf/rank_forward_s", "perf/rank_data_wait_s"}
 """Lists with a number for each rank."""
 LIMIT = 1e100
-"""Sums of numbers below it are finite."""
+"""Bound on the size of numbers; sums of them are finite."""
 _TIME_LIMIT_S = 1e11
 """Unix seconds of the year 5138."""
 _NEEDED = {

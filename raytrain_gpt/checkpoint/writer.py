@@ -135,7 +135,7 @@ class CheckpointWriter:
             return draft.commit(state, entries, texts)
 
         outcome = _outcome_of(commit) if self._ranks.rank == 0 else None
-        # Without the lease the files may belong to a different process by now.
+        # Without the lease the files may belong to another process by now.
         if isinstance(outcome, Exception) and not isinstance(outcome, ClusterError):
             draft.discard()
         outcome = self._exchanged(outcome, Location | None)[0]

@@ -1,1 +1,1 @@
-"""Ray as a cluster: connected to, probed, left; nothing of training."""
+"""Ray as a cluster: connecting, probing and leaving; nothing about training."""

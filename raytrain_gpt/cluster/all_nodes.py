@@ -35,7 +35,7 @@ _RAY_FILES_BYTES = 2**27
 """Room for Ray's logs and sockets."""
 _DRIVER_FILE = "driver"
 ON_ALL_NODES = "use a directory that all nodes mount, or s3://"
-MAKE_ROOM = "free space there, or start Ray with a different --temp-dir"
+MAKE_ROOM = "free space there, or start Ray with another --temp-dir"
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,10 @@ class NodeFacts:
 
 
 def check_storage(run_dir: Location, data: Sequence[Location]) -> None:
-    """Check that every node shares a run's directory, has the datasets, and room for Ray's files.
+    """Check that every node shares a run's directory, has the datasets, and has room for Ray's files.
 
     Raises:
-        ClusterError: a node does not.
+        ClusterError: for the first node that does not.
     """
     with storage_probe(run_dir, run_dir.parent) as probe:
         for node in ask_nodes(probe, partial(_missing_data, data)):
@@ -127,7 +127,6 @@ def ask_nodes(probe: Location | None, data_problem: Callable[[], str]) -> list[N
 
 
 def facts_here(probe: Location | None, data_problem: Callable[[], str]) -> NodeFacts:
-    """Gather this node's facts."""
     directory = ray._private.worker.global_worker.node.get_session_dir_path()
     return NodeFacts(
         name=ray.util.get_node_ip_address(),

@@ -1,6 +1,6 @@
 """Fit a configuration to a cluster's resources, also while nodes come and go; without Ray.
 
-Ray's elastic mode is off: it resizes without saving, to worker counts that do not divide the batch.
+Ray's elastic mode is off: it resizes without a checkpoint, to worker counts that do not divide the batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WAIT_LINE_EVERY_S = 60.0
 POLL_S = 1.0
 
 Pause = Callable[[float], None]
-"""Waits for some seconds; raises on a stop signal."""
+"""Function that waits for some seconds, and raises on a stop signal."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,8 @@ def fit_to_process(config: Config, world_size: int, in_node: int, num_gpus: int)
     if use_gpu and num_gpus < in_node:
         raise ClusterError(
             f"{count(in_node, 'local-mode process', 'local-mode processes')} need{'s' * (in_node == 1)} "
-            f"{count(in_node, 'GPU')}, but this machine has {num_gpus}; start fewer, or set use_gpu to false"
+            f"{count(in_node, 'GPU')}, but this machine has {num_gpus}; start fewer processes, or set "
+            "use_gpu to false"
         )
     if use_gpu and num_gpus > in_node:
         raise ConfigError(
@@ -171,7 +172,7 @@ def _first_sharing(config: Config, numbers: Iterable[int]) -> int | None:
 
 
 def idle_gpus(config: Config, fitted: Config, resources: Resources) -> str | None:
-    """Return a warning if `num_workers=auto` idles GPUs because the batch does not divide, else None."""
+    """Return a warning if `num_workers=auto` leaves GPUs idle because of the batch, else None."""
     c, free = workers_of(fitted), resources.gpus
     if config.cluster.num_workers != "auto" or c.num_gpus != 1 or c.num_workers >= free:
         return None
@@ -185,7 +186,7 @@ def idle_gpus(config: Config, fitted: Config, resources: Resources) -> str | Non
 
 
 class ScaleUp:
-    """Detects that more workers have been available for long enough to restart with them.
+    """Detector of more workers that have been available long enough to restart with them.
 
     A restart costs several steps' time and autoscalers add nodes one by one; hence the wait.
     """

@@ -38,7 +38,7 @@ def connect(num_cpus_needed: int, log: Log) -> Resources:
     A cluster started here has at least one logical CPU per core.
 
     Raises:
-        ClusterError: RAY_ADDRESS names a cluster that cannot be joined, or none starts here.
+        ClusterError: RAY_ADDRESS names a cluster that cannot be joined, or a private one does not start.
     """
     os.environ.update({k: v for k, v in _ENVIRONMENT.items() if k not in os.environ})
     logging.getLogger("ray.data").setLevel(logging.ERROR)
@@ -90,7 +90,7 @@ def cluster_resources(ours: bool = False) -> Resources:
     """Return the cluster's current resources, without draining nodes.
 
     Raises:
-        ClusterError: all nodes have died, this process's own too. Ray ends the process then, but not always.
+        ClusterError: all nodes have died, including this process's. Ray does not always end the process then.
     """
     draining = ray._private.state.state.get_draining_nodes()
     if not (alive := [node for node in ray.nodes() if node["Alive"]]):
@@ -109,7 +109,7 @@ def _sigterm_is_ours() -> Iterator[None]:
     """Restore our SIGTERM handler after `ray.init`, which replaces it (ray #17308, #52898).
 
     The signal is blocked inside, so none is lost. Ray's processes inherit the block, as they do for SIGINT:
-    a SIGTERM to the process group would otherwise end Ray before the run has saved.
+    a SIGTERM to the process group would otherwise end Ray before the run has saved a checkpoint.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     handler = signal.getsignal(signal.SIGTERM)

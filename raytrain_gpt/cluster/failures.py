@@ -18,7 +18,7 @@ def user_error_in(error: BaseException) -> RaytrainGptError | None:
     for cause in _causes(error):
         if type(cause).__module__ == errors.__name__ and isinstance(cause, RaytrainGptError):
             return cause
-        # Ray Data drops the cause when it sends an exception to the driver; its traceback's text stays.
+        # Ray Data drops the cause when it sends an exception to the driver; only its traceback remains.
         for name, message in _IN_TRACEBACK.findall(str(cause)):
             kind = getattr(errors, name, None)
             if isinstance(kind, type) and issubclass(kind, RaytrainGptError):

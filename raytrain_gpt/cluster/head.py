@@ -28,11 +28,11 @@ _CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 
 @dataclass(frozen=True)
 class HeadFacts:
-    """A head's responses to a call without a token, and to one as this process makes it.
+    """A head's responses to a call without a token, and to an ordinary call of this process.
 
     Attributes:
         error: Why there was no response, or empty.
-        accepts_us: Whether it takes this process's token, if it asks for one.
+        accepts_us: Whether it accepts this process's token, if it requires one.
         ray_version: Version of the head, or empty if access was refused.
     """
 
@@ -59,7 +59,7 @@ def given_address() -> str | None:
     address = _started_here()
     if setting and not address:
         raise ClusterError(
-            "RAY_ADDRESS=auto, but this machine runs no `ray start` cluster; start one, or unset "
+            "RAY_ADDRESS=auto, but no `ray start` cluster runs on this machine; start one, or unset "
             "RAY_ADDRESS to start a private cluster"
         )
     return address
@@ -76,7 +76,7 @@ def _started_here() -> str | None:
 
 
 def check_reachable(address: str) -> None:
-    """Open and close a connection to HOST:PORT, which fails at once where Ray takes minutes.
+    """Open and close a connection to HOST:PORT, which fails at once where Ray would take minutes.
 
     Raises:
         OSError: the host does not respond.

@@ -6,7 +6,7 @@ A raylet and its workers exit at once on SIGTERM, before anything is saved. Ther
    children. So the signal may go to this process only (Kubernetes, a spot notice's hook), to its group
    (a terminal) or to every process (systemd, a shutdown).
 2. On a signal the node is drained, like `ray drain-node` with the reason preemption: Ray schedules nothing
-   here, and runs save and move away.
+   here, and runs save a checkpoint and move away.
 3. A drained node exits when idle. After that, or after `grace_s`, the rest of the session is killed.
 
 Ray 2.60's `ray start --block` also does 2 and 3, for RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S (30 s), but only
@@ -45,8 +45,8 @@ def run_node(address: str, grace_s: float, flags: Sequence[str], log: Log) -> in
     """Run a node of a cluster until a signal arrives or Ray exits.
 
     Args:
-        grace_s: Time for runs to save and move away; a third signal ends it.
-        flags: Further flags of `ray start`.
+        grace_s: Time for runs to save a checkpoint and move away; a third signal ends it.
+        flags: More flags of `ray start`.
 
     Returns:
         0 after a signal, else the exit code of `ray start`.
@@ -112,7 +112,7 @@ def _leave(address: str, name: str, grace_s: float, forced: Callable[[], bool], 
                 log("exiting at once: this node is not, or no longer, part of the cluster")
                 return
             if not is_draining:
-                log(f"draining this node: runs have {grace_s:g} s to save")
+                log(f"draining this node: runs have {grace_s:g} s to save a checkpoint")
                 is_draining, _ = gcs.drain_node(node_id, *drain)
         if time.time() >= deadline or forced():
             log("grace period over; killing remaining processes on this node")

@@ -1,4 +1,4 @@
-"""Find and end what dies or hangs: worker groups of dead controllers, controllers and processes."""
+"""Remove what dead controllers leave behind, and kill controllers and processes that hang."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def kill_controllers(grace_s: float = 0.0) -> None:
     """Kill the Ray Train controllers that this process started, which run on its node.
 
     This ends the `fit()` of a hanging controller. After `fit()`, a controller may hang in Ray's destructors
-    and outlive the command, with 400 MB. Ray prints no warning about those that exit within `grace_s`.
+    and outlive the command, with 400 MB. Ray does not warn about those that exit within `grace_s`.
     """
     this_process = ray.get_runtime_context().get_worker_id()
     accessor = ray._private.state.state._connect_and_get_accessor()

@@ -49,11 +49,7 @@ _at_end = contextlib.ExitStack()
 
 
 def start_own_cluster(num_cpus: int, **options: Any) -> None:
-    """Start a cluster with `ray.init`, until `end_own_cluster` or this process's exit.
-
-    Raises:
-        ClusterError: it does not start.
-    """
+    """Start a cluster that lasts until `end_own_cluster` or this process's exit; may raise ClusterError."""
     os.environ.update({k: v for k, v in _ENVIRONMENT.items() if k not in os.environ})
     if (python := shlex.quote(sys.executable)) != sys.executable:
         # Ray puts the path unquoted into the shell command of workers with environment variables.
@@ -79,7 +75,9 @@ def start_own_cluster(num_cpus: int, **options: Any) -> None:
     except Exception as error:  # Ray raises bare exceptions
         end_own_cluster()
         why = " ".join(str(error).split())
-        raise ClusterError(f"Ray does not start on this machine ({why}); try again") from None
+        raise ClusterError(
+            f"Ray does not start on this machine ({why}); run the same command again"
+        ) from None
     _at_end.callback(_end_ray)
     # The log monitor reads all workers' output ten times a second, which log_to_driver=False makes useless.
     ray._private.worker._global_node.kill_log_monitor(check_alive=False)

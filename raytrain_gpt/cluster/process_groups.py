@@ -1,12 +1,12 @@
-"""torch process groups whose ranks meet where others on the network cannot.
+"""torch process groups with a rendezvous that others on the network cannot join.
 
 torch's default store listens on all addresses without a password, so anyone who reaches it can get between
 two ranks. Therefore:
 
-1. Ranks on one host meet by an unnamed file, which only their user can open, and gloo and NCCL listen on the
-   loopback interface.
-2. Ranks on several hosts meet by a store that listens on the cluster's address only. Anyone who reaches it,
-   or gloo, can still read and change gradients (docs/security.md).
+1. Ranks on one host meet through an unnamed file, which only their user can open, and gloo and NCCL listen
+   on the loopback interface.
+2. Ranks on several hosts meet through a store that listens on the cluster's address only. Anyone who reaches
+   it, or gloo, can still read and change gradients (docs/security.md).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _open: list[int] = []
 
 
 def open_meeting(address: str | None = None) -> _Meeting:
-    """Open a meeting on rank 0 until its process ends, at its cluster address if there are several hosts."""
+    """Open a rendezvous on rank 0 until its process ends; for several hosts at its cluster address."""
     if address is None:
         descriptor = os.memfd_create(_FILE_NAME)
         os.fchmod(descriptor, 0o600)
@@ -56,7 +56,7 @@ def join(
     Args:
         address: This host's cluster address, if the ranks are on several hosts.
     """
-    # It replaces the secret number by which NCCL's ranks recognize each other by a public one.
+    # With it, NCCL's ranks would recognize each other by a public number instead of a secret one.
     os.environ.pop("NCCL_COMM_ID", None)
     if isinstance(meeting, str):
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
@@ -72,7 +72,7 @@ def join(
 def rendezvous_on_host() -> None:
     """Replace torchrun's default group, whose store listens on all addresses, by one of this module.
 
-    All ranks call it. The open store only names rank 0's file, and a rank opens no other user's file.
+    All ranks call it. The open store only names rank 0's file, and ranks refuse to open another user's file.
 
     Raises:
         ConnectionError: the file is missing or another user's.
@@ -84,7 +84,7 @@ def rendezvous_on_host() -> None:
         store.set(_FILE_NAME, f"{pid} {descriptor}")
     numbers = store.get(_FILE_NAME).split()
     if len(numbers) != 2 or not all(number.isdigit() for number in numbers):
-        raise ConnectionError(f"rank 0 named no meeting file, but {b' '.join(numbers)!r}")
+        raise ConnectionError(f"rank 0 named {b' '.join(numbers)!r} instead of a rendezvous file")
     path = _file_path(*map(int, numbers))
     _check_own_file(path)
     store.set(f"{_FILE_NAME}/{rank}", "read")
@@ -103,9 +103,9 @@ def _check_own_file(path: str) -> None:
     try:
         name, owner = str(Path(path).readlink()), Path(path).stat().st_uid
     except OSError as error:
-        raise ConnectionError(f"cannot open rank 0's meeting file: {error}") from None
+        raise ConnectionError(f"cannot open rank 0's rendezvous file: {error}") from None
     if not name.startswith(f"/memfd:{_FILE_NAME} ") or owner != os.getuid():
-        raise ConnectionError(f"the meeting file is {name} of uid {owner}, not one of rank 0's")
+        raise ConnectionError(f"the rendezvous file is {name} of uid {owner}, not rank 0's")
 
 
 def _store_at(host: str, port: int, rank: int, world_size: int) -> Store:

@@ -46,7 +46,7 @@ class StopSignals:
 
     @contextlib.contextmanager
     def default_handlers(self) -> Iterator[None]:
-        """Restore default handling inside, since Python runs no handler while it waits for a process."""
+        """Restore default handling inside, since Python delays handlers while it waits for a process."""
         handlers = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
         try:
             yield

@@ -15,16 +15,16 @@ from raytrain_gpt.redact import say
 
 
 class DoctorOptions(JsonOptions, ConfigOptions):
-    """The configuration to check, or the code."""
+    """Configuration or code to check."""
 
 
 @command("doctor", DoctorOptions, section_fields)
 def doctor(options: DoctorOptions) -> None:
-    """Check a cluster before training on it, or your own code.
+    """Check a cluster, or your own code, before training.
 
     Checks everything that `train` with the same flags needs, on the cluster that it would use. With --code,
     instead checks the kinds that the file declares, in this process. Each check is one line: PASS, FAIL with
-    what to do, or SKIP with the reason. Exit code 1 if one fails.
+    what to do, or SKIP with the reason. The exit code is 1 if one fails.
     """
     config, _ = options.resolved()
     if not options.code:
@@ -49,14 +49,14 @@ class NodeOptions(Options):
     address: Annotated[str, Metavar("HOST:PORT")]
     """Address of the head, as printed by `ray start`."""
     grace_s: float = 60.0
-    """Time for runs to save a checkpoint after a signal (seconds)."""
+    """Seconds that runs have to save a checkpoint after a signal."""
     flags: Annotated[list[str], Metavar("-- FLAG", positional=True)] = Field(default_factory=list)
     """More flags of `ray start`, such as --num-cpus=8."""
 
 
 @command("node", NodeOptions)
 def node(options: NodeOptions) -> None:
-    """Run a worker node of a Ray cluster; runs save a checkpoint before it stops.
+    """Run a worker node of a Ray cluster that lets runs save a checkpoint before it stops.
 
     The command runs until SIGTERM or Ctrl+C. Training runs then save a checkpoint and continue
     without this node.

@@ -23,9 +23,9 @@ from raytrain_gpt.redact import say
 
 class PrepareFlags(PrepareOptions, ProgressOptions):
     sources: Annotated[list[str], Metavar("SOURCE", positional=True)]
-    """Files, directories or globs, local, s3://…, gs://… or hf://datasets/OWNER/NAME/…; or stdlib
+    """Files, directories or globs: local, s3://…, gs://… or hf://datasets/OWNER/NAME/…; or stdlib
     (Python's own source). Text: .txt, .jsonl(.gz, .zst), .json, .parquet; token ids: .bin of nanoGPT
-    or llm.c, .npy, .parquet with lists. A named file with a different suffix is text."""
+    or llm.c, .npy, .parquet with lists. A file named with another suffix is text."""
     out: Annotated[str, Metavar("DIR")]
     """New dataset: a directory or s3://bucket/prefix."""
     tokenizer: Annotated[str, Metavar("NAME")] = "bytes"
@@ -62,7 +62,7 @@ class FindOptions(StorageOptions):
 def prepare(options: PrepareFlags) -> None:
     """Make a dataset from text or token ids.
 
-    To continue an interrupted command, run it again. The dataset is the same on any number of CPUs.
+    Run an interrupted command again to continue it. The dataset is the same on any number of CPUs.
     """
     from raytrain_gpt.cluster.signals import StopSignals
     from raytrain_gpt.data.verify import describe_dataset
@@ -70,7 +70,7 @@ def prepare(options: PrepareFlags) -> None:
     from raytrain_gpt.storage.location import Location
 
     out = Location.of(options.out)
-    with StopSignals("interrupted; finished shards are kept, run the same command to continue"):
+    with StopSignals("interrupted; finished shards are kept; run the same command to continue"):
         manifest = tasks.prepare(options.sources, out, options.tokenizer, options, log=options.log)
     describe_dataset(out, manifest, say)
     say(_train_line(options.out))
@@ -125,7 +125,7 @@ def at(options: AtOptions) -> None:
         sequences = run.batch(batch)
     else:
         raise ConfigError(
-            "data at takes --step N or --batch N, and --worker with --step; see: raytrain-gpt data at --help"
+            "data at takes --step N or --batch N; --worker needs --step; see: raytrain-gpt data at --help"
         )
     for sequence in sequences:
         say(describe_sequence(sequence))

@@ -28,7 +28,7 @@ Groups = dict[str, dict[str, FieldInfo]]
 
 
 def section_fields() -> Groups:
-    """Configuration section -> its fields, each a flag, with the settings of all kinds."""
+    """Return section -> its fields, each a flag, with the settings of all kinds."""
     groups: Groups = {title: {} for title in Config.model_fields}
     for name, (section, field) in FIELDS.items():
         groups[section][name] = field
@@ -37,12 +37,12 @@ def section_fields() -> Groups:
 
 class CodeOptions(Options):
     code: Annotated[list[str], Metavar("FILE")] = Field(default_factory=list)
-    """Python file with your own kinds, as in docs/extending.md; may be repeated (default: only built-in
-    ones)."""
+    """Python file that registers your own models, optimizers, schedules, evaluations or trackers; may be
+    repeated (default: only built-in ones)."""
 
     @property
     def code_flags(self) -> tuple[str, ...]:
-        """The flags again, for a command to copy."""
+        """Flags that repeat the code, for a command to copy."""
         return tuple(word for file in self.code for word in ("--code", file))
 
 
@@ -51,7 +51,7 @@ class CheckpointOptions(CodeOptions):
     """Path or s3:// URL of a checkpoint or run, or the name of a run in ./runs; a run means its best
     checkpoint, or its newest if none was evaluated."""
     accept_changed_code: bool = False
-    """Use --code although the checkpoint has other code; names and shapes of its weights are checked."""
+    """Use --code although it differs from the checkpoint's; names and shapes of weights are checked."""
 
     @property
     def code_flags(self) -> tuple[str, ...]:
@@ -67,10 +67,10 @@ class CheckpointOptions(CodeOptions):
 
 class JsonOptions(Options):
     as_json: bool = Field(False, alias="json")
-    """Print one JSON object last."""
+    """End the output with one line, a JSON object of the results."""
 
     def say_json(self, facts: dict[str, Any]) -> None:
-        """Print the object, with --json."""
+        """Print the object if --json is set."""
         if self.as_json:
             say(json.dumps(facts))
 
@@ -87,7 +87,7 @@ class RunOptions(StorageOptions):
 
 class ProgressOptions(Options):
     quiet: bool = False
-    """Print only errors and the end."""
+    """Print only errors and the final summary."""
 
     @property
     def log(self) -> Log:
@@ -99,20 +99,21 @@ class ConfigOptions(CodeOptions):
 
     preset: Annotated[str | None, Metavar("NAME")] = Field(
         None,
-        description="Configuration to start from (default: the run of --run_name; for new ones the defaults "
-        f"below, or without --data_path and --init_from the demo quickstart): {', '.join(preset_names())}",
+        description="Preset to start from (default: the settings of the run --run_name; for a new run the "
+        "defaults below, or without --data_path and --init_from the demo's preset quickstart): "
+        f"{', '.join(preset_names())}",
     )
     config: Annotated[str | None, Metavar("FILE")] = None
     """YAML file or URL to start from instead of a preset (default: as for --preset)."""
     fields: dict[str, str | None] = Field({}, exclude=True)
 
     def resolved(self) -> tuple[Config, str]:
-        """Load and check the configuration; the second value is a line that says where it comes from.
+        """Load and check the configuration; the second value describes where it comes from.
 
         Raises:
             UserError: as in `run_config`, or a batch does not divide over a fixed num_workers.
         """
-        from raytrain_gpt.train.run_config import run_config  # here: its import takes a while
+        from raytrain_gpt.train.run_config import run_config  # slow to import
 
         config, source = run_config(self.preset, self.config, self.fields)
         if isinstance(config.cluster.num_workers, int):
@@ -120,7 +121,7 @@ class ConfigOptions(CodeOptions):
         return config, source
 
     def train_command(self) -> str:
-        """The `train` command with the same configuration, to copy."""
+        """Return the `train` command with the same configuration, to copy."""
         own = self.model_dump(include={"preset", "config"}, exclude_none=True)
         flags = {**own, **self.fields}
         words = [f"--{name} {shell('null' if v is None else v)}" for name, v in flags.items()]
@@ -134,12 +135,11 @@ class Command(Generic[OptionsT]):
     name: str
     options: type[OptionsT]
     groups: Callable[[], Groups]
-    """Makes more fields by help group; set ones go to `options.fields`, as text."""
+    """Returns more fields by help group; those set go to `options.fields`, as text."""
     run: Callable[[OptionsT], None]
-    """Its docstring is the help."""
+    """Function that runs the command; its docstring is the help."""
 
     def add_parser(self, commands: Any) -> None:
-        """Add the command to the subparsers."""
         parser = _add_parser(commands, self.name, self.run.__doc__ or "")
         groups = self.groups()
         if groups:  # a usage line with all fields would fill a page
@@ -182,7 +182,6 @@ class CommandGroup:
     actions: tuple[Command[Any], ...]
 
     def add_parser(self, commands: Any) -> None:
-        """Add the command to the subparsers."""
         parser = _add_parser(commands, self.name, self.help)
         subparsers = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
         for action in self.actions:
@@ -212,8 +211,7 @@ def _add(group: Any, name: str, field: FieldInfo, is_own: bool = True) -> None:
     """Add a flag, absent from the parsed arguments unless set, or a positional argument.
 
     Args:
-        is_own: Whether it is an option of the command, not a field of a file, which is never a switch or
-            required.
+        is_own: Whether it is an option of the command; a field of a file is never a switch or required.
     """
     text = (field.description or "").rstrip(".").replace("%", "%%")
     mark = _mark(field)
@@ -246,7 +244,7 @@ def _add(group: Any, name: str, field: FieldInfo, is_own: bool = True) -> None:
 
 
 def _names(selector: str) -> str:
-    """Names to choose from, or a list of them."""
+    """Return the names to choose from, or `NAME,…` for a list of names."""
     if selector in ("evaluations", "trackers"):
         return "NAME,…"
     return "|".join(kinds.names(cast(kinds.Selector, selector)))

@@ -25,7 +25,7 @@ class _EvalOptions(JsonOptions, CheckpointOptions):
     hellaswag: Annotated[str | None, Metavar("FILE|download")] = None
     """HellaSwag .jsonl file; download: the public file (default: not scored)."""
     evaluations: Annotated[str | None, Metavar("NAME,…")] = None
-    """Your evaluations in --code, whose settings become flags (default: the training run's)."""
+    """Comma-separated evaluations from --code, whose settings become flags (default: the training run's)."""
     fields: dict[str, str | None] = Field({}, exclude=True)
 
 
@@ -45,7 +45,7 @@ def _settings() -> Groups:
 
 @command("eval", _EvalOptions, _settings)
 def evaluate(options: _EvalOptions) -> None:
-    """Evaluate a checkpoint: validation loss, HellaSwag, and your evaluations in --code."""
+    """Evaluate a checkpoint: validation loss, HellaSwag, and evaluations from --code."""
     from raytrain_gpt.evaluate.inference import evaluate_checkpoint
 
     how = options.model_dump(exclude={*CheckpointOptions.model_fields, "as_json"})
@@ -116,7 +116,7 @@ class ImportOptions(Options):
 
 @command("export", _ExportOptions)
 def export(options: _ExportOptions) -> None:
-    """Write a checkpoint as a directory that transformers loads, or as a file for llama.cpp."""
+    """Export a checkpoint as a directory for transformers, or as a file for llama.cpp."""
     if options.format == "gguf":
         from raytrain_gpt.export.gguf import export_gguf
 
@@ -131,7 +131,7 @@ def export(options: _ExportOptions) -> None:
 
 @command("import", ImportOptions)
 def import_(options: ImportOptions) -> None:
-    """Make a checkpoint from Hugging Face weights of a GPT-2 or Qwen3."""
+    """Make a checkpoint from Hugging Face weights of GPT-2 or Qwen3."""
     from raytrain_gpt.export.huggingface import import_weights
 
     path, shape = import_weights(options.source, options.out, say, tokenizer=options.tokenizer)

@@ -35,11 +35,11 @@ class EstimateFlags(JsonOptions, ConfigOptions):
     device: Annotated[str | None, Metavar("NAME")] = None
     """GPU to estimate for, such as H200 or A100-SXM4-80GB (default: the device of --probe)."""
     device_memory_gb: float | None = Field(None, gt=0.1, lt=1e6)
-    """Memory of a GPU that is not in the table, in GB (default: that of --device)."""
+    """GPU memory in GB, for a device that is not in the table (default: that of --device)."""
     step_time_s: float | None = Field(None, gt=1e-9, lt=1e9)
     """Measured time per step in seconds (default: estimated)."""
     mfu: float | None = Field(None, gt=1e-9, le=1)
-    """Assumed fraction of the device's peak without a measured time (default: 0.4)."""
+    """Fraction of the device's peak to assume if no time is measured (default: 0.4)."""
     train_tokens: int | None = Field(None, ge=1)
     """Tokens of the training data (default: those of data_path, if it exists)."""
     vocab_size: int | None = Field(None, ge=1, le=2**32)
@@ -49,7 +49,7 @@ class EstimateFlags(JsonOptions, ConfigOptions):
     spot_price_per_hour: float | None = Field(None, ge=0, lt=1e9)
     """Price of one spot device per hour (default: no price)."""
     law: Annotated[str | None, Metavar("FILE")] = None
-    """law.json of a study, for the loss to expect (default: none)."""
+    """law.json of a study, to forecast the loss (default: none)."""
 
 
 @command("estimate", EstimateFlags, section_fields)
@@ -88,15 +88,15 @@ class TrainOptions(ProgressOptions, ConfigOptions):
     dry_run: bool = False
     """Print the resolved configuration, run size and whether the data exists, then exit."""
     accept_changed_code: bool = False
-    """Resume although --code has changed; checkpoints record the hashes of both."""
+    """Resume although --code has changed; checkpoints record both hashes."""
 
 
 @command("train", TrainOptions, section_fields)
 def train(options: TrainOptions) -> None:
     """Train a model, or resume a run.
 
-    An existing run_name continues from its newest checkpoint, with its own settings. Values: defaults, the
-    run's, a preset's or a file's < flags.
+    An existing run_name continues from its newest checkpoint, with its own settings. Flags override the
+    settings of a run, preset or file, which override the defaults.
     """
     config, source = options.resolved()
     if options.dry_run:
@@ -123,7 +123,7 @@ class PlannedOptions(ProgressOptions, CodeOptions):
     file: Annotated[Path, Metavar("FILE", positional=True)]
     """Sweep file, as in tune_configs/, or study file, as in scale_configs/."""
     resume: bool = False
-    """Continue one that was stopped or killed, or a study that has ended."""
+    """Continue a sweep or study that was stopped or killed, or a finished study."""
     dry_run: bool = False
     """Print the runs and their cost, then exit."""
     fields: dict[str, str | None] = Field({}, exclude=True)
@@ -132,7 +132,7 @@ class PlannedOptions(ProgressOptions, CodeOptions):
 def _fields_of(
     title: str, file: type[BaseModel], flags: Iterable[str], fixed: Container[str]
 ) -> Callable[[], Groups]:
-    """Fields of a file that are flags, and those of the configuration that the file does not set."""
+    """Return the file's fields that are flags, and the configuration's that the file does not set."""
 
     def groups() -> Groups:
         sections = {
@@ -148,7 +148,7 @@ def _fields_of(
 def tune(options: PlannedOptions) -> None:
     """Search learning rate, batch size or any other field over many runs.
 
-    Runs the trials of a sweep file, compares them after equal numbers of tokens, and writes the best
+    Runs the trials of a sweep file, compares them at equal token counts, and writes the best
     configuration. Flags override the file.
     """
     sweep = Sweep.load(options.file, options.fields)
@@ -180,14 +180,14 @@ def _say_costs(lines: Iterable[str]) -> None:
 
 class ScaleOptions(PlannedOptions):
     validate_forecast: bool = Field(False, alias="validate")
-    """Then write down the forecast of a model twice as large as the largest, and train it."""
+    """Then forecast a model twice the largest size, and train it to check the forecast."""
 
 
 @command("scale", ScaleOptions, _fields_of("study", Study, STUDY_FLAGS, SET_BY_STUDY))
 def scale(options: ScaleOptions) -> None:
     """Forecast a large run from a ladder of small ones.
 
-    Trains the runs of a study file, fits the loss over size and tokens, and writes the best configuration for
+    Trains the runs of a study file, fits the loss to size and tokens, and writes the best configuration for
     the target. Flags override the file.
     """
     study = Study.load(options.file, options.fields)

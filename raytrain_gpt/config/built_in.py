@@ -26,7 +26,7 @@ class Qwen3Settings(Settings):
         if section.embd_size // section.num_heads % 2:
             raise ValueError(
                 f"embd_size={section.embd_size} / num_heads={section.num_heads} gives an odd head size, and "
-                "rotary positions need an even one; choose a different num_heads"
+                "rotary positions need an even one; choose another num_heads"
             )
         if self.num_kv_heads is not None:
             check_divides("num_kv_heads", self.num_kv_heads, "num_heads", section.num_heads)
@@ -56,9 +56,9 @@ class WandbSettings(Settings):
     wandb_project: str = "raytrain-gpt"
     """Project in Weights & Biases."""
     wandb_entity: str | None = None
-    """User or team in Weights & Biases; null: the default of the key."""
+    """User or team in Weights & Biases; null: the key's default."""
     wandb_mode: Literal["online", "offline"] = "online"
-    """Mode of Weights & Biases; offline, also without a key: files to send later with `wandb sync`."""
+    """Upload now or later; offline, the fallback without a key, writes files for `wandb sync`."""
 
 
 class TrackioSettings(Settings):
@@ -67,7 +67,7 @@ class TrackioSettings(Settings):
     trackio_project: str = "raytrain-gpt"
     """Project in Trackio."""
     trackio_space: str | None = None
-    """Space of Hugging Face to show the project in; null: this machine."""
+    """Hugging Face Space that shows the project; null: keep it on this machine."""
 
 
 declare(

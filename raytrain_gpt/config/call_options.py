@@ -1,6 +1,6 @@
 """Options of commands and calls: fields with type, default, limits and help.
 
-They do not belong to a run's configuration and are stored in no file.
+They are not part of a run's configuration and are not stored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SHARD_TOKENS = 100_000_000
 
 @dataclass(frozen=True)
 class Metavar:
-    """Metavar of a field in the help (default: from its type); positional fields are no flags."""
+    """Metavar of a field in the help (default: from its type); positional fields are arguments, not flags."""
 
     text: str = ""
     positional: bool = False
@@ -30,7 +30,7 @@ class Options(Strict):
     """Options of a command, converted from the text of flags.
 
     Raises:
-        ConfigError: the first unknown name or value out of range.
+        ConfigError: for the first unknown name or value out of range.
     """
 
     def __init__(self, **values: Any) -> None:
@@ -50,22 +50,22 @@ _EVALUATION: dict[str, Any] = EvalSection.model_fields
 
 
 class SamplingOptions(Options):
-    """Sampling of tokens: in evaluations and by `sample`."""
+    """Options of sampling, in evaluations and `sample`."""
 
     max_new_tokens: int = _EVALUATION["max_new_tokens"]
     temperature: float = _EVALUATION["temperature"]
     top_k: int | None = _EVALUATION["top_k"]
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the most likely tokens whose probabilities add up to this, among those of top_k."""
+    """Sample from the fewest of the top_k tokens whose probabilities add up to this."""
     seed: int = 42
-    """Seed of the draws."""
+    """Random seed of the samples."""
 
 
 class PrepareOptions(Options):
     """Options of a preparation."""
 
     text_field: str = "text"
-    """Field of a JSON object or column of a parquet file, meta.text for text inside meta; for token ids:
+    """JSON field or parquet column with the text, such as meta.text for a nested one; for token ids:
     input_ids or tokens."""
     text_suffixes: Annotated[str | None, Metavar(".md,.py")] = None
     """Extra file suffixes to read as text in directories (default: none)."""
@@ -79,11 +79,11 @@ class PrepareOptions(Options):
     val_tokens: int | None = Field(None, ge=1)
     """Approximate tokens held out for validation, from the first documents (default: val_fraction)."""
     max_documents: int | None = Field(None, ge=1)
-    """Documents to read, the first ones of the sources (default: all)."""
+    """Number of documents to read, from the start of the sources (default: all)."""
     shard_tokens: int = Field(SHARD_TOKENS, ge=1)
-    """Tokens per shard, approximately."""
+    """Approximate tokens per shard."""
     dedupe: Literal["none", "exact"] = "none"
-    """Deduplication; exact: keep the first of documents with the same text."""
+    """Drop duplicates; exact: keep the first of documents with the same text."""
     max_bad_documents: int = Field(0, ge=0)
     """Maximum number of unreadable documents to skip (not UTF-8, not JSON, no text field)."""
 

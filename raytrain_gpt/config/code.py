@@ -19,14 +19,14 @@ from pathlib import Path
 from raytrain_gpt.errors import ConfigError, RaytrainGptError, UserError, damage_as
 
 _NEXT_FILE = re.compile(r"^# raytrain-gpt: file (.+)\n", re.MULTILINE)
-"""Line before each of several files in the text."""
+"""Line that precedes each file where the text holds several."""
 _BESIDES = {"evaluation", "tracker"}
-"""Decorators of kinds that decide no weight."""
+"""Decorators of kinds that do not affect the weights."""
 
 
 @dataclass(frozen=True)
 class Code:
-    """Names and text of files; reading, storing and sending them never executes them.
+    """Names and text of Python files, which are read, stored and sent without being executed.
 
     Attributes:
         may_differ: Whether a run may continue although its checkpoint has different code.
@@ -43,7 +43,7 @@ class Code:
 
     @classmethod
     def read(cls, *paths: Path, may_differ: bool = False) -> Code:
-        """Read files, and join several; raises ConfigError if one is missing or not UTF-8."""
+        """Read files and join them; raises ConfigError if one is missing or not UTF-8."""
         texts = []
         for path in paths:
             with damage_as(ConfigError, f"code {path}"):
@@ -62,23 +62,19 @@ class Code:
 
     @cached_property
     def decides(self) -> str:
-        """What may decide weights: the syntax without evaluations, trackers and what only they use."""
+        """Syntax that may affect the weights: all but evaluations, trackers and what only they use."""
         try:
             return "\n".join(filter(None, (_deciding(text) for _, text in self.files)))
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return self.text
 
     def execute(self) -> None:
-        """Execute each file as a module of its own.
-
-        Raises:
-            ConfigError: one is not valid, or raises an error.
-        """
+        """Execute each file as a module of its own; raises ConfigError if one is invalid or fails."""
         for number, (file_name, text) in enumerate(self.files):
             name = f"raytrain_gpt_code_{self.sha256[:8]}" + f"_{number}" * bool(number)
             module = types.ModuleType(name)
             module.__file__ = shown = f"{file_name}#{self.sha256[:8]}"
-            # Before it runs, since dataclasses, pydantic and torch's compiler look their module up by name.
+            # First, because dataclasses, pydantic and torch's compiler look up their module by name.
             sys.modules[name] = module
             linecache.cache[shown] = (len(text), None, text.splitlines(keepends=True), shown)
             try:
@@ -90,14 +86,16 @@ class Code:
 
     @contextlib.contextmanager
     def errors_as_line(self, where: str = "") -> Iterator[None]:
-        """Turn an error of this code into a ConfigError with file and line after `where`."""
+        """Turn an error in this code into a ConfigError with file and line after `where`."""
         try:
             yield
         except (Exception, SystemExit) as error:
             lines = [
                 f"{frame.f_code.co_filename.rpartition('#')[0]}, line {line}"
                 for frame, line in traceback.walk_tb(error.__traceback__)
-                if frame.f_code.co_filename.endswith(f"#{self.sha256[:8]}")  # under any name
+                if frame.f_code.co_filename.endswith(
+                    f"#{self.sha256[:8]}"
+                )  # the file may have any name
             ]
             is_ours = isinstance(error, RaytrainGptError)
             if is_ours and not (lines and isinstance(error, UserError)):
@@ -108,7 +106,7 @@ class Code:
 
 
 def _deciding(text: str) -> str:
-    """Dump the statements that act or declare other kinds, and the definitions that they use."""
+    """Dump statements that have effects or declare weight-affecting kinds, and the definitions they use."""
     body = [one for statement in ast.parse(text).body for one in _one_by_one(statement)]
     names = [_names(one) for one in body]
     used = set[str]().union(*names)
@@ -119,7 +117,7 @@ def _deciding(text: str) -> str:
     }
 
     def acts(statement: ast.stmt) -> bool:
-        if isinstance(statement, ast.Import):  # for its effect, if nothing uses it
+        if isinstance(statement, ast.Import):  # an unused import is there for its effect
             return _defined(statement) not in used
         decorators = getattr(statement, "decorator_list", [])
         besides = (
@@ -152,7 +150,7 @@ def _one_by_one(statement: ast.stmt) -> list[ast.stmt]:
 
 
 def _defined(statement: ast.stmt) -> str | None:
-    """Name that a statement only defines, or None if it may do more."""
+    """Return the name if a statement only defines one, or None if it may do more."""
     match statement:
         case ast.FunctionDef(name) | ast.ClassDef(name=name):
             return name

@@ -1,8 +1,8 @@
 """Kinds: architectures, optimizers, schedules, evaluations and trackers by name, each with its settings.
 
-Built-in ones are declared in `config.built_in` by the path of their implementation, as a configuration is
-read without torch. Others are registered by `raytrain_gpt.extend` when the file of `--code` is executed:
-at the first look-up of a name that is not built in, in the processes that look one up.
+Built-in ones are declared in `config.built_in` by the path of their implementation, because reading a
+configuration must not import torch. Others are registered by `raytrain_gpt.extend` when the file of `--code`
+is executed, which happens in each process when it first looks up a name that is not built in.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ DECIDES_WEIGHTS: tuple[Selector, ...] = ("architecture", "optimizer", "schedule"
 
 
 class Strict(BaseModel):
-    """Immutable model without unknown fields, infinities and NaNs; docstrings describe fields."""
+    """Immutable model that refuses unknown fields, infinities and NaNs; docstrings describe its fields."""
 
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
         use_attribute_docstrings=True,
         allow_inf_nan=False,
-        defer_build=True,  # until the first validation: help needs none
+        defer_build=True,  # until the first validation, which --help never needs
     )
 
     @field_validator("*")
@@ -86,17 +86,16 @@ class Kind:
         return isinstance(self.implementation, str)
 
     def resolve(self) -> Any:
-        """Import the function or class."""
         return resolve_name(self.implementation) if self.is_built_in else self.implementation
 
     def call(self, *args: Any) -> Any:
-        """Call the function or class; an error of the user's code is a ConfigError with its line."""
+        """Call the function or class; an error in the user's code becomes a ConfigError with the line."""
         implementation = self.resolve()
         with self.errors_as_line():
             return implementation(*args)
 
     def errors_as_line(self) -> AbstractContextManager[None]:
-        """Context in which errors of the user's code are a ConfigError with their line."""
+        """Return a context that turns errors in the user's code into a ConfigError with the line."""
         if self.is_built_in or _used is None:
             return nullcontext()
         return _used.errors_as_line(f"{self.selector} {self.name}, ")
@@ -106,7 +105,7 @@ Kinds = dict[tuple[Selector, str], Kind]
 
 _BUILT_IN: Kinds = {}
 _EXECUTED: dict[str, Kinds] = {}
-"""SHA-256 of a code -> its kinds."""
+"""SHA-256 of user code -> its kinds."""
 _LOCK = threading.RLock()
 _used: Code | None = None
 _registering: Kinds | None = None
@@ -118,7 +117,7 @@ def declare(kinds: Iterable[Kind]) -> None:
 
 
 def set_user_code(code: Code | None) -> None:
-    """Set the code in which this process looks up kinds that are not built in; it is not executed yet."""
+    """Set the user code that declares further kinds; it is executed when one is looked up."""
     global _used
     _used = code
 
@@ -132,7 +131,7 @@ def is_built_in(selector: Selector, name: str) -> bool:
 
 
 def user_kinds() -> Kinds:
-    """Kinds of the used code, which is executed if it was not; raises ConfigError if it cannot be."""
+    """Return the kinds of the user code, executing it the first time; raises ConfigError if it fails."""
     if _used is None:
         return {}
     with _LOCK:
@@ -142,12 +141,12 @@ def user_kinds() -> Kinds:
 
 
 def find(selector: Selector, name: str) -> Kind | None:
-    """Kind of this name, or None if it is not known in this process."""
+    """Return the kind of this name, or None if this process does not know it."""
     return _BUILT_IN.get((selector, name)) or user_kinds().get((selector, name))
 
 
 def kind(selector: Selector, name: str) -> Kind:
-    """Kind of this name; raises ConfigError if it is not known."""
+    """Return the kind of this name; raises ConfigError if there is none."""
     if found := find(selector, name):
         return found
     known_names = names(selector)
@@ -159,18 +158,18 @@ def kind(selector: Selector, name: str) -> Kind:
 
 
 def names(selector: Selector) -> list[str]:
-    """Names of the kinds for a selector that are known so far."""
+    """Return the names of a selector's kinds that are known so far."""
     return [one.name for one in known() if one.selector == selector]
 
 
 def known() -> list[Kind]:
-    """Kinds known so far, without executing the used code."""
+    """Return the kinds known so far, without executing the user code."""
     own = _EXECUTED.get(_used.sha256, {}) if _used else {}
     return [*_BUILT_IN.values(), *own.values()]
 
 
 def setting(name: str) -> tuple[str, FieldInfo] | None:
-    """Section and field of a setting, or None; executes the used code if no known kind has it."""
+    """Return the section and field of a setting, or None; executes the user code if no known kind has it."""
     if name in reserved_names:
         return None
     if not (found := owners(name)):
@@ -180,26 +179,26 @@ def setting(name: str) -> tuple[str, FieldInfo] | None:
 
 
 def owners(name: str) -> list[Kind]:
-    """Kinds, of those known so far, that have a setting of this name."""
+    """Return the kinds known so far that have a setting of this name."""
     if name in reserved_names:
         return []
     return [one for one in known() if name in one.settings.model_fields]
 
 
 def register(one: Kind) -> None:
-    """Register a kind of the code being executed; does nothing for a file that is imported otherwise.
+    """Register a kind of the code being executed; do nothing if the file is imported in another way.
 
     Raises:
-        ConfigError: its name is taken or invalid, or a setting's name or type is.
+        ConfigError: its name is taken or invalid, or the name or type of a setting is.
     """
     if _registering is None:
         return
     if (one.selector, one.name) in {**_BUILT_IN, **_registering}:
-        raise ConfigError(f"{one.selector} {one.name} exists already; choose another name")
+        raise ConfigError(f"{one.selector} {one.name} already exists; choose another name")
     if not one.name.isidentifier():
-        raise ConfigError(f"{one.name!r} is not a name; use letters, digits and _")
+        raise ConfigError(f"{one.name!r} is not a valid name; use letters, digits and _")
     if one.selector == "evaluations" and one.name in ROW_PREFIXES:
-        raise ConfigError(f"rows have other {one.name}/… keys already; choose another name")
+        raise ConfigError(f"rows already have other {one.name}/… keys; choose another name")
     for name, field in one.settings.model_fields.items():
         _check_setting(one, name, field)
     _registering[one.selector, one.name] = one
@@ -218,17 +217,17 @@ def _check_setting(one: Kind, name: str, field: FieldInfo) -> None:
         theirs = _declaring_class(other.settings, name)
         if declared is not theirs or SECTIONS[other.selector] != SECTIONS[one.selector]:
             raise ConfigError(
-                f"{where} is already one of {other.selector} {other.name}; choose another name, or inherit "
-                f"from {theirs.__name__}"
+                f"{where} is already a setting of {other.selector} {other.name}; choose another name, or "
+                f"inherit from {theirs.__name__}"
             )
 
 
 reserved_names = dict.fromkeys(("preset", "config", "code"), "an option of train")
-"""Name that no setting may have -> what has it."""
+"""Reserved name -> what it already names."""
 
 
 def _declaring_class(settings: type[Settings], name: str) -> type:
-    """First class that declared a setting; subclasses may declare it again with a different default."""
+    """Return the class that first declared a setting; subclasses may redeclare it with another default."""
     return [one for one in settings.__mro__ if name in inspect.get_annotations(one)][-1]
 
 

@@ -1,4 +1,4 @@
-"""Loading of configurations: defaults < preset or file < flags; later ones win."""
+"""Loading of configurations: defaults < preset or file < flags, of which later ones win."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from raytrain_gpt.parsing import parse_yaml
 DEFAULT_PRESET = "quickstart"
 
 _REMOVED_SETTINGS = {"data_cache_gb", "eval_mode"}
-"""Settings of earlier versions, which their files have; they decided no weight."""
+"""Settings that files of earlier versions may have; they never affected the weights."""
 
 
 def preset_names() -> list[str]:
-    """Names of the bundled presets."""
+    """Return the names of the bundled presets."""
     files = resources.files("raytrain_gpt").joinpath("presets").iterdir()
     return sorted(f.name.removesuffix(".yaml") for f in files if f.name.endswith(".yaml"))
 
@@ -37,7 +37,7 @@ def load_preset(name: str) -> Config:
 
 
 def load_config_file(path: Path) -> Config:
-    """Load a configuration file, perhaps of an earlier version; may raise ConfigError."""
+    """Load a configuration file, also of an earlier version; may raise ConfigError."""
     tree = read_mapping(path, "configuration", Config.model_fields)
     return parse_config(without_removed(tree), str(path))
 
@@ -53,10 +53,10 @@ def without_removed(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_mapping(path: Path, what: str, keys: Iterable[str]) -> dict[str, Any]:
-    """Read a YAML mapping; `what` it is and its valid `keys` are for the message.
+    """Read a YAML mapping; errors mention `what` it is and its valid `keys`.
 
     Raises:
-        ConfigError: it is missing, not YAML that `parse_yaml` reads, or not a mapping.
+        ConfigError: the file is missing, is invalid YAML, or is not a mapping.
     """
     try:
         content = parse_yaml(path.read_text("utf-8"))
@@ -70,13 +70,13 @@ def read_mapping(path: Path, what: str, keys: Iterable[str]) -> dict[str, Any]:
 
 
 def start_of(preset: str | None, file: Path | None, named: Container[str]) -> tuple[str, Config]:
-    """Return where a configuration starts, in words, and its values there.
+    """Return the start of a configuration: its description and its values.
 
-    That is a file, whose name is the run's by default, or a preset. Without both it is the demo's preset or,
+    It is a preset, or a file, whose name is the default run_name. Without both it is the demo's preset or,
     if data or weights are `named`, the defaults.
 
     Raises:
-        ConfigError: both preset and file, or one that is not valid.
+        ConfigError: both are given, or one is invalid.
     """
     if file is None and preset is None and ("data_path" in named or "init_from" in named):
         return "defaults", Config()
@@ -99,7 +99,7 @@ def resolve(preset: str | None, file: Path | None, fields: Mapping[str, Any]) ->
 
 
 def given_fields(file: Path | None, fields: Mapping[str, Any]) -> set[str]:
-    """Names set in `fields` or the file, not by a preset or default; raises like `load_config_file`."""
+    """Return the names set in `fields` or the file, not by a preset; raises like `load_config_file`."""
     config = Config() if file is None else load_config_file(file)
     sections = [getattr(config, section) for section in config.model_fields_set]
     return {*fields}.union(*(section.model_fields_set for section in sections))

@@ -29,25 +29,25 @@ def _is_name(value: str) -> str:
 
 
 Name = Annotated[str, AfterValidator(_is_name)]
-"""Directory name that needs no quotes in a shell or URL."""
+"""Directory name that can stand unquoted in a shell or URL."""
 
 
 class OpenSection(Strict, extra="allow"):
     """Section that chooses kinds by name, and holds their settings as plain values after its own fields.
 
-    Where a kind is not known, as its code is absent, the values stay as they are.
+    If a kind is unknown because its code is absent, its settings stay unchecked.
     """
 
     selectors: ClassVar[tuple[Selector, ...]]
 
     @property
     def chosen(self) -> list[Kind] | None:
-        """The chosen kinds, or None if one is not known in this process."""
+        """Chosen kinds, or None if this process does not know one."""
         found = [kinds.find(selector, name) for selector, name in self.chosen_names()]
         return None if None in found else [one for one in found if one is not None]
 
     def chosen_names(self) -> list[tuple[Selector, str]]:
-        """(Selector, name) of each choice."""
+        """Return (selector, name) of each choice."""
         chosen = []
         for selector in self.selectors:
             value = getattr(self, selector)
@@ -55,12 +55,12 @@ class OpenSection(Strict, extra="allow"):
         return chosen
 
     def settings(self, kind: type[S]) -> S:
-        """Settings of one kind, by their class."""
+        """Return the settings of one kind, by their class."""
         extra = self.model_extra or {}
         return kind(**{name: extra[name] for name in kind.model_fields if name in extra})
 
     def set_values(self) -> dict[str, Any]:
-        """Own fields, and the settings that differ from the defaults of the chosen kinds."""
+        """Return the section's fields, and the chosen kinds' settings that differ from their defaults."""
         values = self.model_dump()
         for kind in self.chosen or ():
             for name, field in kind.settings.model_fields.items():
@@ -70,7 +70,7 @@ class OpenSection(Strict, extra="allow"):
 
     @classmethod
     def applicable(cls, values: Mapping[str, Any], keep: Iterable[str]) -> dict[str, Any]:
-        """Leave out settings of kinds that the values do not choose, unless they are in `keep`."""
+        """Drop settings of kinds that the values do not choose, except those in `keep`."""
         chosen = [
             kinds.find(selector, name)
             for selector in cls.selectors
@@ -100,7 +100,7 @@ class OpenSection(Strict, extra="allow"):
         return self
 
     def _check_left_out(self, name: str, value: Any) -> None:
-        """Refuse a setting of a kind that was not chosen, unless it is the default, or an unknown name."""
+        """Refuse an unknown name, and a setting of a kind that was not chosen unless it has its default."""
         owners = [one for one in kinds.owners(name) if one.selector in self.selectors]
         if not owners:
             error = InitErrorDetails(type="extra_forbidden", loc=(name,), input=value)
@@ -114,7 +114,7 @@ class OpenSection(Strict, extra="allow"):
 
 
 def _split(value: Any) -> Any:
-    """Split names in a text, which may also be a list as YAML and Python write it."""
+    """Split a text of names, separated by commas or written as a YAML or Python list."""
     if not isinstance(value, str):
         return value
     names = (one.strip(" '\"") for one in value.strip("[]()").split(","))
@@ -122,10 +122,10 @@ def _split(value: Any) -> Any:
 
 
 def _names_of(value: Any) -> list[str]:
-    """Names in the value of a choice; of an invalid one, which is refused later, none."""
+    """Return the names in the value of a choice; none if it is invalid, which is reported later."""
     names = _split(value)
     return [one for one in names if isinstance(one, str)] if isinstance(names, list | tuple) else []
 
 
 Names = Annotated[tuple[Name, ...], BeforeValidator(_split)]
-"""Names in a list, or in a text with commas between them."""
+"""Names as a list or as comma-separated text."""

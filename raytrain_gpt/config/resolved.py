@@ -1,11 +1,10 @@
 """The two stages of a configuration: `Config` as written, and `RunPlan`, in which nothing is `auto`.
 
-1. `cluster/capacity` sets number, CPUs and GPUs of the workers once, when a run starts; `workers_of` reads
-   them.
+1. `cluster/capacity` sets the number, CPUs and GPUs of the workers once, when a run starts.
 2. `train/memory_fit` makes a plan before every attempt, with the fields that depend on memory.
 
-What trains takes a plan, so mypy checks that no `auto` remains. A global batch is divided over workers and
-micro-batches here too.
+Training code takes a plan, so mypy checks that no `auto` remains. This module also divides a global batch
+over workers and micro-batches.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from raytrain_gpt.format import count
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
 USABLE_FRACTION = 0.92
-"""Fraction of a device's memory; on a GPU, CUDA and gaps between tensors take the rest."""
+"""Usable fraction of a device's memory; on GPUs, CUDA and fragmentation take the rest."""
 
 
 class Workers(ClusterSection):
@@ -61,7 +60,7 @@ class ResolvedConfig(Config):
 
 
 def workers_of(config: Config) -> Workers:
-    """Return the cluster section, resolved but for `use_gpu`: without a cluster, `auto` counts as true."""
+    """Return the resolved cluster section; without a cluster, `use_gpu: auto` counts as true."""
     c = config.cluster
     return Workers.model_validate({**c.model_dump(), "use_gpu": c.use_gpu is not False})
 
@@ -82,7 +81,7 @@ class RunPlan:
     def of(cls, config: Config, world_size: int, micro_batch_sequences: int, mode: str) -> RunPlan:
         """Make a plan; `mode` is the activation checkpointing.
 
-        `world_size` must divide the global batch, `micro_batch_sequences` a worker's sequences per step.
+        `world_size` must divide the global batch, and `micro_batch_sequences` a worker's share of it.
         """
         fit = {"micro_batch_sequences": micro_batch_sequences, "activation_checkpointing": mode}
         resolved = ResolvedConfig.model_validate(config.updated(fit).model_dump())
@@ -123,7 +122,7 @@ def check_shares(config: Config, world_size: int) -> None:
 def shares_equally(config: Config, world_size: int) -> bool:
     """Whether a global batch divides over the workers, and into the configured micro-batches.
 
-    A worker's share need not divide: `micro_batch_for` lowers its micro-batch, unless sums are exact.
+    The configured micro-batch is only a maximum, which `micro_batch_for` lowers, unless sums are exact.
     """
     return config.batch_sequences % sharing_unit(config, world_size) == 0
 
@@ -134,7 +133,7 @@ def _min_micro_batch(config: Config) -> int:
 
 
 def sharing_unit(config: Config, world_size: int) -> int:
-    """Number of sequences that must divide a global batch."""
+    """Return the number of sequences of which a global batch must be a multiple."""
     micro = _min_micro_batch(config)
     return micro * world_size if config.train.exact else math.lcm(micro, world_size)
 
@@ -145,7 +144,7 @@ def for_workers(config: Config, world_size: int) -> Config:
 
 
 def micro_batch_change(config: Config, world_size: int) -> str | None:
-    """Report a lowered `micro_batch_sequences`, or None if it is unchanged."""
+    """Describe a lowered `micro_batch_sequences`, or return None if it is unchanged."""
     limit, used = config.train.micro_batch_sequences, micro_batch_for(config, world_size)
     if limit == used:
         return None
@@ -156,7 +155,7 @@ def micro_batch_change(config: Config, world_size: int) -> str | None:
 
 
 def micro_batch_for(config: Config, world_size: int) -> int | Literal["auto"]:
-    """Largest divisor of a worker's sequences per step up to `micro_batch_sequences`.
+    """Return the largest divisor of a worker's sequences per step up to `micro_batch_sequences`.
 
     `auto`, and any value with exact sums, is returned unchanged.
     """

@@ -2,8 +2,8 @@
 
 Field names are unique over all sections, so one name is the YAML key (in its section), the command line
 flag (`--peak_lr`), the sweep key and the tracked parameter. Precedence: defaults here < preset or
-configuration file < flags. The defaults are a small GPT that trains on a laptop; presets list their
-changes.
+configuration file < flags. The defaults are a small GPT that trains on a laptop; presets list what
+they change.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Config(Strict):
 
     @property
     def code(self) -> Code | None:
-        """The code that may declare its kinds; no file of a configuration can name it."""
+        """User code that declares its kinds; only `--code` can name it, not a configuration file."""
         return self._code
 
     def __setstate__(self, state: Any) -> None:
@@ -116,22 +116,22 @@ class Config(Strict):
         return self.train.global_batch_tokens // self.data.seq_len
 
     def sections(self) -> dict[str, Strict]:
-        """Section by name."""
+        """Return name -> section."""
         return {name: getattr(self, name) for name in type(self).model_fields}
 
     def open_sections(self) -> list[OpenSection]:
-        """Sections that choose kinds."""
+        """Return the sections that choose kinds."""
         return [one for one in self.sections().values() if isinstance(one, OpenSection)]
 
     def field_values(self) -> dict[str, Any]:
-        """Flat view: field name -> value, with the settings of the chosen kinds."""
+        """Return field name -> value over all sections, with the settings of the chosen kinds."""
         return dict(chain(*self.sections().values()))
 
     def updated(self, values: Mapping[str, Any], given: Iterable[str] | None = None) -> Self:
-        """Replace and validate values; other choices drop the settings of kinds no longer chosen.
+        """Replace and validate values, and drop the settings of kinds that are no longer chosen.
 
         Args:
-            given: Names of settings to refuse instead (default: all in `values`).
+            given: Names of settings to refuse instead of drop (default: all in `values`).
 
         Raises:
             ConfigError: an unknown field, an invalid value, or a setting of a kind that is not chosen.
@@ -186,19 +186,15 @@ _C = TypeVar("_C", bound=Config)
 
 
 def field_section(name: str) -> str:
-    """Section of a field; raises ConfigError for an unknown name."""
+    """Return the section of a field; raises ConfigError for an unknown name."""
     if name not in FIELDS:
-        hint = suggestion(name, FIELDS) or "; a setting of your own kind needs --code FILE"
+        hint = suggestion(name, FIELDS) or "; a setting of your own code needs --code FILE"
         raise ConfigError(f"unknown configuration key {name}{hint}")
     return FIELDS[name][0]
 
 
 def parse_config(tree: Mapping[str, Any], where: str) -> Config:
-    """Validate a tree (section -> field -> value) and fill in defaults.
-
-    Raises:
-        ConfigError: one line for the first error; names the source `where`.
-    """
+    """Validate a tree (section -> field -> value) from `where`; raises ConfigError for the first error."""
     return _parsed(Config, tree, where, _without_decay_fraction)
 
 
@@ -235,9 +231,9 @@ def _parsed(
 
 
 def changes_math(name: str, *configs: Config) -> bool:
-    """Whether a field's change would change the math, so that a run with it cannot resume.
+    """Return whether changing a field changes the math, so that the run cannot resume.
 
-    The `configs` tell the section of settings whose code is absent.
+    The `configs` show the section of settings whose code is absent.
     """
     if name in _STATIC and SAFE in _STATIC[name][1].metadata:
         return False
@@ -253,7 +249,7 @@ def changes_math(name: str, *configs: Config) -> bool:
 
 
 def changed_fields(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
-    """Field -> `old -> new` for the differences between two flat configurations."""
+    """Return field -> `old -> new` for the differences between two flat configurations."""
     names = [name for name in {**after, **before} if before.get(name) != after.get(name)]
     return {name: f"{_shown(before, name)} -> {_shown(after, name)}" for name in names}
 
@@ -264,7 +260,7 @@ def _shown(values: Mapping[str, Any], name: str) -> str:
 
 
 def check_kinds(config: Config) -> None:
-    """Raise a ConfigError for a kind that is neither built in nor in the used code."""
+    """Raise a ConfigError for a kind that is neither built in nor in the user code."""
     for section in config.open_sections():
         for selector, name in section.chosen_names():
             kinds.kind(selector, name)

@@ -14,7 +14,7 @@ from raytrain_gpt.config.open_section import Name, Names, OpenSection
 from raytrain_gpt.config.wording import check_divides
 
 SHAPE_FIELDS = ("architecture", "num_layers", "num_heads", "embd_size")
-"""Fields fixed by a checkpoint's weights, besides the settings of the architecture."""
+"""Fields fixed by a checkpoint's weights, in addition to the settings of the architecture."""
 
 AUTO_MEMORY_FIELDS = ("micro_batch_sequences", "activation_checkpointing")
 """Fields whose `auto` the memory fit resolves; a resumed run reuses the result."""
@@ -47,7 +47,7 @@ class ModelSection(OpenSection):
 
     selectors = ("architecture",)
     architecture: Name = "gpt2"
-    """Model family; gpt2, qwen3 (rotary positions, RMSNorm, gated MLP, no biases), or one of --code."""
+    """Model family; gpt2, qwen3 (rotary positions, RMSNorm, gated MLP, no biases), or one from --code."""
     num_layers: int = Field(4, ge=1, le=10_000)
     """Number of transformer blocks."""
     num_heads: int = Field(4, ge=1)
@@ -73,7 +73,7 @@ class DataSection(Strict):
     seq_len: int = Field(128, ge=1, le=2**24)
     """Context length in tokens."""
     document_mask: bool = False
-    """Attention within documents only, with positions restarting at 0; false: attend across documents."""
+    """Attend only within documents, with positions restarting at 0; false: attend across documents."""
 
 
 class OptimSection(OpenSection):
@@ -81,7 +81,7 @@ class OptimSection(OpenSection):
 
     selectors = ("optimizer", "schedule")
     optimizer: Name = "adamw"
-    """Update rule; adamw, muon for block matrices with adamw for everything else, or one of --code."""
+    """Update rule; adamw, muon for block matrices with adamw for everything else, or one from --code."""
     peak_lr: float = Field(1e-3, gt=0)
     """Learning rate after warm-up."""
     min_lr: float = Field(1e-4, ge=0)
@@ -89,7 +89,7 @@ class OptimSection(OpenSection):
     warmup_steps: int = Field(50, ge=0)
     """Steps of linear warm-up to peak_lr."""
     schedule: Name = "cosine"
-    """Learning rate schedule after warm-up; cosine decay, wsd (warmup-stable-decay), constant, or one of
+    """Learning rate schedule after warm-up; cosine decay, wsd (warmup-stable-decay), constant, or one from
     --code."""
     grad_clip: float = Field(1.0, gt=0)
     """Global gradient norm to clip to."""
@@ -117,21 +117,21 @@ class TrainSection(Strict):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Precision of activations; auto: bf16 where the device has it, else fp32 (TF32 on GPUs)."""
     residual_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type of the sums between blocks, where precision is bf16; bf16: less memory traffic on GPUs."""
+    """Data type of the residual stream if precision is bf16; bf16: less memory traffic on GPUs."""
     parallel: Annotated[Literal["ddp", "fsdp"], SAFE] = "ddp"
     """Parallelism; ddp: replicate the model; fsdp: shard weights, gradients and optimizer state."""
     gradient_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type of the gradients that DDP sends between workers; bf16: half the traffic, rounded sums."""
+    """Data type in which DDP sends gradients between workers; bf16: half the traffic, rounded sums."""
     exact: bool = False
-    """Bit-identical weights at any number of workers, by summing gradients as integers; slower."""
+    """Train bit-identical weights on any number of workers, by summing gradients as integers; slower."""
     compile: Annotated[bool, SAFE] = False
-    """Compilation by torch.compile."""
+    """Compile the model with torch.compile."""
     activation_checkpointing: Annotated[Literal["none", "selective", "full", "auto"], SAFE] = "none"
-    """Activation checkpointing; selective: cheap ops only; auto: only as much as memory requires."""
+    """Recompute activations to save memory; selective: cheap ops only; auto: only as much as needed."""
     seed: int = Field(1337, ge=0, lt=2**32)
     """Seed of weights, data order and dropout."""
     log_every_steps: Annotated[int, SAFE] = Field(10, ge=1)
-    """Steps between console lines; metrics.jsonl always has every step."""
+    """Steps between console lines; metrics.jsonl has every step."""
     checkpoint_every_steps: Annotated[int, SAFE] = Field(250, ge=1)
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: Annotated[int, SAFE] = Field(10, ge=1)
@@ -161,7 +161,7 @@ class SpikesSection(SafeSection):
     """Steps with a loss or gradient norm that is not finite, or far above earlier ones."""
 
     spike_detection: bool = True
-    """Detection of loss spikes, with rollback; false: only skip updates that are not finite."""
+    """Detect loss spikes and roll back; false: only skip updates that are not finite."""
     spike_zscore: float = Field(6.0, gt=0)
     """Standard deviations above the rolling mean at which a loss or gradient norm counts as a spike."""
     spike_window_steps: int = Field(128, ge=8)
@@ -173,7 +173,7 @@ class SpikesSection(SafeSection):
 
 
 class EvalSection(SafeSection, OpenSection):
-    """Validation loss, HellaSwag, further evaluations and samples during training."""
+    """Validation loss, HellaSwag, other evaluations and samples during training."""
 
     selectors = ("evaluations",)
 
@@ -184,7 +184,7 @@ class EvalSection(SafeSection, OpenSection):
     hellaswag_path: Annotated[str | None, URL] = None
     """HellaSwag .jsonl file to score at each evaluation; download: fetch the public file; null: off."""
     evaluations: Names = ()
-    """Further evaluations, by their names in --code, with commas between them."""
+    """Comma-separated evaluations from --code."""
     sample_prompt: str = "Hello, I am a language model,"
     """Prompt of the samples at each evaluation."""
     num_samples: int = Field(5, ge=0)
@@ -197,14 +197,14 @@ class EvalSection(SafeSection, OpenSection):
     """Sampling temperature; 0: the most likely token."""
 
     def chosen_names(self) -> list[tuple[Selector, str]]:
-        """(Selector, name) of each evaluation; `hellaswag_path` chooses HellaSwag."""
+        """Return (selector, name) of each evaluation; `hellaswag_path` chooses HellaSwag."""
         built_in: list[tuple[Selector, str]] = [("evaluations", "hellaswag")]
         return built_in * (self.hellaswag_path is not None) + super().chosen_names()
 
     @model_validator(mode="after")
     def _hellaswag_by_its_path(self) -> EvalSection:
         if "hellaswag" in self.evaluations:
-            raise ValueError("evaluations has hellaswag; set hellaswag_path instead")
+            raise ValueError("evaluations cannot name hellaswag; set hellaswag_path instead")
         return self
 
 
@@ -216,11 +216,11 @@ class ClusterSection(SafeSection):
     min_workers: int | None = Field(None, ge=1)
     """Minimum number of workers to keep training with when nodes disappear; null: num_workers."""
     resize_after_s: float = Field(60.0, ge=0)
-    """Time that more capacity must be available before scaling up (seconds)."""
+    """Seconds for which more capacity must be available before scaling up."""
     use_gpu: bool | Literal["auto"] = "auto"
-    """Training on GPUs; auto: if the cluster has any."""
+    """Train on GPUs; auto: if the cluster has any."""
     gpus_per_worker: float = Field(1.0, gt=0, le=1)
-    """GPUs per worker; below 1, to share a GPU and its memory with others, only with one worker."""
+    """GPUs per worker; below 1, for one worker only: share a GPU and its memory with other jobs."""
     cpus_per_worker: CountOrAuto = "auto"
     """CPUs and torch threads per worker; auto: this machine's cores divided, or 1 on an existing cluster."""
     max_failures: int = Field(3, ge=0)
@@ -228,7 +228,7 @@ class ClusterSection(SafeSection):
     max_preemptions: int | None = Field(None, ge=0)
     """Restarts after preemption before the run fails, not counted by max_failures; null: no limit."""
     hang_timeout_s: float | None = Field(1800.0, gt=0)
-    """Time without progress of a rank before a restart (seconds); null: never."""
+    """Seconds without progress of a rank after which the workers restart; null: never."""
 
     @property
     def is_local(self) -> bool:
@@ -254,15 +254,15 @@ class RunSection(SafeSection):
     """Run name and storage location."""
 
     run_name: Name = Field("quickstart", max_length=200)
-    """Directory of the run in storage_path; the same name resumes the run."""
+    """Name of the run and of its directory in storage_path; the same name resumes it."""
     storage_path: Annotated[str, URL] = "runs"
     """Directory of all runs, shared by all nodes, or s3://bucket/prefix."""
     branch_from: Annotated[str | None, URL] = None
     """Checkpoint to branch from (RUN@STEP or path), with optimizer state and data position; null: off."""
     resume: Literal["auto", "never"] = "auto"
-    """Resume mode; auto: from the newest good checkpoint; never: fail if the run has a checkpoint."""
+    """Resume an existing run; auto: from the newest good checkpoint; never: fail if it has a checkpoint."""
     retry_for_s: float = Field(300.0, ge=0)
-    """Retry time for an unreachable object store before the run stops (seconds)."""
+    """Seconds to retry an unreachable object store before the run stops."""
     s3_endpoint: Annotated[str | None, URL] = None
     """Endpoint URL of an S3-compatible store; null: AWS_ENDPOINT_URL, or Amazon S3."""
 
@@ -272,11 +272,11 @@ class TrackingSection(SafeSection, OpenSection):
 
     selectors = ("trackers",)
     trackers: Names = ()
-    """Further trackers: wandb, trackio, and names in --code, with commas between them."""
+    """Comma-separated trackers besides MLflow and TensorBoard: wandb, trackio, or names from --code."""
 
     mlflow_uri: Annotated[str | None, URL] = "auto"
     """MLflow tracking URI; auto: mlflow.db (SQLite) in storage_path; null: off."""
     experiment: str = "raytrain-gpt"
     """Name of the MLflow experiment."""
     tensorboard: bool = True
-    """TensorBoard event files in the run's directory."""
+    """Write TensorBoard event files in the run's directory."""

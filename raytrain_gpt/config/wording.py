@@ -18,7 +18,7 @@ MAX_SHOWN = 80
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for names with this prefix, else for the nearest."""
+    """Return `; did you mean X?` for names with this prefix, else for the nearest."""
     names, spelled = list(known), name.replace("-", "_")
     near = [one for one in names if name and one.startswith((name, spelled))]
     if not 0 < len(near) <= _MAX_SUGGESTED:
@@ -29,11 +29,11 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 def refusal(
     error: ValidationError, fields: Mapping[str, FieldInfo], unknown: Callable[[str], str]
 ) -> str:
-    """One line for the first refused value; misspelled keys come before missing ones.
+    """Return one line for the first refused value; misspelled keys come before missing ones.
 
     Args:
         fields: Fields by name; the description is the hint.
-        unknown: Makes the message for an unknown key from its path: `section.name`.
+        unknown: Function from the path of an unknown key, `section.name`, to its message.
     """
     errors = error.errors()
     first = next((e for e in errors if e["type"] in ("extra_forbidden", "invalid_key")), errors[0])
@@ -60,7 +60,7 @@ def nearest_multiples(value: int, unit: int) -> str:
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of a positive number, ascending, in O(√number)."""
+    """Return all divisors of a positive number, ascending, in O(√number)."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 

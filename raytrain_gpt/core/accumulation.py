@@ -3,7 +3,7 @@
 - `FloatAccumulator`: autograd adds the gradients; DDP, or a sharded model, reduces them over the ranks.
 - `ExactAccumulator`: the sum does not depend on the order or the number of workers. The gradients of every
   micro-batch are rounded to multiples of 2^-44 and added to 64-bit integers, which one all-reduce per step
-  adds over the ranks. All ranks then have equal gradients, whatever their number, and take the same step.
+  adds over the ranks. All ranks then have the same gradients, whatever their number, and take the same step.
 
 2^-44 is 6e-14, far below AdamW's epsilon of 1e-8. An exact step is skipped, like one that is not finite, if a
 gradient or a loss exceeds 2^18 / number of micro-batches: 4096 with 64 of them.
@@ -41,11 +41,11 @@ class FloatAccumulator:
         self._losses: list[Tensor] = []
 
     def random_stream(self, micro_batch: int) -> int | None:
-        """Number that seeds dropout from this micro-batch on, or None to continue the stream before it."""
+        """Return a number that seeds dropout from this micro-batch on, or None to continue the stream."""
         return self._rank if micro_batch == 0 else None
 
     def synchronized(self, micro_batch: int) -> contextlib.AbstractContextManager[object]:
-        """Context of a forward and backward pass; until the last one, DDP only accumulates gradients."""
+        """Return the context of a pass; before the last one, DDP only accumulates gradients."""
         is_last = micro_batch == self.micro_batches_per_step - 1
         if is_last or not isinstance(self._model, DistributedDataParallel):
             return contextlib.nullcontext()
@@ -78,7 +78,7 @@ class ExactAccumulator:
     """Integer sums over a step's micro-batches and all ranks; for the members see `FloatAccumulator`.
 
     Args:
-        parameters: Unsharded, equal on all ranks; their gradients are accumulated here.
+        parameters: Unsharded, the same on all ranks; their gradients are accumulated here.
         group: The ranks, or None for a single rank.
     """
 
@@ -100,7 +100,7 @@ class ExactAccumulator:
         *self._gradients, self._loss, self._bad_losses, self._bad = parts
 
     def random_stream(self, micro_batch: int) -> int:
-        """Index of this rank's micro-batch among those of all ranks."""
+        """Return the index of this rank's micro-batch among those of all ranks."""
         return self._first + micro_batch
 
     def synchronized(self, micro_batch: int) -> contextlib.AbstractContextManager[object]:

@@ -1,7 +1,7 @@
 """Attention within documents: a token attends to its own document, up to itself.
 
 The mask follows from the ids. It is computed on the device, once per forward pass for all layers, in shapes
-that depend on no value: nothing waits for the device, and no batch causes a recompilation.
+that do not depend on values, so the host never waits for the device and batches never cause a recompilation.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SPARSE_MIN_HEAD_SIZE = 16
 
 
 def document_starts(ids: Tensor, document_end: int) -> Tensor:
-    """Position of the first token of each token's document, int64 (B, T).
+    """Return the position of the first token of each token's document, int64 (B, T).
 
     Args:
         ids: int64 (B, T). A document cut off at the left starts at 0.
@@ -46,13 +46,13 @@ def document_starts(ids: Tensor, document_end: int) -> Tensor:
 
 
 def last_document(tokens: Sequence[int], document_end: int | None) -> list[int]:
-    """Tokens visible to the last one of `tokens`; all without a `document_end`."""
+    """Return the tokens visible to the last one of `tokens`; all without a `document_end`."""
     ends = [position for position, token in enumerate(tokens[:-1]) if token == document_end]
     return list(tokens[ends[-1] + 1 :] if ends else tokens)
 
 
 def masked_attention(starts: Tensor, dtype: torch.dtype, dropout: float) -> AttentionFn:
-    """Attention by `scaled_dot_product_attention` with a mask, (T, T) per sequence.
+    """Return attention by `scaled_dot_product_attention` with a mask, (T, T) per sequence.
 
     `starts` are int64 (B, T), from `document_starts`; `dtype` is that of queries, keys and values.
     """
@@ -77,7 +77,7 @@ def _attend_masked(mask: Tensor, dropout: float, q: Tensor, k: Tensor, v: Tensor
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """torch's `scaled_dot_product_attention`, with key heads repeated, as its masked GPU kernel requires."""
+    """Apply `scaled_dot_product_attention` with key heads repeated, as its masked GPU kernel requires."""
     return F.scaled_dot_product_attention(q, _for_heads_of(q, k), _for_heads_of(q, v), **options)
 
 
@@ -85,7 +85,7 @@ def without_cudnn_sdpa(device: torch.device) -> contextlib.AbstractContextManage
     """Disable cuDNN attention inside, for eager attention in shapes that rarely repeat.
 
     On newer GPUs torch prefers cuDNN, which plans each exact shape before its first use. The setting holds
-    for the entire process. Nothing changes on other devices.
+    for the entire process. Other devices are unaffected.
     """
     if device.type != "cuda":
         return contextlib.nullcontext()
@@ -101,7 +101,7 @@ def _for_heads_of(q: Tensor, k: Tensor) -> Tensor:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """Causal attention: an `AttentionFn` with dropout."""
+    """Compute causal attention: an `AttentionFn` with dropout."""
     if dropout or not _products_are_faster(q):
         return attention(q, k, v, dropout_p=dropout, is_causal=True)
     b, h, t, _ = q.shape
@@ -119,8 +119,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
 def _products_are_faster(q: Tensor) -> bool:
     """Whether torch's fused kernel is slower: on a CPU its bf16 is no faster than fp32.
 
-    Products save the weights for the backward pass, so not in long contexts; nor for fake tensors, which
-    are CPU tensors of a subclass and stand for a GPU's.
+    Products keep the weights for the backward pass, so long contexts do without. So do fake tensors, CPU
+    tensors of a subclass that stand for a GPU's.
     """
     if type(q) is not Tensor or torch.compiler.is_compiling():
         return False
@@ -128,7 +128,7 @@ def _products_are_faster(q: Tensor) -> bool:
 
 
 def block_sparse_attention(starts: Tensor) -> AttentionFn:
-    """Attention by torch's `flex_attention`, which skips fully masked blocks.
+    """Return attention by torch's `flex_attention`, which skips fully masked blocks.
 
     It has no dropout, and on a CPU no gradients. It is compiled on first use. `starts` are int64 (B, T),
     from `document_starts`.

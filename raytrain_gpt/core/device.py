@@ -1,4 +1,4 @@
-"""The device of a worker: precision, seeds, what decides the bits, and a table of GPUs."""
+"""The device of a worker: precision, seeds, what affects the last bits, and a table of GPUs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class GpuSpec:
 
     Attributes:
         name: Prefix of the name that torch reports.
-        bf16_flops: Dense bf16 FLOP/s summed in fp32, half of the figure with sparsity; of fp16 without bf16;
-            0 if unknown.
+        bf16_flops: Dense bf16 FLOP/s with fp32 sums, half of the figure with sparsity; fp16's if the GPU
+          lacks bf16; 0 if unknown.
         is_sxm: Whether it is the SXM module, the usual meaning of a chip's plain name.
     """
 
@@ -73,7 +73,7 @@ GPU_SPECS = (
 def gpu_spec(name: str) -> GpuSpec | None:
     """Look up a GPU by the name that torch reports; None if unlisted.
 
-    Only full words match, and no MIG slice: no peak is better than a wrong one.
+    Only full words match, and MIG slices never do: no peak is better than a wrong one.
     """
     if " MIG " in name:
         return None
@@ -82,7 +82,7 @@ def gpu_spec(name: str) -> GpuSpec | None:
 
 
 ASSUMED_MFU = 0.4
-"""MFU of a compiled bf16 GPT-2 without a measurement; good loops reach it on A100 and H100."""
+"""MFU to assume for a compiled bf16 GPT-2; good loops reach it on A100 and H100."""
 
 
 def gpu_specs_matching(text: str) -> list[GpuSpec]:
@@ -96,7 +96,7 @@ def gpu_specs_matching(text: str) -> list[GpuSpec]:
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Peak FLOP/s of one device, or None if unlisted.
+    """Return the peak FLOP/s of one device, or None if unlisted.
 
     Dense bf16 and fp16 have the same peak. fp32 has none: only matrix products run in TF32, so no single
     peak is right.
@@ -106,7 +106,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 
 def device_name(device: torch.device, in_detail: bool = False) -> str:
-    """torch's name of a GPU, else the device's type; in detail also the kind of CPU."""
+    """Return torch's name of a GPU, else the device's type; in detail also the kind of CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if not in_detail:
@@ -117,7 +117,7 @@ def device_name(device: torch.device, in_detail: bool = False) -> str:
 
 
 def numerics_environment(device: torch.device, precision: str) -> dict[str, str]:
-    """Properties that affect the bits of gradients besides weights, data and configuration."""
+    """Return what affects the bits of gradients, in addition to weights, data and configuration."""
     return {
         "device": device_name(device, in_detail=True),
         "threads": str(torch.get_num_threads()),
@@ -135,7 +135,7 @@ def environment_changes(before: Mapping[str, str], now: Mapping[str, str]) -> st
 
 
 def best_device() -> torch.device:
-    """CUDA, else MPS, else the CPU."""
+    """Return CUDA, else MPS, else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda")
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
@@ -174,12 +174,12 @@ def resolve_precision(asked: str, device: torch.device) -> str:
 
 
 def matmul_dtype(precision: str) -> torch.dtype | None:
-    """Type of matrix products under autocast, or None for `fp32`, which has no autocast."""
+    """Return the type of matrix products under autocast, or None for `fp32`, which has no autocast."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Type of a matrix product with this tensor here: autocast's, else the tensor's."""
+    """Return the type of a matrix product with this tensor here: autocast's, else the tensor's."""
     device = tensor.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
@@ -187,7 +187,7 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
 def make_autocast(
     precision: str, device: torch.device
 ) -> Callable[[], contextlib.AbstractContextManager[object]]:
-    """A factory of contexts for forward passes; weights stay fp32."""
+    """Return a factory of contexts for forward passes; weights stay fp32."""
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
     if (dtype := matmul_dtype(precision)) is None:
         return contextlib.nullcontext
@@ -195,7 +195,7 @@ def make_autocast(
 
 
 def inference_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """A context for sampling from fp32 weights: bf16 on GPUs that have it, fp32 on every other device.
+    """Return a context for sampling from fp32 weights: bf16 on GPUs that have it, else fp32.
 
     Weights are cast once and kept in both types until the context ends, so enter it around many steps.
     """
@@ -212,7 +212,7 @@ def seed_everything(seed: int, rank: int) -> None:
 
 
 def set_cuda_defaults() -> None:
-    """Set what CUDA reads when it starts, unless the user has; called before any use of a GPU."""
+    """Set variables that CUDA reads when it starts, unless the user has; call this before using a GPU."""
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
         # A fragmented GPU has no room for large tensors.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -236,7 +236,7 @@ class Moment:
         self._at = time.perf_counter()
 
     def seconds_since(self, earlier: Moment) -> float:
-        """Seconds from an earlier moment of the device; waits until this one has come."""
+        """Return the seconds since an earlier moment of the device; waits for this one."""
         if self._event is None or earlier._event is None:
             return self._at - earlier._at
         self._event.synchronize()
@@ -247,10 +247,10 @@ Span = tuple[Moment, Moment]
 
 
 class TimedContext:
-    """Makes contexts that measure what runs inside, such as autocast around a forward pass.
+    """Factory of contexts that measure what runs inside, such as autocast around a forward pass.
 
     Args:
-        make: Makes the context itself.
+        make: Function that makes the context itself.
     """
 
     def __init__(
@@ -273,7 +273,7 @@ class TimedContext:
 
 
 def forget_peak_memory() -> None:
-    """Restart the peak of `peak_memory_bytes`, where the system can."""
+    """Reset the peak of `peak_memory_bytes`, where the system can."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -282,7 +282,7 @@ def forget_peak_memory() -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak memory of this process: allocated on a GPU, else resident on the host."""
+    """Return the peak memory of this process: allocated on a GPU, else resident on the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

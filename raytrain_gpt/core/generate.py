@@ -1,4 +1,4 @@
-"""Sampling: continue a prompt in several ways at once, one token per step, without affecting each other.
+"""Sampling: several independent continuations of a prompt at once, one token per step.
 
 Sequences of one length are continued together. A step samples one token for each of them:
 
@@ -41,10 +41,10 @@ _PASS_TOKENS = 4096
 _MAX_SEQUENCES = 64
 """Sequences that are continued at a time, if their cache fits `_CACHE_BYTES`."""
 _CACHE_BYTES = 2**31
-"""Keys and values in float32; a single sequence may need more."""
+"""Bytes of keys and values in float32; a single sequence may need more."""
 _KEY_MULTIPLES = {"cuda": 64}
 """Device type -> multiple of cached tokens, so that attention has few shapes, with masks aligned for its
-kernels; 1 elsewhere: more keys cost a CPU time and change the last bits."""
+kernels; 1 elsewhere, because more keys cost a CPU time and change the last bits."""
 _TINY_TEMPERATURE = 1e-30
 """Replaces a temperature that is 0 or too small for float32."""
 _BELOW_1 = 1 - 2**-24
@@ -94,7 +94,7 @@ def sample_tokens(
 
 
 def _max_sequences(shape: GPTShape, longest: int) -> int:
-    """Number of sequences of `longest` tokens that fit `_CACHE_BYTES`, 1 to `_MAX_SEQUENCES`."""
+    """Return the number of sequences of `longest` tokens that fit `_CACHE_BYTES`, 1 to `_MAX_SEQUENCES`."""
     token_bytes = 2 * 4 * shape.num_layers * shape.num_kv_heads * shape.head_size
     fit = _CACHE_BYTES // (token_bytes * min(longest, shape.seq_len))
     return max(1, min(_MAX_SEQUENCES, fit))
@@ -110,7 +110,7 @@ def _continue(
 ) -> list[_Sequence]:
     """Continue sequences of one length until all have ended; return those that started a new document.
 
-    They cannot see the document before, so they go on with an empty cache.
+    They cannot see the previous document, so they continue with an empty cache.
     """
     is_cached, restarted = False, []
     while sequences:
@@ -139,7 +139,7 @@ def _continue(
 
 
 def _last_hidden(model: GPT, sequences: list[_Sequence], cache: KVCache, is_cached: bool) -> Tensor:
-    """Hidden states (N, D) of the newest tokens of sequences of one length."""
+    """Return hidden states (N, D) of the newest tokens of sequences of one length."""
     device, seq_len, length = model.device, model.shape.seq_len, len(sequences[0].tokens)
     if is_cached and length <= seq_len:
         ids = torch.tensor([[s.tokens[-1]] for s in sequences], device=device)  # (N, 1)
@@ -158,7 +158,7 @@ def _last_hidden(model: GPT, sequences: list[_Sequence], cache: KVCache, is_cach
 
 
 def _logits(model: GPT, hidden: Tensor) -> Tensor:
-    """Final hidden states (N, D) -> float32 (N, V), without padded ids."""
+    """Map final hidden states (N, D) to logits, float32 (N, V), without padded ids."""
     # Without autocast on GPUs: bf16 logits beyond 64 would be multiples of 0.5.
     with torch.autocast("cuda", enabled=False):
         head = model.head_weight
@@ -179,7 +179,7 @@ class KVCache:
         self._stored: dict[tuple[int, int, int], Tensor] = {}
 
     def prefill(self, first_row: int) -> list[AttentionFn]:
-        """Per layer: causal attention of new sequences, stored from `first_row` on."""
+        """Return, per layer, causal attention of new sequences, stored from `first_row` on."""
 
         def attend(call: tuple[int, int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             for which, x in enumerate((k, v)):
@@ -190,7 +190,7 @@ class KVCache:
         return self._per_layer(attend)
 
     def decode(self, length: int) -> list[AttentionFn]:
-        """Per layer: attention of one more token, which is stored, in rows of this length."""
+        """Return, per layer, attention of one more token, which is stored, in rows of this length."""
         tokens = self._padded(length + 1)
         seen = torch.arange(tokens, device=self._device) <= length
 
@@ -205,12 +205,12 @@ class KVCache:
         return self._per_layer(attend)
 
     def keep(self, rows: list[int]) -> None:
-        """Move these rows to the front, in order, and forget the others."""
+        """Move these rows to the front, in order, and drop the others."""
         for stored in self._stored.values():
             stored[: len(rows)] = stored[rows]
 
     def _per_layer(self, attend: Callable[..., Tensor]) -> list[AttentionFn]:
-        """Attention of each layer, which may call it several times."""
+        """Return the attention of each layer, which may call it several times."""
         calls: Counter[int] = Counter()
 
         def counted(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

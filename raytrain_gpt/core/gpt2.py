@@ -79,7 +79,7 @@ class GPT2(GPT):
         self.ln_f = nn.LayerNorm(shape.embd_size)
 
     def init_weights(self, seed: int) -> None:
-        """GPT-2's initialization: std 0.02, residual projections scaled by 1/sqrt(2·layers)."""
+        """Initialize like GPT-2: std 0.02, residual projections scaled by 1/sqrt(2·layers)."""
         generator = torch.Generator().manual_seed(seed)
         residual_std = INIT_STD / math.sqrt(2 * self.shape.num_layers)
         for name, module in self.named_modules():
@@ -90,10 +90,9 @@ class GPT2(GPT):
                 nn.init.zeros_(module.bias)
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Sum of token and position embeddings."""
         out: Tensor = self.wte(ids) + self.wpe(positions)  # (B, T, D)
         return out
 
     def positioned(self, positions: Tensor) -> Callable[[AttentionFn], AttentionFn]:
-        """Unchanged attention: the embeddings hold the positions."""
+        """Return attention unchanged, because the embeddings hold the positions."""
         return lambda attend: attend

@@ -66,7 +66,7 @@ def train_steps(
         accumulator: Adds up the model's losses and gradients.
         learning_rate: Updates done -> learning rate of the next one.
         grad_clip: Largest global gradient norm.
-        seed: Determines dropout together with step and `accumulator`, so checkpoints need no generator state.
+        seed: Determines dropout together with step and `accumulator`, so checkpoints omit generator state.
         loss_scale: For fp16, or None without scaling.
     """
     parameters = list(model.parameters())

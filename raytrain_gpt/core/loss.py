@@ -1,6 +1,6 @@
 """The language model's loss from hidden states, without logits of a full micro-batch.
 
-With GPT-2's vocabulary the logits take most of a step's memory, and their gradient the same amount. So the
+With GPT-2's vocabulary the logits take most of a step's memory, and their gradient as much again. So the
 head runs on one chunk of tokens at a time and computes a chunk's gradients right after its loss: its logits
 are freed before the next chunk, and no matrix product runs twice. Small logits, as of a byte vocabulary, are
 computed at once. So are all logits under `torch.compile`, which fuses the softmax with its surroundings and
@@ -21,12 +21,12 @@ IGNORE_INDEX = -100
 """Target of an ignored position."""
 
 CHUNK_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}
-"""Device type -> bytes of a chunk's fp32 logits. Larger on GPUs, since each chunk passes the weight's
-accumulated gradient through memory."""
+"""Device type -> bytes of a chunk's fp32 logits. Larger on GPUs, since each chunk reads and
+writes the weight's accumulated gradient."""
 
 
 def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross-entropy in nats of the logits `hidden · weightᵀ`, in autocast's type if active.
+    """Return the cross-entropy in nats of the logits `hidden · weightᵀ`, in autocast's type if active.
 
     Args:
         hidden: (B, T, D).
@@ -50,7 +50,7 @@ def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str = 
 
 
 def chunk_tokens(padded_vocab_size: int, device_type: str) -> int:
-    """Tokens with logits at once."""
+    """Return how many tokens have logits at once."""
     num_bytes = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"])
     return max(1, num_bytes // (4 * padded_vocab_size))
 

@@ -35,12 +35,12 @@ _MAX_TRACES = 10_000
 
 
 def checkpoint_bytes(shape: GPTShape, optim: OptimSection) -> int:
-    """Bytes of a checkpoint's tensors: weights and the optimizer's state."""
+    """Return the bytes of a checkpoint's tensors: weights and the optimizer's state."""
     return count_model(shape).num_parameters * _FP32_BYTES + optimizer_state_bytes(shape, optim)
 
 
 def optimizer_state_bytes(shape: GPTShape, optim: OptimSection) -> int:
-    """Bytes of an optimizer's state, without scalars; one of the user's counts as two moments in fp32."""
+    """Return bytes of an optimizer's state, without scalars; a user's counts as two moments in fp32."""
     counts = count_model(shape)
     if (built_in := optimizer_class(optim.optimizer)) is not None:
         return built_in.state_bytes(counts.num_parameters, counts.matrices)
@@ -55,7 +55,7 @@ class TrainingMemory:
         activations: Saved for the backward pass, without logits.
         logits: Logits that exist at once, their softmax, and the head's gradients.
         update: The optimizer's update beyond the memory that activations and logits free.
-        evaluation: An evaluation's need beyond all this; 0 if lower.
+        evaluation: What an evaluation needs beyond all this; 0 if it needs less.
     """
 
     weights: int
@@ -75,7 +75,7 @@ class TrainingMemory:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Predicts the memory of one rank for any micro-batch on a GPU.
+    """Prediction of one rank's memory for any micro-batch on a GPU.
 
     A compiled model has the logits of all tokens at once, in 16 bits, and recomputes some activations. If it
     cannot be traced, its activations are counted as an eager model's.
@@ -112,7 +112,7 @@ class MemoryModel:
         return replace(memory, update=max(0, update - memory.activations - memory.logits))
 
     def _activations(self, sequences: int, mode: str) -> int:
-        """Activations of one block, plus those that the mode keeps in the others, which are all alike.
+        """Return activations of one block, plus those that the mode keeps in the others, all alike.
 
         In an eager model, recomputing a block restores all of its activations.
         """
@@ -145,7 +145,7 @@ class MemoryModel:
         return logits + gradients + 2 * vocab * channels * narrow
 
     def _sharded(self, unsharded: TrainingMemory) -> TrainingMemory:
-        """Memory of one rank when training state is sharded.
+        """Return the memory of one rank when training state is sharded.
 
         From the forward to the backward pass every rank holds the full embeddings and their gradient, one
         full block, and the next block while it is gathered.
@@ -170,7 +170,7 @@ class MemoryModel:
 def _kept_bytes(
     shape: GPTShape, mode: str, bf16: bool, narrow_residual: bool, compiled: bool
 ) -> tuple[int, int]:
-    """Count what a forward pass keeps for its backward pass: with logits if compiled, else up to them.
+    """Count what a forward pass keeps for its backward pass; includes logits only if compiled.
 
     Returns:
         Bytes for any batch, which are copies of weights in 16 bits, and bytes for each sequence; zeros if a
@@ -188,17 +188,17 @@ def _kept_bytes(
 
 
 def _kept_by_autograd(model: GPT, ids: Tensor, autocast: torch.autocast) -> list[int]:
-    """Sizes of the tensors alive after a forward pass, besides the parameters."""
+    """Return the sizes of tensors alive after a forward pass, except the parameters."""
     allocations = _Allocations()
     with allocations, autocast:
         hidden = model.hidden(ids)
     sizes = allocations.alive_bytes(without=model.parameters())
-    del hidden  # it kept the graph, and so the activations, alive
+    del hidden  # which kept the graph, and so the activations, alive
     return sizes
 
 
 def _kept_by_compiler(model: GPT, ids: Tensor, autocast: torch.autocast) -> list[int]:
-    """Sizes of the tensors that a compiled forward pass keeps; none if it cannot be traced.
+    """Return the sizes of tensors that a compiled forward pass keeps; none if it cannot be traced.
 
     No code is generated. Inductor's partitioner chooses the tensors to keep; all others are recomputed.
     """
@@ -238,7 +238,7 @@ def _kept_by_compiler(model: GPT, ids: Tensor, autocast: torch.autocast) -> list
 
 
 def _output_bytes(graph: fx.GraphModule) -> list[int]:
-    """Bytes of the tensors that a forward graph returns besides its inputs."""
+    """Return the bytes of tensors that a forward graph returns, except its inputs."""
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     made = [node for node in dict.fromkeys(output.args[0]) if isinstance(node, fx.Node)]
     tensors = [node.meta["val"] for node in made if node.op != "placeholder"]
@@ -251,7 +251,7 @@ def _output_bytes(graph: fx.GraphModule) -> list[int]:
 
 
 class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records all created tensors without keeping them alive."""
+    """Record of all created tensors, which does not keep them alive."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -267,7 +267,7 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
     def alive_bytes(self, without: Iterable[Tensor]) -> list[int]:
-        """Sizes of those still alive, except some tensors and their views."""
+        """Return the sizes of tensors still alive, except `without` and their views."""
         excluded = {tensor.untyped_storage()._cdata for tensor in without}
         return [
             num_bytes

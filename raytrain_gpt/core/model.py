@@ -76,7 +76,7 @@ class GPTShape:
 
     @classmethod
     def of(cls, config: Config, vocab_size: int) -> GPTShape:
-        """Shape of a configuration with a tokenizer's vocabulary."""
+        """Return the shape of a configuration with a tokenizer's vocabulary."""
         values, kind = config.field_values(), kinds.kind("architecture", config.model.architecture)
         names = [name for name in cls.__dataclass_fields__ if name in values]
         settings = config.model.settings(kind.settings)
@@ -86,7 +86,7 @@ class GPTShape:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Configuration fields of this shape, the inverse of `of`."""
+        """Return the configuration fields of this shape, the inverse of `of`."""
         names = self.__dataclass_fields__.keys() - {"vocab_size", "settings"}
         own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name in names}
         return own | self.settings.model_dump()
@@ -98,7 +98,7 @@ class GPTShape:
 
     @property
     def mlp_size(self) -> int:
-        """Inner channels of the MLP; in an architecture without this setting 4 times the width."""
+        """Inner channels of the MLP; 4 times the width in an architecture without this setting."""
         return getattr(self.settings, "mlp_size", None) or 4 * self.embd_size
 
     @property
@@ -121,7 +121,7 @@ Layers = Callable[[Tensor, AttentionFn], Tensor]
 
 
 class Block(nn.Module, ABC):
-    """One transformer block; its tokens mix only in calls of `attend`, which sees no later ones."""
+    """One transformer block; tokens mix only in calls of `attend`, which hides later tokens."""
 
     def forward(
         self,
@@ -150,7 +150,7 @@ class GPT(nn.Module, ABC):
     h: nn.ModuleList  # of `Block`
     ln_f: nn.Module
     narrow_residual = False
-    """Whether the sums between blocks are in bf16 under bf16 autocast."""
+    """Whether the residual stream is in bf16 under bf16 autocast."""
     fused_projections: ClassVar[Mapping[str, int]] = {}
     """Name of a weight in a block -> number of projections fused in its rows, for Muon."""
 
@@ -182,7 +182,7 @@ class GPT(nn.Module, ABC):
 
     @classmethod
     def resolved(cls, shape: GPTShape) -> GPTShape:
-        """Replace settings of a shape that mean a default."""
+        """Replace placeholder settings of a shape, such as None, by their defaults."""
         return shape
 
     @abstractmethod
@@ -204,14 +204,14 @@ class GPT(nn.Module, ABC):
 
     @abstractmethod
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """First block's input: int64 (B, T) and positions (B, T) or (T,) -> (B, T, D)."""
+        """Return the first block's input: int64 (B, T), positions (B, T) or (T,) -> (B, T, D)."""
 
     @abstractmethod
     def positioned(self, positions: Tensor) -> Callable[[AttentionFn], AttentionFn]:
         """Add this architecture's positions, int64 (B, T) or (T,), to the blocks' attention."""
 
     def hidden(self, ids: Tensor) -> Tensor:
-        """Final hidden states: int64 (B, T) -> (B, T, D)."""
+        """Return final hidden states: int64 (B, T) -> (B, T, D)."""
         positions = torch.arange(ids.shape[1], device=ids.device)
         dropout = self.shape.dropout if self.training else 0.0
         attend: AttentionFn = partial(causal_attention, dropout=dropout)
@@ -251,7 +251,7 @@ class GPT(nn.Module, ABC):
         return again
 
     def _attend_within(self, starts: Tensor, dropout: float) -> AttentionFn:
-        """Attention of all blocks; by a fused kernel when training on a GPU, if one supports this model.
+        """Return the attention of all blocks; on a GPU, training uses a fused kernel that supports the model.
 
         Selective checkpointing saves outputs of single operators, which a compiled kernel hides.
         """
@@ -270,7 +270,7 @@ class GPT(nn.Module, ABC):
     def hidden_with_cache(
         self, ids: Tensor, positions: Tensor, attend_by_layer: Sequence[AttentionFn]
     ) -> Tensor:
-        """Final hidden states (B, T, D) where attention also sees cached tokens.
+        """Return final hidden states (B, T, D) where attention also sees cached tokens.
 
         `ids` are int64 (B, T), `positions` int64 (B, T) or (T,), below seq_len.
         """
@@ -281,11 +281,11 @@ class GPT(nn.Module, ABC):
         return out
 
     def logits(self, ids: Tensor) -> Tensor:
-        """Next-token logits: int64 (B, T) -> (B, T, V)."""
+        """Return next-token logits: int64 (B, T) -> (B, T, V)."""
         return F.linear(self.hidden(ids), self.head_weight)
 
     def forward(self, ids: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-        """Cross-entropy in nats per token.
+        """Return the cross-entropy in nats per token.
 
         Args:
             ids: int64 (B, T).

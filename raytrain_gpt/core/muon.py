@@ -5,7 +5,7 @@ steps have the root mean square of AdamW's, so both share one learning rate.
 
 - Matrices of one shape are stacked: few large products instead of many small ones.
 - The ranks split each stack. A sharded matrix is gathered on one rank, and its update is scattered.
-- A step with non-finite gradients changes nothing, without a synchronization with the host.
+- A step with non-finite gradients leaves the state unchanged, without synchronizing with the host.
 
 Sources: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); Liu et al., "Muon is
 Scalable for LLM Training" (2025).
@@ -65,13 +65,13 @@ class Muon(AdamW):
 
     @staticmethod
     def state_bytes(num_parameters: int, matrices: MatrixCounts) -> int:
-        """Bytes of the state in fp32, without scalars: two moments per parameter, one in matrices."""
+        """Return bytes of the state in fp32, without scalars: two moments per parameter, one in matrices."""
         by_muon = sum(num * rows * columns for (rows, columns, _), num in matrices.items())
         return (2 * num_parameters - by_muon) * torch.float32.itemsize
 
     @staticmethod
     def update_bytes(matrices: MatrixCounts, num_shards: int) -> int:
-        """Peak bytes of an update besides the state, in fp32.
+        """Return the peak bytes of an update in addition to the state, in fp32.
 
         Stack of updates, Newton-Schulz input and output (3x the elements, sharded 4x) and two Gram matrices.
         """
@@ -85,7 +85,7 @@ class Muon(AdamW):
 
     @staticmethod
     def update_flops(matrices: MatrixCounts) -> int:
-        """FLOPs of all Newton-Schulz iterations."""
+        """Return the FLOPs of all Newton-Schulz iterations."""
         return sum(
             num * num_maps * newton_schulz_flops(rows // num_maps, columns)
             for (rows, columns, num_maps), num in matrices.items()
@@ -144,7 +144,7 @@ class Muon(AdamW):
             result = torch.empty_like(stack)
             shares = torch.split(result, counts)
             shares[rank].copy_(orthogonal_maps(torch.split(stack, counts)[rank]))
-            # Not all_gather, which needs equal shares: among many ranks most have no matrix.
+            # Not all_gather, which needs shares of one size: among many ranks, most have no matrix.
             for source in range(num_ranks):
                 if counts[source]:
                     dist.broadcast(shares[source], group=self._group, group_src=source)
@@ -159,7 +159,7 @@ class Muon(AdamW):
     def _all_to_all(
         self, chunks: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]
     ) -> list[Tensor]:
-        """All-to-all: send `chunks[r]` to rank r and receive a tensor of `shapes[r]` from it."""
+        """Send `chunks[r]` to rank r and receive a tensor of `shapes[r]` from it."""
         sent = torch.cat([chunk.flatten() for chunk in chunks])
         sizes = [math.prod(shape) for shape in shapes]
         received = sent.new_empty(sum(sizes))
@@ -181,7 +181,7 @@ def matrices_per_stack(elements: int, num_ranks: int) -> int:
 
 
 def newton_schulz_flops(rows: int, columns: int) -> int:
-    """FLOPs of the iterations for one matrix."""
+    """Return the FLOPs of the iterations for one matrix."""
     m, n = sorted((rows, columns))
     return _NEWTON_SCHULZ_ITERATIONS * (4 * m * m * n + 2 * m**3)
 

@@ -50,7 +50,7 @@ class Optimizer(Protocol):
 
 
 def numbers_of_groups(groups: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """Numbers in each parameter group, without the learning rate, which `update` sets."""
+    """Return the numbers in each parameter group, without the learning rate, which `update` sets."""
     return [
         {
             key: value
@@ -99,31 +99,31 @@ class AdamW(torch.optim.AdamW):
 
     @staticmethod
     def state_bytes(num_parameters: int, matrices: MatrixCounts) -> int:
-        """Bytes of the state in fp32, without scalars."""
+        """Return the bytes of the state in fp32, without scalars."""
         return 2 * num_parameters * torch.float32.itemsize
 
     @staticmethod
     def update_bytes(matrices: MatrixCounts, num_shards: int) -> int:
-        """Peak bytes of an update besides the state."""
+        """Return the peak bytes of an update in addition to the state."""
         return 0
 
     @staticmethod
     def update_flops(matrices: MatrixCounts) -> int:
-        """FLOPs of one update over all ranks that are worth counting: those of matrix products."""
+        """Return the FLOPs of one update over all ranks, counting only those of matrix products."""
         return 0
 
 
 class UserOptimizer:
-    """An optimizer of the user's code behind the protocol `Optimizer`.
+    """A user's optimizer behind the protocol `Optimizer`.
 
-    Each step waits for the device, to know whether the gradients are finite, as torch's optimizers cannot
-    skip a step there. Learning rates of its parameter groups keep their ratios to peak_lr.
+    Each step waits until it knows whether the gradients are finite, as torch's optimizers cannot skip a step
+    on the device. Learning rates of its parameter groups keep their ratios to peak_lr.
 
     Args:
         parameters: All that it has to update.
 
     Raises:
-        ConfigError: it is no torch optimizer, has other parameters, or a group without a learning rate.
+        ConfigError: it is not a torch optimizer, has other parameters, or a group without a learning rate.
     """
 
     grad_scale: Tensor
@@ -141,7 +141,7 @@ class UserOptimizer:
         if updated != Counter(parameters):
             num = len(updated.keys() & {*parameters})
             raise ConfigError(
-                f"optimizer {name} updates {num} of {len(parameters)} parameters; give it each one once"
+                f"optimizer {name} updates {num} of {len(parameters)} parameters; pass it each parameter once"
             )
         if not all(isinstance(group.get("lr"), int | float | Tensor) for group in groups):
             raise ConfigError(
@@ -178,7 +178,7 @@ class UserOptimizer:
 
 
 class LossScale:
-    """Loss scaling for fp16, whose small gradients would otherwise become zero; equal on all ranks.
+    """Loss scaling for fp16, whose small gradients would otherwise become zero; the same on all ranks.
 
     The loss is multiplied by a factor before the backward pass; the update divides gradients by it. An
     overflow halves the factor and skips the step; many steps without overflow double it. All of it stays on
@@ -207,21 +207,21 @@ class LossScale:
         self._good_steps = torch.where(doubles, 0, good_steps)
 
     def state(self) -> tuple[float, int]:
-        """Factor and good steps, for a checkpoint; waits for the device."""
+        """Return factor and good steps, for a checkpoint; waits for the device."""
         return self.factor.item(), int(self._good_steps.item())
 
 
 def loss_scale_for(
     precision: str, device: torch.device, saved: tuple[float, int] | None = None
 ) -> LossScale | None:
-    """Loss scale for a resolved precision, or None except for fp16; `saved` is a checkpoint's `state`."""
+    """Return the loss scale, or None unless the precision is fp16; `saved` is a checkpoint's `state`."""
     return LossScale(device, *(saved or ())) if precision == "fp16" else None
 
 
 def learning_rate(step: int, config: OptimSection, max_steps: int) -> float:
-    """Learning rate of the update after `step` updates.
+    """Return the learning rate of the update after `step` updates.
 
-    Warm-up is linear, `peak_lr·(step+1)/warmup_steps`, then the schedule decides. A schedule of the user's is
+    Warm-up is linear, `peak_lr·(step+1)/warmup_steps`, then the schedule decides. A user's schedule returns
     a factor of peak_lr.
 
     Raises:
@@ -251,7 +251,7 @@ def constant(step: int, max_steps: int, config: OptimSection) -> float:
 
 
 def cosine(step: int, max_steps: int, config: OptimSection) -> float:
-    """`min_lr + ½(1+cos(π·(step−warmup)/(max−warmup)))·(peak_lr−min_lr)`, and `min_lr` from max_steps on.
+    """Return `min_lr + ½(1+cos(π·(step−warmup)/(max−warmup)))·(peak_lr−min_lr)`; `min_lr` after the end.
 
     Source: Loshchilov, Hutter, "SGDR" (2017).
     """
@@ -265,9 +265,9 @@ def cosine(step: int, max_steps: int, config: OptimSection) -> float:
 
 
 def wsd(step: int, max_steps: int, config: OptimSection) -> float:
-    """Linear decay to `min_lr` over the last `decay_fraction` of max_steps.
+    """Decay linearly to `min_lr` over the last `decay_fraction` of max_steps.
 
-    The lower value counts during an overlapping warm-up. Source: Hu et al., "MiniCPM" (2024).
+    If the warm-up overlaps, the lower rate counts. Source: Hu et al., "MiniCPM" (2024).
     """
     decay_steps = max(1, round(config.settings(WsdSettings).decay_fraction * max_steps))
     drop = config.peak_lr - config.min_lr

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def mesh_of(device: torch.device, group: dist.ProcessGroup | None = None) -> DeviceMesh:
-    """Mesh of the ranks of a group, or of the default one, along one dimension."""
+    """Return the mesh of a group's ranks, or of the default group's, along one dimension."""
     from torch.distributed.device_mesh import DeviceMesh
 
     ranks = group or dist.group.WORLD
@@ -43,7 +43,7 @@ def shard(model: GPT, mesh: DeviceMesh, matmul_dtype: torch.dtype | None = None)
     """Split a model's parameters among the ranks of a mesh, in place.
 
     Args:
-        model: Unsharded, equal on all ranks, on any device.
+        model: Unsharded, the same on all ranks, on any device.
         matmul_dtype: Type of matrix products under autocast, or None without autocast.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -55,7 +55,7 @@ def shard(model: GPT, mesh: DeviceMesh, matmul_dtype: torch.dtype | None = None)
     )
     layers = [layer for layer in model.h.modules() if isinstance(layer, nn.Linear)]
     linear = {p for layer in layers for p in layer.parameters()}
-    # The outer model first: after its blocks it would not get their norms.
+    # The outer model first: otherwise it would not get the blocks' norms.
     fully_shard(model, mesh=mesh, ignored_params=linear)
     for block in model.h:
         others = set(block.parameters()) - linear
@@ -71,9 +71,9 @@ def send_narrow_gradients(model: DistributedDataParallel) -> None:
 
 
 def keeps_gradients(model: nn.Module) -> bool:
-    """Whether gradients stay in memory between steps, as DDP's are views of its buckets.
+    """Whether gradients stay in memory between steps, because DDP's are views of its buckets.
 
-    If dropped, they would get separate memory in the next step's first passes, besides the buckets.
+    If dropped, they would get separate memory in the next step's first passes, in addition to the buckets.
     """
     return isinstance(model, DistributedDataParallel)
 
@@ -91,7 +91,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's shard of a sharded tensor, or the tensor itself."""
+    """Return this rank's shard of a sharded tensor, or the tensor itself."""
     shard: Tensor = tensor.to_local() if _is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return shard
 
@@ -110,7 +110,7 @@ def shard_like(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def unsharded_twin(model: GPT) -> GPT:
-    """A model like a sharded one for evaluations, on the meta device until `gathered_weights` fills it.
+    """Copy a sharded model for evaluations, on the meta device until `gathered_weights` fills it.
 
     A forward pass of a sharded model is a collective, but in an evaluation the ranks have different
     numbers of batches, and only one of them draws samples.
@@ -130,7 +130,7 @@ def gathered_weights(model: GPT, twin: GPT) -> Iterator[None]:
     full: dict[nn.Parameter | None, nn.Parameter]
     full = {p: nn.Parameter(full_tensor(p.detach())) for p in model.parameters()}
     for ours, theirs in zip(twin.modules(), model.modules(), strict=True):
-        # Not by names, since parameters may be shared, and buffers missing in the state.
+        # Not by name: parameters may be shared, and buffers may be missing from the state.
         ours._parameters.update({k: full.get(p) for k, p in theirs._parameters.items()})
         ours._buffers.update(theirs._buffers)
     try:

@@ -27,12 +27,11 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(size, eps=RMS_NORM_EPS)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, size) -> (…, size)."""
         return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), RMS_NORM_EPS)
 
 
 class _Qwen3Attention(nn.Module):
-    """Self-attention of all heads; it holds only matrices, the block has its norms."""
+    """Self-attention of all heads; it holds only matrices, while the block has its norms."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
@@ -94,7 +93,7 @@ class Qwen3(GPT):
 
     @classmethod
     def resolved(cls, shape: GPTShape) -> GPTShape:
-        """Set key-value heads, and 8/3 of the width for the three matrices of the MLP, if open."""
+        """Set key-value heads, and 8/3 of the width for the three matrices of the MLP, if unset."""
         settings = _settings(shape)
         size = settings.mlp_size or max(1, round(8 * shape.embd_size / 3 / 64)) * 64
         given = {"num_kv_heads": shape.num_kv_heads, "mlp_size": size}
@@ -109,7 +108,7 @@ class Qwen3(GPT):
         self.ln_f = RMSNorm(shape.embd_size)
         if not shape.tied_embeddings:
             self.lm_head = nn.Linear(shape.embd_size, shape.padded_vocab_size, bias=False)
-        # Tables, as a compiled model would compute them again in every layer.
+        # Tables, because a compiled model would compute them again in every layer.
         angles = _rope_angles(shape)
         self.register_buffer("rope_cos", angles.cos(), persistent=False)
         self.register_buffer("rope_sin", angles.sin(), persistent=False)
@@ -120,7 +119,7 @@ class Qwen3(GPT):
         return self.wte.weight if self.shape.tied_embeddings else self.lm_head.weight
 
     def init_weights(self, seed: int) -> None:
-        """Std 0.02; zeros for the blocks' output projections and an untied head."""
+        """Initialize with std 0.02, but the blocks' output projections and an untied head with zeros."""
         generator = torch.Generator().manual_seed(seed)
         for name, module in self.named_modules():
             if name.endswith(("o_proj", "down_proj", "lm_head")):
@@ -129,7 +128,7 @@ class Qwen3(GPT):
                 nn.init.normal_(module.weight, std=INIT_STD, generator=generator)
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Token embeddings; positions enter in the attention."""
+        """Return token embeddings; positions enter in the attention."""
         out: Tensor = self.wte(ids)  # (B, T, D)
         return out
 
@@ -137,7 +136,7 @@ class Qwen3(GPT):
         """Rotate queries and keys by their positions."""
         cos, sin = self.rope_cos[positions], self.rope_sin[positions]  # (B, T, D/2H) or (T, D/2H)
         if positions.dim() == 2:
-            cos, sin = cos[:, None], sin[:, None]  # equal for all heads
+            cos, sin = cos[:, None], sin[:, None]  # the same for all heads
 
         def rotated(attend: AttentionFn) -> AttentionFn:
             def attend_rotated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -149,19 +148,17 @@ class Qwen3(GPT):
 
 
 def _settings(shape: GPTShape) -> Qwen3Settings:
-    assert isinstance(shape.settings, Qwen3Settings), (
-        "the shape makes the settings of its architecture"
-    )
+    assert isinstance(shape.settings, Qwen3Settings), "a shape has its architecture's settings"
     return shape.settings
 
 
 def rope_theta(shape: GPTShape) -> float:
-    """Base of the rotary positions' wavelengths."""
+    """Return the base of the rotary positions' wavelengths."""
     return _settings(shape).rope_theta
 
 
 def _rope_angles(shape: GPTShape) -> Tensor:
-    """Angles of all positions in radians, (seq_len, D/2H)."""
+    """Return the angles of all positions in radians, (seq_len, D/2H)."""
     half = shape.head_size // 2
     frequencies = 1 / rope_theta(shape) ** (torch.arange(half) / half)  # radians per position
     return torch.arange(shape.seq_len)[:, None] * frequencies

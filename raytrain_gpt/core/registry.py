@@ -1,7 +1,7 @@
 """Built-in architectures and optimizers by name, and the sizes that they count themselves.
 
-Counts come from the model on the meta device. Blocks of a built-in architecture are alike, so one is enough,
-in milliseconds at any size; those of the user's may differ, so all are built.
+Counts come from the model on the meta device. Blocks of a built-in architecture are alike, so counting one is
+enough and takes milliseconds at any size; a user's blocks may differ, so all are built.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from raytrain_gpt.errors import ConfigError
 
 
 def optimizer_class(name: str) -> type[AdamW] | None:
-    """Class of a built-in optimizer, which counts its own costs, or None."""
+    """Return the class of a built-in optimizer, which counts its costs, or None."""
     kind = kinds.kind("optimizer", name)
     return cast(type[AdamW], kind.resolve()) if kind.is_built_in else None
 
@@ -42,11 +42,7 @@ def step_flops(shape: GPTShape, optimizer: str, tokens: int) -> float:
 def new_model(
     shape: GPTShape, activation_checkpointing: str = "none", document_end: int | None = None
 ) -> GPT:
-    """Create a model without initializing its weights; for the arguments see `GPT`.
-
-    Raises:
-        ConfigError: the user's code cannot make it, or it is not a `GPT`.
-    """
+    """Create a model without initial weights (see `GPT`); raises ConfigError if a user's cannot be made."""
     kind = kinds.kind("architecture", shape.architecture)
     model = kind.call(shape, activation_checkpointing, document_end)
     if not isinstance(model, GPT):
@@ -55,11 +51,7 @@ def new_model(
 
 
 def init_weights(model: GPT, seed: int) -> None:
-    """Initialize a model's weights, and try one of the user's code on a few tokens.
-
-    Raises:
-        ConfigError: the user's code raises an error.
-    """
+    """Initialize a model's weights, and try a user's model on a few tokens; may raise ConfigError."""
     kind = kinds.kind("architecture", model.shape.architecture)
     with kind.errors_as_line(), torch.no_grad():
         model.init_weights(seed)
@@ -84,11 +76,7 @@ def build_optimizer(
     matmul_dtype: torch.dtype | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Optimizer:
-    """Build a configuration's optimizer; for the arguments see `AdamW`.
-
-    Raises:
-        ConfigError: one of the user's code cannot be built or used.
-    """
+    """Build a configuration's optimizer (see `AdamW`); raises ConfigError if a user's cannot be used."""
     if (built_in := optimizer_class(config.optimizer)) is not None:
         return built_in(model, config, matmul_dtype, group)
     kind = kinds.kind("optimizer", config.optimizer)
@@ -125,7 +113,7 @@ def count_model(shape: GPTShape) -> ModelCounts:
 
 @functools.cache
 def _count(shape: GPTShape, kind: Kind) -> ModelCounts:
-    """Count a model; `kind` tells architectures of different codes apart."""
+    """Count a model; `kind` tells apart architectures of different user code."""
     model, times = _on_meta(shape)
     inside = [*model.h.parameters()]
     outside = {*model.parameters()} - {*inside}
@@ -153,19 +141,19 @@ def _with_maps(model: GPT) -> Iterator[tuple[int, int, int]]:
 
 
 def resolved_shape(shape: GPTShape) -> GPTShape:
-    """Shape that a model has, with its architecture's defaults."""
+    """Return the shape that a model has, with its architecture's defaults."""
     return replace(_on_meta(shape)[0].shape, num_layers=shape.num_layers)
 
 
 def _on_meta(shape: GPTShape) -> tuple[GPT, int]:
-    """A model without memory, and the number of times that the complete one has its blocks."""
+    """Return a model without memory, and how many times the complete one has its blocks."""
     times = shape.num_layers if kinds.is_built_in("architecture", shape.architecture) else 1
     with torch.device("meta"), _WithoutInit():
         return new_model(replace(shape, num_layers=shape.num_layers // times)), times
 
 
 class _WithoutInit(TorchFunctionMode):
-    """Skips `torch.nn.init`, which for meta tensors imports torch's compiler, for a second."""
+    """Mode that skips `torch.nn.init`, which for meta tensors imports torch's compiler (a second)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_init = getattr(func, "__module__", None) == "torch.nn.init"

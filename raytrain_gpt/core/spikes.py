@@ -1,7 +1,7 @@
 """Bad steps: not finite, or a loss or gradient norm far above recent ones.
 
 A value is a spike if it lies more than `spike_zscore` standard deviations above the rolling mean; low values
-never are. Steps with a bad loss do not enter mean and deviation, so that a long spike cannot become normal,
+never do. Steps with a bad loss do not enter mean and deviation, so that a long spike cannot become normal,
 and count toward `spike_patience`. A step with only a high gradient norm is recorded but does not count, since
 clipping bounds its update; it enters the window, since norms may settle at a higher level.
 """
@@ -17,12 +17,12 @@ from statistics import fmean
 from raytrain_gpt.config.sections import SpikesSection
 
 _LEAST_DEVIATION = 0.01
-"""Fraction of the mean; if values hardly vary, a small step up is no spike."""
+"""Fraction of the mean; if values hardly vary, a small step up is not a spike."""
 
 
 @dataclass(frozen=True)
 class BadStep:
-    """A step unlike the good ones before it.
+    """A step that differs from the good ones before it.
 
     Attributes:
         finite: Whether loss and gradient norm were finite; if not, the update was skipped.
@@ -38,7 +38,7 @@ class BadStep:
 
 @dataclass(frozen=True)
 class BadStreak:
-    """Bad steps in a row that require a rollback to before them.
+    """Bad steps in a row that require a rollback.
 
     Steps and global batches are those of the first bad step and of the one that exhausted the patience.
     """
@@ -50,7 +50,7 @@ class BadStreak:
 
 
 class SpikeDetector:
-    """Judges steps in order.
+    """Judge of steps, in order.
 
     Args:
         config: Thresholds; without `spike_detection` only values that are not finite are bad.
@@ -76,7 +76,7 @@ class SpikeDetector:
     ) -> BadStep | None:
         """Describe a bad step, or return None for a good one.
 
-        Steps whose gradients overflowed only because of the loss scale are ignored: they changed nothing.
+        Steps whose gradients overflowed only because of the loss scale are ignored, since they were skipped.
         """
         if overflowed(loss, grad_norm, loss_scale):
             return None

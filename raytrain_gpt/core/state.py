@@ -1,4 +1,4 @@
-"""Training state in files of named full tensors: safetensors only, so reading runs no code.
+"""Training state in files of named full tensors: safetensors only, so reading never runs code.
 
 The files do not depend on sharding; every rank reads its shards from them. An optimizer's state keeps its
 types: `NAME/KEY` is a tensor, `NAME/KEY:cpu` one on the host for a parameter on a GPU, `NAME/KEY:int`
@@ -54,7 +54,7 @@ class HostSnapshot:
         self._lay_out(state_by_owner(self._parameters, optimizer))
 
     def _lay_out(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Allocate this share of the optimizer's state, which may appear in the first step only."""
+        """Allocate this share of the optimizer's state, which may not exist before the first step."""
         layout = {k: (t.shape, t.dtype) for state in states.values() for k, t in state.items()}
         if layout == self._layout:
             return
@@ -78,7 +78,7 @@ class HostSnapshot:
         one full tensor exists besides the shards.
 
         Raises:
-            CheckpointError: the optimizer's state has a value of another type than tensors and numbers.
+            CheckpointError: the optimizer's state has a value that is not a tensor or number.
         """
         states = state_by_owner(self._parameters, self._optimizer)
         self._lay_out(states)
@@ -94,7 +94,7 @@ class HostSnapshot:
             synchronize(device)
 
     def files(self) -> list[str]:
-        """File names of this share."""
+        """Return the file names of this share."""
         return list(self._files)
 
     def write(self, file: str, path: Path) -> None:
@@ -105,7 +105,7 @@ class HostSnapshot:
 
 def has_finite_parameters(model: nn.Module) -> bool:
     """Whether this rank's parameters, or its shards of them, are finite; waits for the device."""
-    # A sum has any NaN or infinity of its terms, and takes a tenth of the time of `isfinite` on a CPU.
+    # A sum shows any NaN or infinity of its terms, and takes a tenth of the time of `isfinite` on a CPU.
     sums = [local_tensor(p.detach()).sum(dtype=torch.float32) for p in model.parameters()]
     return bool(torch.isfinite(torch.stack(sums)).all())
 
@@ -117,7 +117,7 @@ def _host_like(tensor: Tensor) -> Tensor:
 def state_by_owner(
     parameters: Mapping[str, nn.Parameter], optimizer: Optimizer
 ) -> dict[str, dict[str, Tensor]]:
-    """Parameter or group -> name in the files -> tensor, in the same order on all ranks.
+    """Return parameter or group -> name in the files -> tensor, in the same order on all ranks.
 
     Raises:
         CheckpointError: a file cannot hold a value of the state.
@@ -146,7 +146,7 @@ def state_by_owner(
 
 
 def _as_tensors(name: str, value: object, is_on_host: bool) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of a value whose parameter is on the host or not."""
+    """Yield names and tensors of a value whose parameter is on the host or not."""
     match value:
         case Tensor():
             yield name + _ON_HOST * (value.is_cpu and not is_on_host), value
@@ -188,7 +188,7 @@ def load_model(directory: Path, model: nn.Module, crop_context: bool = False) ->
 
     Args:
         model: Not sharded.
-        crop_context: Allow a shorter context, which takes the first positions.
+        crop_context: Allow a shorter context, which uses the first positions.
 
     Raises:
         CheckpointError: the file is missing or damaged, or the shapes differ.
@@ -213,7 +213,7 @@ def check_model_size(directory: Path, shape: GPTShape) -> None:
     """Compare a checkpoint's size with its configuration, before a model takes memory.
 
     Raises:
-        CheckpointError: the file is missing or damaged, or has a different number of parameters.
+        CheckpointError: the file is missing or damaged, or its number of parameters differs.
     """
     with _opened(directory / MODEL_FILE) as file:
         stored = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
@@ -225,7 +225,7 @@ def check_model_size(directory: Path, shape: GPTShape) -> None:
         raise CheckpointError(
             f"{directory / MODEL_FILE} has {stored} parameters, but its configuration gives "
             f"{expected or 'too many'} (num_layers={shape.num_layers}, embd_size={shape.embd_size}, "
-            f"seq_len={shape.seq_len}, vocab_size={shape.vocab_size}); use a different checkpoint"
+            f"seq_len={shape.seq_len}, vocab_size={shape.vocab_size}); use another checkpoint"
         )
 
 
@@ -285,12 +285,12 @@ def load_optimizer(
         zip(optimizer.param_groups, optimizer.group_numbers, strict=True)
     ):
         read = values.get(_GROUP.format(i), {})
-        # Others than numbers are not from a checkpoint of this optimizer, like its parameters.
+        # The rest, such as the parameters, never comes from a checkpoint of this optimizer.
         group.update({k: v for k, v in read.items() if k in numbers or k not in group})
 
 
 def _keys(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Keys of a state, without the items of its lists."""
+    """Return the keys of a state, without the items of its lists."""
     return [name.partition(":")[0] for name in tensors if "/" not in name]
 
 

@@ -51,10 +51,10 @@ class SourcePiece:
         location: The file; `stdlib:` and a relative path for the standard library.
         start: First byte (`.jsonl`, `.bin`, `.npy`) or row group (`.parquet`); 0 for an undivided file.
         stop: The end in the same unit; for a compressed file its size.
-        text_bytes: Approximate bytes of text in it, or behind its ids.
+        text_bytes: Approximate bytes of its text, or of the text of its ids.
         ids: Dtype (`.bin`, `.npy`) or column (`.parquet`) of token ids, or None for text.
         tokens: Number of ids, for parquet an upper bound; 0 for text.
-        num_documents: Documents to read, the first ones, or None for all.
+        num_documents: Number of documents to read, from the start, or None for all.
     """
 
     name: str
@@ -68,9 +68,9 @@ class SourcePiece:
 
 
 class BadDocuments:
-    """Unreadable documents of one pass over the text: counted, sampled, an error above a limit.
+    """Unreadable documents of one pass over the text: counted and sampled, an error above a limit.
 
-    A bad document is not UTF-8, not JSON, lacks a string in its text field, or is not encoded by the
+    A bad document is not UTF-8, not JSON, lacks a string in its text field, or cannot be encoded by the
     tokenizer. A damaged file is always an error.
 
     Args:

@@ -1,4 +1,4 @@
-"""Exact duplicates: documents whose text equals that of an earlier one in source order.
+"""Exact duplicates: documents with the same text as an earlier one in source order.
 
 A first pass over the text writes a 128-bit hash of every document, one file per task. Only these files
 decide which documents are dropped, so workers may write them in any order.
@@ -40,7 +40,7 @@ def only_first(
 
     def read_first(piece: SourcePiece) -> Iterator[Document]:
         for document in read(piece):
-            # By identity: a file that is listed twice has equal chunks.
+            # By identity: a file that is listed twice has the same chunks.
             key = (id(piece), document.position)
             if first.setdefault(hash_texts([document.text]), key) == key:
                 yield document
@@ -49,14 +49,14 @@ def only_first(
 
 
 def find_duplicates(files: list[Location]) -> list[NDArray[np.bool_]]:
-    """Mark documents that equal an earlier one: a bool (documents,) array per file.
+    """Mark documents that duplicate an earlier one: a bool (documents,) array per file.
 
     `files` have the hashes of each task, in source order. Memory: about 70 bytes per document.
     """
     with ThreadPoolExecutor(_READS_AT_ONCE) as pool:
         parts = [np.frombuffer(content, _HASH) for content in pool.map(Location.read_bytes, files)]
     hashes = np.concatenate(parts)
-    order = np.lexsort((hashes["low"], hashes["high"]))  # stable: equal ones stay in source order
+    order = np.lexsort((hashes["low"], hashes["high"]))  # stable: duplicates stay in source order
     hashes = hashes[order]
     is_duplicate = np.zeros(len(hashes), np.bool_)
     is_duplicate[order[1:][hashes[1:] == hashes[:-1]]] = True

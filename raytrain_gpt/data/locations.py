@@ -43,11 +43,7 @@ def file_on_disk(
 
 
 def use_code(files: Sequence[str | Path], may_differ: bool = False) -> None:
-    """Use the code in files or at URLs, or none; it is read but not executed.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """Use the code in files or at URLs, or none, without executing it; may raise ConfigError."""
     with contextlib.ExitStack() as downloads:
         paths = [downloads.enter_context(file_on_disk(file, "code")) for file in files]
         read = [path for path in paths if path is not None]
@@ -74,7 +70,7 @@ def make_order(config: Config, data: Mixture) -> BatchOrder:
 def recorded(tree: Mapping[str, Mapping[str, Any]], where: str) -> Config:
     """Parse a stored configuration without what only its reader may choose.
 
-    That is the endpoint, which would receive credentials, retries, and settings of evaluations and trackers.
+    These are retries, the endpoint (which gets credentials), and settings of evaluations and trackers.
     """
     kept = {"eval": EvalSection.model_fields, "tracking": TrackingSection.model_fields}
     tree = {
@@ -93,7 +89,7 @@ def recorded_data(config: Config, holder: Location) -> Mixture:
     for path, weight in parse_data_path(config.data.data_path):
         if is_url(path) and not path.startswith(f"{holder.bucket}/"):
             raise DataError(
-                f"{holder} names the dataset {path} in a different store, which only you may choose; "
+                f"{holder} names the dataset {path} in another store, which only you may choose; "
                 f"if you trust it, add --data {shell(config.data.data_path)}"
             )
         data = Location.of(path, retry_for_s=COMMAND_RETRY_S, endpoint=holder.endpoint)

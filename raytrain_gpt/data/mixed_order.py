@@ -138,5 +138,5 @@ class MixedOrder:
 
 
 def _dataset_seed(seed: int, dataset: int) -> int:
-    """Derive a dataset's seed: with a common seed, datasets of equal size would shuffle alike."""
+    """Derive a dataset's seed: with a common seed, datasets of the same size would shuffle alike."""
     return int(np.random.SeedSequence(seed, spawn_key=(dataset,)).generate_state(1, np.uint64)[0])

@@ -33,7 +33,7 @@ Ids = NDArray[np.int64]
 def permutation(size: int, *key: int) -> Ids:
     """Permute range(size) by the key: a stable sort of raw PCG64 draws.
 
-    NumPy guarantees both never to change, unlike the algorithm of `Generator.permutation`.
+    NumPy guarantees that neither changes, unlike the algorithm of `Generator.permutation`.
     """
     seed, *spawn_key = key
     generator = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=tuple(spawn_key)))
@@ -201,7 +201,7 @@ def sequence_hashes(ids: Ids) -> Ids:
 def extend_order_hash(order_hash: str, batch_sum: int) -> str:
     """Extend the rolling hash by one global batch; returns 16 hex digits.
 
-    It starts as the manifest's hash, so that equal hashes mean equal data. `batch_sum` is the sum of the
+    It starts as the manifest's hash, so that the same hash means the same data. `batch_sum` is the sum of the
     batch's `sequence_hashes`, the same for any split of it over ranks.
     """
     content = bytes.fromhex(order_hash) + (batch_sum % 2**64).to_bytes(8, "little")

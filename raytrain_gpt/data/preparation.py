@@ -92,7 +92,7 @@ def _is_intact(directory: Location, shard: Shard) -> bool:
 def prepared_tokenizer(directory: LocationLike, plan: Plan, name: str) -> tiktoken.Encoding | None:
     """Return the tokenizer of this name that an earlier preparation trained for the same plan, or None.
 
-    The recorded hash of that plan includes the tokenizer's, so a different one does not match.
+    The recorded hash of that plan includes the tokenizer's, so another one does not match.
     """
     directory = Location.of(directory)
     try:
@@ -110,17 +110,17 @@ def prepared_tokenizer(directory: LocationLike, plan: Plan, name: str) -> tiktok
 def start(directory: LocationLike, plan: Plan, encoding: tiktoken.Encoding) -> Manifest | None:
     """Make the directory ready for the tasks; returns the manifest if the dataset is finished, else None.
 
-    Results of an interrupted preparation with the same plan count.
+    Results of an interrupted preparation with the same plan are reused.
 
     Raises:
-        DataError: the directory contains a different or damaged dataset, or other files.
+        DataError: the directory contains another or a damaged dataset, or other files.
     """
     directory = Location.of(directory)
     if (directory / MANIFEST_FILE).exists():
         manifest = read_manifest(directory)
         if manifest.source.get("plan_hash") != plan.hash:
             raise DataError(
-                f"{directory} already contains another dataset; choose a different --out or remove it"
+                f"{directory} already contains another dataset; choose another --out or remove it"
             )
         check_tokenizer(directory, manifest)
         check_shards(directory, manifest, content=False)
@@ -129,12 +129,12 @@ def start(directory: LocationLike, plan: Plan, encoding: tiktoken.Encoding) -> M
     if plan_file.is_file():
         if plan_file.read_bytes() != plan.hash.encode():
             raise DataError(
-                f"{directory} has an unfinished preparation of other sources or options; choose a different "
+                f"{directory} has an unfinished preparation of other sources or options; choose another "
                 "--out or remove it"
             )
     elif any(not name.startswith(".") for name in directory.names()):
         raise DataError(
-            f"{directory} is not empty and not a dataset; choose a different --out or empty it"
+            f"{directory} is not empty and not a dataset; choose another --out or empty it"
         )
     plan_file.write_text(plan.hash)
     (directory / TOKENIZER_FILE).write_text(tokenizer_json(encoding))

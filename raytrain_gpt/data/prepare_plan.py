@@ -38,7 +38,7 @@ class Plan:
 
     Attributes:
         tasks: Index range [first, stop) in `pieces` of every task.
-        dedupe: Drop documents whose text equals that of an earlier one.
+        dedupe: Drop documents with the same text as an earlier one.
         document_separator: Text between the documents of a text file, or None for one document per file.
     """
 
@@ -94,7 +94,7 @@ def make_plan(
     else:
         num_val = len(val_pieces := find([options.val]))
         val_files = {piece.location for piece in val_pieces}
-        both = find([*sources, options.val])  # together, so that equal names are numbered
+        both = find([*sources, options.val])  # together, so that repeated names are numbered
         pieces = [piece for piece in both[:-num_val] if piece.location not in val_files]
         if not pieces:
             raise DataError(
@@ -152,7 +152,7 @@ def _first_documents(pieces: list[SourcePiece], options: PrepareOptions) -> list
     left, kept = options.max_documents, list[SourcePiece]()
     if left is None:
         return pieces
-    read = reader(options.model_copy(update={"dedupe": "none"}))  # duplicates are left out later
+    read = reader(options.model_copy(update={"dedupe": "none"}))  # duplicates are dropped later
     for piece in pieces:
         if piece.ids is not None:
             raise DataError(
@@ -167,7 +167,7 @@ def _first_documents(pieces: list[SourcePiece], options: PrepareOptions) -> list
 
 
 def reader(options: PrepareOptions) -> ReadDocuments:
-    """Return a function that reads a chunk's documents, without duplicates if asked, before the tasks do."""
+    """Return a function that reads a chunk's documents ahead of the tasks, as `dedupe` says."""
 
     def read_all(piece: SourcePiece) -> Iterator[Document]:
         # Only tasks count against the limit: some documents are read twice here.

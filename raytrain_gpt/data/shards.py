@@ -64,7 +64,7 @@ class Shard(BaseModel):
 
 
 class Manifest(BaseModel):
-    """Content of a dataset; datasets with equal hashes train the same model."""
+    """Content of a dataset; datasets with the same hash train the same model."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     format_version: int
@@ -118,7 +118,7 @@ class Manifest(BaseModel):
         return (sizes - 1) // seq_len
 
     def find_row_groups(self, split: Split, numbers: NDArray[np.int64]) -> list[tuple[Shard, int]]:
-        """Return (shard, index in it) of row groups, whose `numbers`, int64 (n,), count in manifest order."""
+        """Return (shard, index in it) of row groups by their `numbers` in manifest order, int64 (n,)."""
         shards = self.split_shards(split)
         counts = self._row_group_counts(split)[1]
         ends = np.cumsum(counts)
@@ -237,7 +237,7 @@ def read_manifest(directory: LocationLike) -> Manifest:
         if (version := content["format_version"]) != FORMAT_VERSION:
             raise DataError(
                 f"{path} has format version {version!r}, but this raytrain-gpt reads {FORMAT_VERSION}; "
-                "upgrade raytrain-gpt or prepare the data in a different directory"
+                "upgrade raytrain-gpt or prepare the data in another directory"
             )
         stated = str(content.pop("manifest_hash"))
         manifest = Manifest.model_validate(content)

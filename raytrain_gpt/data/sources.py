@@ -2,7 +2,7 @@
 
 A source is a file, directory or glob on a disk, in an object store or on the HF hub; or `stdlib`, the source
 code of the running Python's standard library. Named files and matches of a glob are read whatever their
-suffix, files in directories by known suffixes. `documents` reads text, `imports` ids.
+suffix, files in directories only with a known one. `documents` reads text, `imports` ids.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ def find_pieces(sources: list[str], options: PrepareOptions, log: Log) -> list[S
     ids = next((piece for piece in pieces if piece.ids is not None), None)
     if text is not None and ids is not None:
         raise DataError(
-            f"{text.location} contains text but {ids.location} token ids; select files of one kind, for "
-            "instance by a glob"
+            f"{text.location} contains text, but {ids.location} token ids; select files of one kind, for "
+            "instance with a glob"
         )
     return _with_unique_names(pieces)
 
 
 def _with_unique_names(pieces: list[SourcePiece]) -> list[SourcePiece]:
-    """Number repeated file names: one-document files of equal names would all go to one split."""
+    """Number repeated file names: one-document files of the same name would all go to one split."""
     numbers: dict[str, dict[Location, int]] = {}
     named = []
     for piece in pieces:
@@ -86,7 +86,7 @@ def _with_unique_names(pieces: list[SourcePiece]) -> list[SourcePiece]:
 def _source_pieces(
     source: str, text_field: str, suffixes: tuple[str, ...], skipped: list[str]
 ) -> Iterator[SourcePiece]:
-    """Yield the chunks of a source; names of a directory's files with other suffixes are `skipped`."""
+    """Yield the chunks of a source; adds a directory's files with other suffixes to `skipped`."""
     if source == STDLIB and not Path(source).exists():
         for name in _stdlib_names():
             size = (stdlib_root() / name).stat().st_size
@@ -132,7 +132,7 @@ def _local_files(source: str) -> tuple[list[_File], bool]:
 
 
 def _below(root: Path, depth: float) -> Iterator[str]:
-    """Yield the files below a directory, also in linked ones, but not in a link to where it lies."""
+    """Yield the files below a directory, also in linked ones, but not through a link to a parent."""
     for parent, names, files in os.walk(root, followlinks=True):
         here = Path(parent)
         yield from (str((here / file).relative_to(root)) for file in files)

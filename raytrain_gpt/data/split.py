@@ -173,7 +173,7 @@ def _head_rule(
     val_tokens: int,
     log: Log,
 ) -> SplitRule:
-    """Hold out the first documents with `val_tokens` tokens in total; `log` reports the counting."""
+    """Hold out the first documents with `val_tokens` tokens in total; `log` receives the progress."""
     log(f"tokenizing up to val_tokens={val_tokens} on one core to find the end of the val split")
     tokens, documents = 0, 0
     for i, piece in enumerate(pieces):
@@ -200,7 +200,7 @@ def id_rule(
     if options.val_tokens is not None:
         return _id_head_rule(pieces, read, eot, options.val_tokens)
     if options.val_fraction is None and len({is_named_val(piece.name) for piece in pieces}) == 2:
-        next(read(pieces[0]), None)  # rejects ids of a different tokenizer before any task starts
+        next(read(pieces[0]), None)  # rejects ids of another tokenizer before any task starts
         return SplitRule(by_name=True)
     fraction = options.val_fraction or _VAL_FRACTION
     enough = max(_TAIL_SPLIT_DOCUMENTS, int(_EXACT_VAL_DOCUMENTS / fraction))

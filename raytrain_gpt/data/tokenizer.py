@@ -101,7 +101,7 @@ def encode(encoding: tiktoken.Encoding, text: str) -> NDArray[np.uint32]:
     if (kept := sum(int(lengths[tokens[i : i + 2**14]].sum()) for i in parts)) != num_bytes:
         raise DataError(
             f"tokenizer {encoding.name} encodes {kept} of {num_bytes} bytes of {preview(text, 40)}: {why}"
-            "; shorten it or use a different tokenizer"
+            "; shorten it or use another tokenizer"
         )
     return np.asarray(tokens)
 

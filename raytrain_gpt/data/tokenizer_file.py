@@ -118,7 +118,7 @@ def tokenizer_json(encoding: tiktoken.Encoding) -> str:
     model = models.BPE(
         {_printable(token): rank for token, rank in ranks.items()} | special,
         [(_printable(left), _printable(right)) for left, right in merges.values()],
-        # Lets `tokenizers` match tokens that no merge produces if they equal a word.
+        # Lets `tokenizers` match words that are tokens but that merges do not produce.
         ignore_merges=any(len(token) > 1 and token not in merges for token in ranks),
     )
     tokenizer = Tokenizer(model)
@@ -137,7 +137,7 @@ def _pre_tokenizer(pattern: str, has_merges: bool) -> pre_tokenizers.PreTokenize
     if pattern == GPT2_PATTERN:
         return pre_tokenizers.ByteLevel(add_prefix_space=False)
     unsplit = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    if not has_merges:  # word boundaries change nothing
+    if not has_merges:  # word boundaries have no effect
         return unsplit
     theirs = _oniguruma(pattern)
     _check_dialects(theirs)
@@ -272,7 +272,7 @@ def _pattern(pre_tokenizer: dict[str, Any]) -> str | None:
     pattern = str(split["pattern"].get("Regex"))
     plain = split["type"] == "Split" and split["behavior"] == "Isolated" and not split["invert"]
     if not plain or last.get("use_regex", True) or "Regex" not in split["pattern"]:
-        raise _Unsupported("its pre_tokenizer is not one Split by a pattern, and ByteLevel")
+        raise _Unsupported("its pre_tokenizer is not a Split by a pattern followed by ByteLevel")
     _check_dialects(pattern)
     return pattern
 

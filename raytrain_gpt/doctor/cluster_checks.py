@@ -52,7 +52,7 @@ from raytrain_gpt.tracking import mlflow_run
 from raytrain_gpt.train import preflight
 
 _RETRY_FOR_S = 10.0
-"""Short, because an unreachable object store is a result."""
+"""Seconds to retry, few because an unreachable object store is a result."""
 _BETWEEN_NODES = (
     "let all nodes reach each other on all ports, and if a node has several interfaces, set "
     "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
@@ -95,7 +95,7 @@ class Examination:
             return ask_nodes(None, problem)
 
     def nodes_with(self, problem: Callable[[NodeFacts], str]) -> str:
-        """Name the nodes that have a problem, with it."""
+        """List the nodes that have a problem, each with the problem."""
         found = {node.name: problem(node) for node in self.nodes}
         return ", ".join(f"{name}: {text}" for name, text in found.items() if text)
 
@@ -195,7 +195,7 @@ def data_problem(data: Mixture | None, seq_len: int) -> str:
     try:
         for dataset in data.datasets:
             if read_manifest(dataset.directory).hash != dataset.manifest.hash:
-                return f"it sees a different dataset than the driver in {dataset.directory}"
+                return f"it and the driver find different datasets in {dataset.directory}"
         for split in SPLITS:
             ends = np.cumsum(data.num_sequences(split, seq_len))
             data.read(split, seq_len, np.unique([0, *ends[:-1], *(ends - 1)]))
@@ -208,7 +208,7 @@ def check_nodes(exam: Examination) -> str:
     """Check that every node responds, with the driver's versions of Python, Ray, torch and this package."""
     if silent := exam.nodes_with(lambda node: node.error):
         raise Failed(
-            f"no response of {silent}; install this package and its dependencies there, or remove the node"
+            f"no response from {silent}; install this package and its dependencies there, or remove the node"
         )
     driver = local_versions()
     differences = [
@@ -328,8 +328,8 @@ def check_sequences(exam: Examination) -> str:
         read = Counter(np.concatenate(actual[name]).tolist())
         if planned != read:
             raise Failed(
-                f"{(planned - read).total()} of {count(len(plan), 'sequence')} of {name} read by no rank, "
-                f"and {(read - planned).total()} read twice or unplanned; do not train with this setup: "
+                f"{(planned - read).total()} of {count(len(plan), 'sequence')} of {name} were not read, and "
+                f"{(read - planned).total()} were read twice or unplanned; do not train with this setup: "
                 "compare the installed versions with constraints.txt"
             )
     total = sum(len(plan) for plan in plans.values())

@@ -114,7 +114,7 @@ def check_code(config: Config, say: Callable[[str], None]) -> list[Check]:
 
 
 def _config_of(chosen: Sequence[Kind], given: Config) -> Config:
-    """A tiny configuration that chooses kinds, with settings of `given` for those that it chooses too."""
+    """Return a tiny configuration that chooses kinds, with settings of `given` for those it also chooses."""
     values: dict[str, Any] = {**_SIZES}
     for kind in chosen:
         section = getattr(given, SECTIONS[kind.selector])
@@ -131,7 +131,7 @@ def _model(config: Config) -> GPT:
 
 
 def _noisy_model(config: Config) -> tuple[GPT, Tensor]:
-    """Return a model with noise, since an initialization often zeroes layers that show a mistake, and ids."""
+    """Return a noisy model, because initialization often zeroes layers that hide a mistake, and ids."""
     model, generator = _model(config), torch.Generator().manual_seed(2)
     for parameter in model.parameters():
         parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
@@ -152,22 +152,23 @@ def _causality(kind: Kind, config: Config) -> str:
             gap = float((hidden[0, 0] - expected[at]).abs().max())
             if not gap <= 1e-4 * max(1.0, float(expected.abs().max())):
                 raise Failed(
-                    f"token {at} has other features in a batch than alone, token by token (by up to "
-                    f"{gap:.2g}); mask later tokens, compute nothing over rows, use `attend` and `positions` "
-                    "as given"
+                    f"token {at}'s features in a batch differ by up to {gap:.2g} from those computed alone, "
+                    "token by token; mask later tokens, separate rows, use `attend` and `positions` as given"
                 )
-    return "each token depends on those before it in its row alone"
+    return "each token depends only on its row, up to itself"
 
 
 @torch.no_grad()
 def _exported(kind: Kind, config: Config) -> str:
     """Compare the logits of transformers, from the files of an export, with the model's."""
     if not hasattr(kind.resolve(), "to_hf"):
-        raise Skipped("it has no to_hf, so there is no export")
+        raise Skipped("it has no to_hf, so it cannot be exported")
     model, ids = _noisy_model(config)
     files, tensors = hf_config_files(model.shape, 0, "float32"), hf_tensors(model, torch.float32)
     if find_spec("transformers") is None:
-        raise Skipped("transformers is not installed, so no logits are compared; pip install it")
+        raise Skipped(
+            "transformers is not installed, so no logits are compared; pip install transformers"
+        )
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
@@ -182,7 +183,7 @@ def _exported(kind: Kind, config: Config) -> str:
         theirs, loaded = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
     if odd := [*loaded["missing_keys"], *loaded["unexpected_keys"]]:
         raise Failed(
-            f"transformers' {type(theirs).__name__} has other tensors, as {odd[0]}; correct to_hf"
+            f"transformers' {type(theirs).__name__} has other tensors, such as {odd[0]}; correct to_hf"
         )
     ours = model.eval().logits(ids)[..., :_VOCAB_SIZE]
     gap = float((theirs.eval()(ids).logits - ours).abs().max())
@@ -209,7 +210,7 @@ def _elementwise(kind: Kind, config: Config) -> str:
         return torch.cat([part.detach() for part in parts])
 
     if not torch.equal(trained(1), trained(2)):
-        raise Failed("halves of a matrix are updated unlike the whole; drop elementwise=True")
+        raise Failed("halves of a matrix are not updated like the whole; remove elementwise=True")
     return "halves of a matrix are updated like the whole"
 
 
@@ -222,8 +223,8 @@ def _factors(kind: Kind, config: Config) -> str:
         value, again = factors[step, max_steps], kind.call(step, max_steps, settings)
         if not isinstance(value, int | float) or not 0 <= value < math.inf or again != value:
             raise Failed(
-                f"{value!r} and then {again!r} at step {step} of {max_steps}; return a finite factor, 0 or "
-                "more, from the arguments alone"
+                f"it returned {value!r}, then {again!r} at step {step} of {max_steps}; return a finite "
+                "factor of 0 or more that depends only on the arguments"
             )
     return f"{len(calls)} factors are finite and follow from the step"
 
@@ -236,7 +237,7 @@ def _sums(kind: Kind, config: Config) -> str:
         run = Evaluation(config, model, tokenizer, None, ranks, contextlib.nullcontext)
         pairs, error = run.sums(kind)
         if error is not None:
-            raise Failed(f"{error}; correct it")
+            raise Failed(f"{error}; return finite (sum, count) pairs")
         return pairs
 
     close = functools.partial(math.isclose, rel_tol=1e-4, abs_tol=1e-6)
@@ -248,9 +249,9 @@ def _sums(kind: Kind, config: Config) -> str:
     if not ok:
         raise Failed(
             f"{whole} on one rank, but {first} and {second} on ranks 0 and 1 of 2; return finite sums and "
-            "counts of examples rank, rank + world_size, …, and leave the model as it was"
+            "counts of examples rank, rank + world_size, …, and leave the model unchanged"
         )
-    return f"{', '.join(whole) or 'nothing'}: the sums of one rank are those of two"
+    return f"{', '.join(whole) or 'nothing'}: the same sums on one rank and on two"
 
 
 def _calls(kind: Kind, config: Config) -> str:
@@ -264,7 +265,7 @@ def _calls(kind: Kind, config: Config) -> str:
             tracker.rows([{**row, "train/loss": 5.5}, {**row, "event": "checkpoint"}])
             tracker.text(step + 1, "samples", "some text")
             tracker.finish("finished", [])
-    return "takes rows, a text and the end, and then those of a resumed run"
+    return "it takes rows, a text and the end, then those of a resumed run"
 
 
 _JUDGES: dict[kinds.Selector, dict[str, _Judge]] = {
@@ -292,7 +293,8 @@ def compare_runs(code: Code, config: Config) -> str:
         for run, num_ranks, what in ((one, 1, _KILLED), (two, 2, _ON_TWO_RANKS)):
             if _trained(run, file, num_ranks) != expected:
                 raise Failed(
-                    f"{what}: different weights; draw nothing at random, keep no state outside"
+                    f"{what}, the weights differ; use no randomness, and keep all state in the "
+                    "optimizer's state[p] or as numbers in param_groups"
                 )
     return f"{_NUM_STEPS} steps {_KILLED} and {_ON_TWO_RANKS} give the weights of an unbroken run"
 
@@ -319,5 +321,5 @@ def _trained(config: Config, file: Path, num_ranks: int = 1) -> bytes:
     weights = run / "checkpoints" / f"step={_NUM_STEPS:08d}" / MODEL_FILE
     if not weights.exists():
         *_, error = ["no output", *said.read_text(errors="replace").splitlines()]
-        raise Failed(f"a run did not end: {error}; try it by train --num_workers 0")
+        raise Failed(f"a run did not finish: {error}; try it with train --num_workers 0")
     return weights.read_bytes()

@@ -132,7 +132,7 @@ class _RankSpec:
 def ask_ranks(
     plan: RunPlan, ingest: IngestSpec | None, timed_vocab_size: int | None = None
 ) -> GroupFacts:
-    """Start a plan's workers and gather their facts; they can read `ingest`, and time a step."""
+    """Start a plan's workers and gather their facts, optionally by reading `ingest` and timing a step."""
     cluster = plan.config.cluster
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     results = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})

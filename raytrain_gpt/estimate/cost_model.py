@@ -3,7 +3,7 @@
 1. The shape gives parameters and FLOPs per token; the configuration gives steps and tokens.
 2. A rank's memory is predicted (`core/memory`) and compared with the device's.
 3. Tokens/s come from a probe, a given step time, or the device's peak times an assumed MFU.
-4. Steps times seconds give the training time, times workers and rates the price.
+4. Steps and step time give the training time; with workers and hourly rates, the price.
 """
 
 from __future__ import annotations
@@ -75,13 +75,12 @@ class Estimate:
     spot_price: float | None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the `--json` object."""
         return asdict(self) | {"memory": asdict(self.memory) | {"total": self.memory.total}}
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Inputs besides the configuration, or None if unknown.
+    """Inputs in addition to the configuration; None if unknown.
 
     Attributes:
         vocab_size: Vocabulary of the tokenizer, GPT-2's if None.
@@ -105,11 +104,7 @@ class Facts:
 
 
 def estimate(config: Config, facts: Facts) -> Estimate:
-    """Estimate a run; fields that are `auto` are resolved for the device's memory.
-
-    Raises:
-        ConfigError: the batch does not divide over the workers.
-    """
+    """Estimate a run, resolving `auto` for the device; raises ConfigError if the batch does not divide."""
     check_shares(config, facts.num_workers)
     train, device = config.train, facts.device
     shape = GPTShape.of(config, facts.vocab_size or GPT2_VOCAB_SIZE)

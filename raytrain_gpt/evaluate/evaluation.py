@@ -93,7 +93,7 @@ class Evaluation:
         receives their means so far every SHOW_EVERY_S.
 
         Raises:
-            ConfigError: on all ranks, as an evaluation failed on one of them.
+            ConfigError: on all ranks, if an evaluation failed on one of them.
         """
         metrics: dict[str, float | int] = {}
         if self._feed is not None:
@@ -126,7 +126,7 @@ class Evaluation:
     ) -> tuple[dict[str, tuple[float, float]], str | None]:
         """Return this rank's sums and counts, or none and an error."""
         self._model.eval()
-        seed_everything(self._config.train.seed, 0)  # equal on all ranks and in every evaluation
+        seed_everything(self._config.train.seed, 0)  # the same on all ranks and in every evaluation
         sums: dict[str, tuple[float, float]] = {}
         shown_at = time.monotonic()
         try:

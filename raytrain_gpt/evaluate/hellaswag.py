@@ -1,7 +1,7 @@
 """HellaSwag: contexts with four endings each, one of them correct.
 
 1. `read_examples` reads the published file; `downloaded` fetches it once.
-2. `encode_example` makes a row of tokens of every context with each of its endings.
+2. `encode_example` makes a row of tokens for every context with each of its endings.
 3. `batches` groups examples of similar width; they are the same for any number of ranks.
 4. `choose_endings` scores the endings under a model.
 5. `HellaSwag` is the evaluation: its sums on each rank, and the row's values from the sums over all ranks.
@@ -201,7 +201,6 @@ class HellaSwag:
     def __call__(
         self, model: GPT, tokenizer: tiktoken.Encoding, rank: int, world_size: int, config: Config
     ) -> Iterator[dict[str, tuple[int, int]]]:
-        """Yield the sums of each batch."""
         examples = _encoded(_place(config), tokenizer, model.shape.seq_len)
         first = int(rank == 0)
         cut = (first * sum(example.is_cut for example in examples), first)

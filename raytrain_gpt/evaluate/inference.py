@@ -93,8 +93,8 @@ def evaluate_checkpoint(
 
     Raises:
         CheckpointError: it is missing or damaged.
-        ConfigError: eval_tokens is below 1, or an evaluation of the user's is unknown or fails.
-        DataError: the dataset is missing, too small to validate on, or has a different tokenizer, or
+        ConfigError: eval_tokens is below 1, or a user's evaluation is unknown or fails.
+        DataError: the dataset is missing, too small to validate on, or has another tokenizer, or
             HellaSwag cannot be read.
     """
     checkpoint, config, model, tokenizer, device = open_checkpoint(path, on_skip=log)
@@ -123,7 +123,7 @@ def evaluate_checkpoint(
 
 
 def _known_evaluations(checkpoint: Checkpoint, config: Config, log: Log) -> str:
-    """Names of the run's own evaluations, with commas; logs those whose code was not given."""
+    """Return the names of the user's evaluations in a run, with commas; logs those without code."""
     names = config.eval.evaluations
     known = [name for name in names if kinds.find("evaluations", name)]
     if skipped := ", ".join(name for name in names if name not in known):
@@ -160,7 +160,7 @@ def _validation_feed(
 
     Raises a DataError if its tokenizer differs from the checkpoint's, or it is too small to validate on.
     """
-    from raytrain_gpt.ingest.feed import EvalFeed  # here: samples do not need Ray
+    from raytrain_gpt.ingest.feed import EvalFeed  # here, because samples do not need Ray
 
     check_vocabulary(data, checkpoint.state.vocab_hash, str(checkpoint.path))
     if eval_tokens is not None:

@@ -58,7 +58,7 @@ def add_gguf_sizes(writer: GGUFWriter, shape: GPTShape) -> None:
 def plain_values(content: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
     """Return key -> values that this package supports, transformers' default first."""
     return {
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of one function
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names for one function
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),

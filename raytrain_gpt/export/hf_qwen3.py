@@ -52,7 +52,6 @@ def config_of(shape: GPTShape) -> dict[str, Any]:
 
 
 def add_gguf_sizes(writer: GGUFWriter, shape: GPTShape) -> None:
-    """Add this architecture's sizes to a GGUF file."""
     writer.add_feed_forward_length(shape.mlp_size)
     writer.add_head_count_kv(shape.num_kv_heads)
     writer.add_key_length(shape.head_size)

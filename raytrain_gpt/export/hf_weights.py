@@ -30,11 +30,7 @@ _LAYER = re.compile(r"h\.(\d+)\.")
 
 
 def mapping_of(architecture: str, *needed: str) -> Any:
-    """Module that converts an architecture's files, or the class of the user's, see `extend.architecture`.
-
-    Raises:
-        ConfigError: it lacks one of the `needed` names.
-    """
+    """Return the module or user's class that converts an architecture's files; may raise ConfigError."""
     mapping = ARCHITECTURES.get(architecture) or kinds.kind("architecture", architecture).resolve()
     if missing := [name for name in needed if not hasattr(mapping, name)]:
         raise ConfigError(

@@ -1,6 +1,6 @@
 """Export to a Hugging Face directory, and import from one.
 
-Results are written to an `.unfinished-` directory beside the target, flushed to disk, and renamed.
+Results are written to an `.unfinished-` directory next to the target, flushed to disk, and renamed.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def import_weights(
     Raises:
         CheckpointError: weights are missing, damaged, not a plain GPT-2 or Qwen3, or `out` is not empty.
         ConfigError: a size is out of range.
-        DataError: the tokenizer is unknown, damaged, or has a different vocabulary size.
+        DataError: the tokenizer is unknown, damaged, or has another vocabulary size.
     """
     if is_url(str(source)):
         raise ConfigError(f"{source} is a URL; copy it to a local directory and import that")
@@ -164,7 +164,7 @@ def _tokenizer(source: Path, name: str | None, vocab_size: int, log: Log) -> tik
         encoding = read_tokenizer_file(file, log)
         if encoding.n_vocab < vocab_size:
             log(f"{vocab_size - encoding.n_vocab} rows of the embedding have no token")
-            # A special token as the last id, as many rows as there are; ids between have no text.
+            # A special token takes the last id, so that ids match rows; ids between have no text.
             last = {f"<|unused_{vocab_size - 1}|>": vocab_size - 1}
             special, ranks = encoding._special_tokens | last, encoding._mergeable_ranks
             encoding = make_encoding(IMPORTED, encoding._pat_str, ranks, special)
@@ -188,7 +188,7 @@ def _tokenizer(source: Path, name: str | None, vocab_size: int, log: Log) -> tik
 
 
 def _write(model: GPT, encoding: tiktoken.Encoding, place: Location, source: str) -> None:
-    """Write the checkpoint beside its target and rename it, or upload it with its hashes last."""
+    """Write the checkpoint next to its target and rename it, or upload it with its hashes last."""
     texts = {
         TOKENIZER_FILE: tokenizer_json(encoding),
         ROWS_FILE: json.dumps({"step": 0, "event": IMPORT_EVENT, "source": source}) + "\n",

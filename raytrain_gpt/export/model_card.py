@@ -93,7 +93,7 @@ def _training(checkpoint: Checkpoint, config: Config) -> Rows:
         skipped = sum(stop - first for first, stop in state.skipped_batches)
         facts.append(("batches skipped after loss spikes", f"{skipped}"))
     if config.model.init_from is not None:
-        facts.append(("initialized from", "weights of a different checkpoint"))
+        facts.append(("initialized from", "weights of another checkpoint"))
     return facts
 
 

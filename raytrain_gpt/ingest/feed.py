@@ -53,7 +53,7 @@ class TrainFeed:
 def to_device(tokens: Tokens, device: torch.device) -> MicroBatch:
     """Copy tokens (n, seq_len + 1) to a device as inputs and targets, int64 (n, seq_len).
 
-    The copy is of narrow integers; to a GPU it is asynchronous, from pinned memory.
+    It copies narrow integers, and to a GPU does so asynchronously, from pinned memory.
     """
     block = torch.from_numpy(np.array(tokens))
     if device.type == "cuda":
@@ -86,7 +86,7 @@ class EvalFeed:
         self._device = device
 
     def micro_batches(self) -> list[Iterator[MicroBatch]]:
-        """Micro-batches of each dataset, of one shape, padded with ignored targets."""
+        """Return the micro-batches of each dataset, of one shape, padded with ignored targets."""
         return [self._padded(tokens) for tokens in self._tokens]
 
     def _padded(self, tokens: Tokens) -> Iterator[MicroBatch]:

@@ -146,8 +146,8 @@ def _amounts(documents: int, tokens: int) -> str:
 
 
 def _on_ray(log: Log) -> tuple[_Mapper, AbstractContextManager[object]]:
-    """Ray Data's `map`, which yields results as they finish, and a cluster for it."""
-    import ray.data  # here: takes a second, and sets up a logger that `connected` silences
+    """Return Ray Data's `map`, which yields results as they finish, and a cluster for it."""
+    import ray.data  # slow to import, and sets up a logger that `connected` silences
 
     from raytrain_gpt.cluster.connection import connected
 

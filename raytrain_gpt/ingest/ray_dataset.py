@@ -77,7 +77,7 @@ class IngestSpec:
         return self.data.order(self.batch_sequences, self.seq_len, self.seed)
 
     def eval_ids(self) -> Ids:
-        """Validation sequences in equal shares of full micro-batches: int64 (1, world_size · share).
+        """Return validation sequences in equal shares of full micro-batches: int64 (1, world_size · share).
 
         Each dataset is padded with −1, so that a micro-batch is the same whichever rank evaluates it.
         """
@@ -160,7 +160,7 @@ def _blobs(array: np.ndarray[Any, Any], count: int) -> pa.Array:
 
 
 def planned_reads(spec: IngestSpec, num_batches: int) -> list[ReadRange]:
-    """Validation, then the next global batches in ordered chunks."""
+    """Plan to read the validation, then the next global batches in ordered chunks."""
     order = spec.order()
     ranges = batches_to_read(spec.first_batch, num_batches, spec.skipped)
     chunks = [
@@ -244,7 +244,7 @@ def rank_chunks(chunks: Iterable[RankChunk], spec: IngestSpec, rank: int) -> Ite
     """Yield a rank's validation share, then its chunks in order.
 
     Raises:
-        RuntimeError: a chunk belongs to a different rank or is not the next one. Ray guarantees neither
+        RuntimeError: a chunk belongs to another rank or is not the next one. Ray guarantees neither
             who gets a block of `streaming_split` nor that none is lost, so every row is checked.
     """
     expected = ("val", rank, 0)

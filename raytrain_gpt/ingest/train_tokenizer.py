@@ -1,7 +1,7 @@
 """Train a tokenizer on the training documents of a preparation: `prepare --tokenizer bpe:VOCAB_SIZE`.
 
 Byte-level BPE with GPT-2's pattern, which Hugging Face, llama.cpp and tiktoken all read. `tokenizers` counts
-words and merges pairs; ties go to the pair with the lowest ids, so equal text gives equal ids on any machine.
+words and merges pairs; ties go to the pair with the lowest ids, so the same text gives the same ids anywhere.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from raytrain_gpt.format import Log, count, duration, size
 _PREFIX = "bpe:"
 _MAX_VOCAB_SIZE = 1_000_000
 _SAMPLE_BYTES = 100_000_000
-"""Text to train on, which takes seconds and bounds memory; more hardly changes 8,192 ids."""
+"""Bytes of text to train on, which takes seconds and bounds memory; more hardly changes 8,192 ids."""
 _LEAST_PIECE_BYTES = 2**23
 _MOST_TOKEN_BYTES = 64
-"""Otherwise a line of a hundred dashes would become one token."""
+"""Maximum bytes of a token; otherwise a line of a hundred dashes would become one."""
 _TEXT_CHARACTERS = 2**16
-"""Texts are cut to this length, since `tokenizers` holds many bytes per character."""
+"""Maximum length of a text, which is cut there, since `tokenizers` holds many bytes per character."""
 _WORD_CHARACTERS = 2**8
 """Words are cut after two to three times this length: every merge in a word reads all of it."""
 _WORD = regex.compile(GPT2_PATTERN)
@@ -82,7 +82,7 @@ def sample(plan: Plan, options: PrepareOptions, max_bytes: int = _SAMPLE_BYTES) 
     """Yield the text of training documents, up to `max_bytes` of UTF-8 in all.
 
     Chunks of the sources are read in the order of a hash, each up to its share, or _LEAST_PIECE_BYTES. With
-    `dedupe` they are read from the start: only then is it known which of equal documents is the first one.
+    `dedupe` they are read from the start: only then is it known which of several duplicates is the first.
     """
     read, each = reader(options), max(_LEAST_PIECE_BYTES, max_bytes // len(plan.pieces))
     order: Sequence[int] = range(len(plan.pieces))

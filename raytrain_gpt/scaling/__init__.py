@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import `fit_law` when it is asked for: the command line starts without numpy."""
+    """Import `fit_law` on first use: the command line starts without numpy."""
     if name == "fit_law":
         from raytrain_gpt.scaling.law import fit_law
 

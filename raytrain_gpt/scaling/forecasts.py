@@ -10,7 +10,7 @@ from raytrain_gpt.scaling.plan import MAX_EXTRAPOLATION, Size, StudyPlan
 
 BEST_FILE = "best.yaml"
 _BUDGETS = (1, 3, 10, 30)
-"""Rows of the table, in compute of the largest run."""
+"""Budgets in the table, as multiples of the largest run's compute."""
 _EVALUATIONS = 20
 
 
@@ -37,10 +37,10 @@ class Forecasts:
     file: LawFile
 
     def best(self, compute: float | None = None) -> BestRun:
-        """Return the run for a compute in FLOPs, or None for the study's target."""
+        """Return the best run for a compute in FLOPs, by default the study's target."""
         parameters, tokens = self.file.optimal(compute or self.plan.study.target.compute)
         size, batch = self.plan.size_near(parameters), self.plan.batch_tokens
-        # The nearest shape is not equal, the compute is.
+        # The nearest shape differs from the optimum; the compute is kept.
         steps = max(1, round(tokens * parameters / size.parameters / batch))
         loss = float(self.file.predict(size.parameters, steps * batch))
         return BestRun(size, steps, steps * batch, self.file.rule.rate(size.parameters), loss)

@@ -65,7 +65,7 @@ class LawFile(Law, _Scope, extra="ignore"):
         return f"{loss:.3f}" + ("" if self.half_width is None else f" ± {self.half_width:.3f}")
 
     def times(self, parameters: float, tokens: float) -> float:
-        """Return the compute of a run over that of the largest run in the law."""
+        """Return the compute of a run divided by that of the largest run in the law."""
         return 6 * parameters * tokens / self.largest_compute
 
     def expected(self, parameters: float, tokens: float, config: Config) -> str:
@@ -78,11 +78,12 @@ class LawFile(Law, _Scope, extra="ignore"):
             if fields[name] != (value := self.recipe.get(name))
         ]
         if data_is_there(config) and read_data(config).vocab_hash != self.vocab_hash:
-            doubts.append("the law has a different tokenizer")
+            doubts.append("the law has another tokenizer")
         loss, most = float(self.predict(parameters, tokens)), math.log(expected_vocab_size(config))
         if not loss + (self.half_width or 0.0) <= most:
             raise ConfigError(
-                f"{self.study} forecasts {self.loss_text(loss)}, but guessing has {most:.3f}; use another law"
+                f"{self.study} forecasts {self.loss_text(loss)}, but guessing gives {most:.3f}; "
+                "use another law"
             )
         by = f"nats per token, by {self.study}, at {times:.2g} times its largest compute"
         return "; ".join([f"{self.loss_text(loss)} {by}", *doubts])
@@ -111,7 +112,6 @@ def law_file(
 
 
 def columns(runs: Sequence[RunResult]) -> tuple[Floats, Floats, Floats]:
-    """Return parameters, tokens and losses of runs."""
     rows = [(run.parameters, run.tokens, run.loss) for run in runs]
     parameters, tokens, losses = np.array(rows, float).reshape(-1, 3).T
     return parameters, tokens, losses
@@ -152,6 +152,6 @@ def read_result(kind: type[FileT], file: Location) -> FileT:
     try:
         return kind.model_validate(parse_json(file.read_bytes()))
     except ValidationError as error:
-        raise ConfigError(f"{file} is not of a study: {problem(error.errors())}") from None
+        raise ConfigError(f"{file} is not a study's file: {problem(error.errors())}") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {file}: {reason(error)}") from None

@@ -2,7 +2,7 @@
 
 Each size has a trunk, a straight run of the longest length, and a cooldown for each shorter length: a branch
 from the trunk's checkpoint at which the rate of a straight run of that length starts to fall. So a cooldown
-equals that straight run bit for bit, and four lengths cost 47 tokens per parameter instead of 75.
+is bit-identical to that straight run, and four lengths cost 47 tokens per parameter instead of 75.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WHOLE_DECAYS = 5
 _DEFAULT_NUM_SIZES, _LARGEST_SHARE = 5, 1 / 10
 """Sizes, and compute of the largest run as a fraction of the target's, if the file has none."""
 MAX_EXTRAPOLATION = 30
-"""Compute of a forecast over the largest run's above which it is refused."""
+"""Maximum compute of a forecast, as a multiple of the largest run's."""
 MAX_EPOCHS = 4
 """More repetitions of data are worth less than new tokens (Muennighoff et al., 2023)."""
 _MAX_WARMUP = 1 / 10
@@ -99,9 +99,9 @@ class PlannedRun:
     """A run of the study.
 
     Attributes:
-        values: Field -> value, besides the base's.
+        values: Field -> value, in addition to the base's.
         trunk: Run that it branches from, or "".
-        own_steps: Those that it trains itself.
+        own_steps: Steps that it trains itself.
     """
 
     name: str
@@ -149,8 +149,8 @@ class StudyPlan:
         if len(different) < max(number, len(sizes)) or span < ratio:
             shown = ", ".join(amount(size.parameters) for size in sizes)
             raise ConfigError(
-                f"shapes near sizes have {shown} parameters: {len(different)} sizes, a factor of {span:.1f}, "
-                f"but a law needs {number} and {ratio}; raise num_heads in overrides for finer ones"
+                f"nearest shapes have {shown} parameters: {len(different)} sizes, a factor of {span:.1f}; "
+                f"a law needs {number} and {ratio}; raise num_heads in overrides for more shapes"
             )
         return sizes
 
@@ -216,7 +216,7 @@ class StudyPlan:
         return PlannedRun(name, size, steps * self.batch_tokens, values, trunk, steps - start)
 
     def check(self, train_tokens: int | None) -> None:
-        """Raise a ConfigError if a run is impossible, or the study would mean nothing.
+        """Raise a ConfigError if a run is impossible, or the study could not determine a law.
 
         Args:
             train_tokens: Tokens of the data, or None if it does not exist yet.
@@ -239,8 +239,8 @@ def check_extrapolation(times: float) -> None:
     """Raise a ConfigError for a forecast at too large a multiple of the largest run's compute."""
     if times > MAX_EXTRAPOLATION:
         raise ConfigError(
-            f"the run to forecast has {times:.0f} times the compute of the study's largest, and forecasts "
-            f"reach {MAX_EXTRAPOLATION} times; add larger sizes"
+            f"the run to forecast has {times:.0f} times the compute of the study's largest, but forecasts "
+            f"reach at most {MAX_EXTRAPOLATION} times; add larger sizes"
         )
 
 
@@ -294,8 +294,8 @@ def cost_lines(study: Study) -> Iterator[str]:
     all_tokens = sum(run.own_steps for run in runs) * plan.batch_tokens
     flops = sum(6 * run.size.parameters * run.own_steps for run in runs) * plan.batch_tokens
     yield (
-        f"runs: {' + '.join(str(len(stage)) for stage in stages)} (rates at two sizes, at the third; trunks "
-        f"and cooldowns), {amount(all_tokens)} tokens, {flops:.2g} FLOPs"
+        f"runs: {' + '.join(str(len(stage)) for stage in stages)} (rates at two sizes, rates at the "
+        f"third, trunks and cooldowns), {amount(all_tokens)} tokens, {flops:.2g} FLOPs"
     )
     times = study.target.compute / plan.largest_compute
     yield f"target: {study.target.compute:.3g} FLOPs, {times:.1f} times the largest run"

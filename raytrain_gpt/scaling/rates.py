@@ -18,7 +18,7 @@ from raytrain_gpt.format import amount
 from raytrain_gpt.scaling.plan import RunResult
 
 EXPONENTS = (-1.0, 0.0)
-"""Bounds: published exponents lie between −0.5 and −0.1, and few runs of one seed determine them badly."""
+"""Bounds: published exponents lie between −0.5 and −0.1, and few runs with one seed determine them poorly."""
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def _blocks(forecasts: Forecasts, doubts: list[str], verdict: Verdict | None) ->
     yield (
         f"loss = {file.E:.3f} + {file.A:.4g} · N^−{file.alpha:.3f} + {file.B:.4g} · D^−{file.beta:.3f} nats "
         "per token. N is FLOPs per token / 6, D the training tokens. A law of the smaller runs predicts the "
-        "larger ones; the interval is twice the 90% quantile of its errors."
+        "larger ones; half the interval is twice the 90th percentile of its errors."
     )
     yield pages.figures([_over_compute(file, best, verdict), _ladder(file), _rates(file)])
     yield pages.heading("Runs")

@@ -48,14 +48,14 @@ def run_study(
 
     Args:
         resume: Continue the study if it was started before, which is an error otherwise.
-        validate: Then write the forecast of a larger run, and train it.
+        validate: Afterwards, forecast a larger run, and train it.
 
     Returns:
         Result files; `best.yaml` is last.
 
     Raises:
-        UserError: the study, data, storage or cluster cannot be used, or the runs determine no law.
-        Interrupted: Ctrl+C or SIGTERM, after all runs have saved.
+        UserError: the study, data, storage or cluster cannot be used, or the runs do not determine a law.
+        Interrupted: Ctrl+C or SIGTERM, after all runs have saved checkpoints.
         TrainingFailed: runs failed.
     """
     with StopSignals("interrupted before the first run") as signals:
@@ -118,7 +118,7 @@ class _StudyRun:
             if trial.name in named and trial.values != named[trial.name].values:
                 raise ConfigError(
                     f"{trial.name} of {plan.study.title} started with other values, such as another peak "
-                    "rate; restore peak_lrs, or start a new study with a different --study_name"
+                    "rate; restore peak_lrs, or start a new study with another --study_name"
                 )
 
         def planned(name: str) -> tuple[Config, dict[str, Any]]:
@@ -160,7 +160,7 @@ class _StudyRun:
         self, rule: RateRule, found: list[RunResult], log: Log
     ) -> tuple[LawFile, list[Location]]:
         """Write the results; return law and files, or raise a ConfigError if no run can be planned."""
-        from raytrain_gpt.scaling.scale_page import scale_page  # here: it imports charts
+        from raytrain_gpt.scaling.scale_page import scale_page  # it imports charts
 
         plan, directory = self.plan, self.campaign.directory
         file = law_file(plan, self.campaign.data.vocab_hash, rule, found)

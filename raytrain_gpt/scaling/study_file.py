@@ -1,4 +1,4 @@
-"""A study file: base configuration, target, and the ladder of small runs that shall forecast it.
+"""A study file: base configuration, target, and the ladder of small runs that forecast it.
 
     base: {preset: quickstart}
     overrides: {global_batch_tokens: 1024}           fixed for all runs
@@ -20,7 +20,7 @@ from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.sweep.spec import Base, CampaignFile
 
 STUDY_FLAGS = ("study_name", "max_concurrent_runs")
-"""Fields that can be set on the command line, besides all of the configuration."""
+"""Fields of the file that can be set on the command line, as can all of the configuration."""
 _DECAY = "runs decay linearly to 0 over their last fifth, so that short ones branch from long ones"
 _ENDS = "runs are evaluated at their end, and saved where others branch from them"
 SET_BY_STUDY = {
@@ -60,9 +60,9 @@ class Study(CampaignFile):
     peak_lrs: tuple[Positive, ...]
     """Peak learning rates to try at the two smallest sizes, three or more."""
     sizes: tuple[Annotated[float, Field(ge=1000, lt=1e13)], ...] | None = None
-    """Parameters of five or more models; null: 1/16 to 1 of one with a tenth of the target's compute."""
+    """Parameters of five or more models; null: the size for a tenth of the target's compute, down to 1/16."""
     tokens_per_parameter: tuple[Annotated[int, Field(ge=5, lt=10_000)], ...] = (5, 10, 20, 40)
-    """Lengths of the runs, four or more, multiples of the first; below 5, runs follow no power law."""
+    """Lengths of the runs: four or more multiples of the first; below 5, no power law fits."""
     max_concurrent_runs: int | None = Field(None, ge=1)
     """Maximum number of concurrent runs; null: as many as fit."""
 

@@ -1,7 +1,7 @@
 """One live writer for a directory on a local disk, a shared disk or an object store.
 
 A lease is a small JSON file that names its holder. The holder increments its `beat` every `heartbeat_s`
-and removes the file at the end. A stale lease needs no manual cleanup:
+and removes the file at the end. A stale lease is cleaned up automatically:
 
 1. Holder on this machine: the kernel reports whether it is alive, so the newcomer is refused or takes
    over at once.
@@ -11,7 +11,7 @@ and removes the file at the end. A stale lease needs no manual cleanup:
    directories), the newcomer waits `settle_s` and reads again: of two simultaneous newcomers, only the
    last still sees its own token.
 
-A holder that was frozen or cut off, and then replaced, sees a different token or no file at its next
+A holder that was frozen or cut off, and then replaced, finds another token or no file at its next
 beat: the lease is lost.
 
 A kernel lock held for the life of the process is not enough: object stores have none, on a shared
@@ -55,9 +55,9 @@ class LeaseTimes:
     """Times of a lease.
 
     Attributes:
-        heartbeat_s: Between two beats.
-        expiry_s: Without a beat until the holder counts as dead.
-        settle_s: Before the second read where nothing locks: longer than reading and writing an object,
+        heartbeat_s: Time between two beats.
+        expiry_s: Time without a beat until the holder counts as dead.
+        settle_s: Time before the second read where nothing locks: longer than reading and writing an object,
             shorter than a beat.
     """
 
@@ -120,11 +120,11 @@ class Holder(BaseModel):
         return f"process {self.pid} on {self.host} since {self.since}"
 
     def is_alive(self) -> bool | None:
-        """Whether the process runs; None if it is on a different machine."""
+        """Whether the process runs; None if it is on another machine."""
         if self.machine != _machine():
             return None
         state, started = _state_and_start(self.pid)
-        # A zombie, or a different process with a reused pid.
+        # A zombie, or another process with a reused pid.
         if state in ("Z", "X") or started not in (None, self.process_started):
             return False
         if self.pid == os.getpid():
@@ -185,7 +185,7 @@ def still_held(location: Location, token: str, wait_s: float = TIMES.expiry_s) -
 def live_holder(location: Location) -> str | None:
     """Describe a lease's live holder, or None; raises ClusterError if it cannot be read.
 
-    For lists only, since the clock decides about a holder on a different machine.
+    For lists only, because clocks decide about a holder on another machine.
     """
     if (holder := _holder(location)) is None:
         return None
@@ -218,7 +218,7 @@ class Lease:
             )
 
     def verify(self) -> None:
-        """Check by reading the lease now; waits like `still_held`."""
+        """Read the lease to check it now; waits like `still_held`."""
         if not still_held(self._location, self.token, self._times.expiry_s):
             self.lost.set()
         self.check()
@@ -304,7 +304,7 @@ class Lease:
 
 
 class _Watch:
-    """Decides whether a lease is free, over several reads."""
+    """Judge of whether a lease is free, over several reads."""
 
     def __init__(self, location: Location, what: str, log: Log, expiry_s: float) -> None:
         self.started_at: float | None = None
@@ -343,7 +343,7 @@ class _Watch:
 
 def _in_use(what: str, holder: Holder | None) -> ClusterError:
     return ClusterError(
-        f"{what} is in use ({holder or _UNKNOWN}); stop that process first, or use a different name"
+        f"{what} is in use ({holder or _UNKNOWN}); stop that process first, or use another name"
     )
 
 
@@ -366,7 +366,7 @@ def _is_away(location: Location) -> bool:
 
 @contextmanager
 def _guarded(location: Location, removed: bool = False) -> Iterator[bool]:
-    """Lock a lease file by a file beside it; yields False without locks or without its directory.
+    """Lock a lease file by a file next to it; yields False without locks or without its directory.
 
     The file is deleted afterwards if `removed`, so a lock counts only while its file is still in place.
     """
@@ -414,7 +414,7 @@ def _is_at(file: IO[str], path: Path) -> bool:
 
 
 def _storage_errors(verb: str, location: Location, what: str) -> AbstractContextManager[None]:
-    advice = f"; give access to {location.parent}, or use a different directory"
+    advice = f"; give access to {location.parent}, or use another directory"
     return failure_as(ClusterError, f"cannot {verb} {location} for {what}", advice)
 
 
@@ -428,7 +428,7 @@ def _machine() -> str:
 
 
 def _state_and_start(pid: int) -> tuple[str | None, int | None]:
-    """State letter and start in ticks since boot, from proc(5); None where unavailable."""
+    """Return state letter and start in ticks since boot, from proc(5); None where unavailable."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace")
     except OSError:

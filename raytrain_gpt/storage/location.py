@@ -203,11 +203,11 @@ class Location:
         return bool(self._info().type == pafs.FileType.File)
 
     def size_bytes(self) -> int:
-        """File size in bytes; raises FileNotFoundError."""
+        """Return the file size in bytes; raises FileNotFoundError."""
         return int(self._file_info().size)
 
     def modified_s(self) -> float:
-        """Modification time of a file in Unix seconds; raises FileNotFoundError."""
+        """Return a file's modification time in Unix seconds; raises FileNotFoundError."""
         return float(self._file_info().mtime_ns / 1e9)
 
     def pinned(self) -> Location:
@@ -218,7 +218,7 @@ class Location:
         return replace(self, url=f"hf://{path}")
 
     def names(self) -> list[str]:
-        """Sorted names of the files and directories in it; empty if it is missing."""
+        """Return sorted names of the files and directories in it; empty if it is missing."""
         if self.is_local:
             return sorted(p.name for p in self.path.iterdir()) if self.path.is_dir() else []
         names = sorted(info.base_name for info in self._infos())
@@ -227,7 +227,7 @@ class Location:
         return names
 
     def files(self) -> list[tuple[str, int]]:
-        """(relative path, bytes) of every file in the tree, sorted by path components."""
+        """Return (relative path, bytes) of every file in the tree, sorted by path components."""
         if self.is_local:
             paths = [path for path in self.path.rglob("*") if path.is_file()]
             files = [(str(p.relative_to(self.path)), p.stat().st_size) for p in paths]
@@ -364,11 +364,11 @@ class Location:
             self.path.mkdir(parents=True, exist_ok=True)
 
     def free_bytes(self) -> int | None:
-        """Free bytes on the disk of a directory; None in an object store."""
+        """Return the free bytes on the disk of a directory; None in an object store."""
         return shutil.disk_usage(self.path).free if self.is_local else None
 
     def ray_filesystem(self) -> tuple[pafs.FileSystem, str]:
-        """Ray's `storage_filesystem`, which retries by itself also when pickled, and `storage_path`."""
+        """Return Ray's `storage_filesystem`, which retries even when pickled, and `storage_path`."""
         if self.is_local:
             return pafs.LocalFileSystem(), self.url
         connect = STORES[self._scheme].connect
@@ -376,7 +376,7 @@ class Location:
 
 
 def unfinished_path(path: Path) -> Path:
-    """A path next to a file, for its content until it is complete."""
+    """Return a path next to a file, for its content until it is complete."""
     # Random: a process that was replaced may still write.
     return path.with_name(f"{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
 
@@ -413,12 +413,12 @@ def cache_directory() -> Path:
 def _check_characters(path: str) -> None:
     if "\0" in path or path.encode("utf-8", "replace").decode() != path:
         raise ConfigError(
-            f"invalid path {preview(path, 80)}: it is not UTF-8 or contains a zero byte; use a different one"
+            f"invalid path {preview(path, 80)}: it is not UTF-8 or contains a zero byte; use another one"
         )
 
 
 def _check_user_info(url: str) -> None:
-    """Raise a ConfigError, without showing them, if a URL has a user or password."""
+    """Raise a ConfigError that hides them if a URL has a user or password."""
     if has_user_info(url):
         scheme, _, rest = url.partition("://")
         raise ConfigError(

@@ -1,7 +1,7 @@
 """The stores behind `Location`: one row of `STORES` for each scheme, and retries.
 
-Timeouts are pyarrow's, retries ours: a call into pyarrow hears no Ctrl+C, so one that retried for minutes
-could not be stopped, and its retries of S3 know no time limit. So a call makes one request at a time, network
+Timeouts are pyarrow's, retries ours: Ctrl+C does not interrupt a call into pyarrow, so one that retried for
+minutes could not be stopped, and its retries of S3 have no time limit. So a call makes one request, network
 errors are retried until `retry_for_s` seconds after the first, and an access error (key, signature, bucket,
 region) is raised at once. Ray, which calls a store itself, gets pyarrow's retries.
 """
@@ -43,10 +43,10 @@ class Store:
     """How to use the stores of a scheme.
 
     Attributes:
-        connect: Makes a filesystem from the endpoint, a time limit of requests, and one of pyarrow's retries.
+        connect: Makes a filesystem from the endpoint and the time limits of requests and pyarrow's retries.
         is_outage: Whether a retry may help after an error at a URL; may raise an error for refused access.
-        variables: What gives access, for messages.
-        endpoint_variables: Where the endpoint is, if none is given.
+        variables: Variables that give access, for messages.
+        endpoint_variables: Variables with the endpoint, if none is given.
     """
 
     connect: Callable[[str | None, float, float], pafs.FileSystem]
@@ -138,7 +138,7 @@ def pinned_path(path: str, endpoint: str | None) -> str:
         info = HfApi(endpoint=endpoint).repo_info(
             resolved.repo_id, repo_type=resolved.repo_type, revision=resolved.revision
         )
-    # The library raises the last two for what is no name of a repository.
+    # The library raises the last two for invalid repository names.
     except (FileNotFoundError, ValueError, NotImplementedError):
         raise _not_on_hub(f"hf://{path}") from None
     return f"datasets/{resolved.repo_id}@{info.sha}/{resolved.path_in_repo}".rstrip("/")
@@ -245,7 +245,7 @@ class RetriedReader:
         return retried(read, "read", self._url, self._retry_for_s)
 
     def at_start(self) -> RetriedReader:
-        """A reader of the same object with a separate position; makes no request."""
+        """Return a reader of the same object with a separate position, without a request."""
         other = copy.copy(self)
         other._position = 0
         return other

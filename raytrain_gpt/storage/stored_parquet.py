@@ -24,7 +24,7 @@ class _StoredShard:
         self._opened: tuple[RetriedReader, bytes, int] | None = None
 
     def _open(self) -> tuple[RetriedReader, bytes, int]:
-        """The object, its compressed footer, and the footer's uncompressed size in bytes."""
+        """Return the object, its compressed footer, and the footer's uncompressed size in bytes."""
         with self._opening:
             if self._opened is None:
                 reader, sink = self._path.reader(), pa.BufferOutputStream()
@@ -49,5 +49,5 @@ class _StoredShard:
 
 @lru_cache(maxsize=2**14)
 def stored_shard(path: Location, _sha256: str) -> _StoredShard:
-    """The shard at a path; the hash distinguishes contents stored there at different times."""
+    """Return the shard at a path; the hash tells apart contents stored there at different times."""
     return _StoredShard(path)

@@ -1,1 +1,1 @@
-"""Sweeps: many runs over a search space, compared at equal tokens."""
+"""Sweeps: many runs over a search space, compared at equal token counts."""

@@ -1,7 +1,7 @@
-"""What a sweep and a study do alike: checks, cluster, lease, and their trials in Ray Tune.
+"""What sweeps and studies share: checks, cluster, lease, and their trials in Ray Tune.
 
 Their directory has the resolved file, `base.yaml`, the history, and a run for each trial. On `--resume` the
-same file and configuration must go on, and only trials that have not ended run.
+file and configuration must be the same, and only trials that have not ended run.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from raytrain_gpt.train.supervisor import TrainLoop
 
 BASE_FILE = "base.yaml"
 _CHANGES_LOSS = ("data_path", "init_from", "branch_from")
-"""Fields that may change when a run resumes, but change the objective of trials; besides those of eval."""
+"""Fields that may change when a run resumes, but change the objective of trials, as those of eval do."""
 _TUNE_DIR = "tune"
 """Ray Tune's own files, in the directory until the end."""
 _ACTOR_BYTES = 2**29
@@ -80,12 +80,12 @@ class Campaign:
         resume: Continue it if it was started before, which is an error otherwise.
 
     Attributes:
-        base: With absolute paths, and one worker for each trial where they are `auto`.
+        base: With absolute paths, and one worker for each trial where `num_workers` is `auto`.
         fitted: Configuration of the trials on the cluster.
         parent: Its tracked run.
 
     Raises:
-        ConfigError: it is not what was started, or data or storage cannot be used.
+        ConfigError: it has changed since it started, or data or storage cannot be used.
     """
 
     fitted: Config
@@ -108,7 +108,7 @@ class Campaign:
         sized = one_worker_for_auto(base)
         preflight.prepare_default_data(sized, log)
         self.base: Config = preflight.absolute_paths(sized)
-        self.data = read_data(self.base)  # its errors come before a cluster
+        self.data = read_data(self.base)  # raises before a cluster starts
         self.directory = location(self.base, self.base.run.storage_path) / definition.name
         check_unchanged(definition, self.base, self.directory, resume)
         for line in tracker_warnings(self.base):
@@ -119,8 +119,8 @@ class Campaign:
         """Connect, fit the trials to the cluster, and hold the lease; an error ends the tracked run.
 
         Args:
-            number: Trials.
-            most: Most of them at the same time, or None for as many as fit.
+            number: Number of trials.
+            most: Maximum at the same time, or None for as many as fit.
         """
         definition, base = self.definition, self.base
         with connected(fit_here(base, number, most) * trial_cpus(base), self.log) as resources:
@@ -147,11 +147,11 @@ class Campaign:
         rule: Rule,
         objective: str,
     ) -> None:
-        """Run those trials that have not ended.
+        """Run the trials that have not ended.
 
         Args:
             names: In the plan's order.
-            planned: Returns configuration and values of a trial that starts.
+            planned: Function that returns configuration and values of a trial that starts.
             rule: Lets trials wait for others, or stops them; it gets the history first.
 
         Raises:
@@ -179,7 +179,7 @@ class Campaign:
             if any(trial.state == "running" for trial in self.history.trials()):
                 raise _interrupted()  # Ray Tune returns at once on SIGUSR1, which batch systems may send
         except Interrupted:
-            with contextlib.suppress(Exception):  # of a tracker
+            with contextlib.suppress(Exception):  # a tracker's error
                 self._mark_interrupted()
             raise
         except Exception as error:
@@ -248,7 +248,7 @@ def check_unchanged(
 ) -> None:
     """Raise a ConfigError if a campaign exists and `resume` is false, or it was changed since."""
     title, file = definition.title, directory / definition.file
-    another = f"start a new one with a different --{definition.kind()}_name"
+    another = f"start a new one with another --{definition.kind()}_name"
     if (directory / CONFIG_FILE).is_file():
         raise ConfigError(f"{directory} is already a run; {another}")
     if not file.is_file():
@@ -310,7 +310,7 @@ class CampaignCallback(tune.Callback):  # type: ignore[misc]
         self._add_end(trial, **self._ended.get(str(trial), {"state": "stopped"}))
 
     def on_trial_recover(self, trial: TuneTrial, **_info: Any) -> None:
-        """Say so; the loss of a preempted node does not count as a failure."""
+        """Log it; the loss of a preempted node does not count as a failure."""
         if getattr(_raised(trial), "preempted", False):
             trial.max_failures += 1
         self._campaign.log(

@@ -11,7 +11,7 @@ from raytrain_gpt.sweep.spec import Asha
 
 
 class Rule:
-    """A rule that lets all trials continue, and the base of others."""
+    """Rule that lets all trials continue, and base class of the others."""
 
     def __init__(self) -> None:
         self._ended: set[str] = set()
@@ -28,7 +28,7 @@ class Rule:
         """Note a trial's objective."""
 
     def end(self, name: str) -> None:
-        """Note that a trial has ended, and reports no more."""
+        """Note that a trial has ended and will not report again."""
         self._ended.add(name)
 
     def missing(self, name: str, tokens_seen: int) -> list[str]:
@@ -36,7 +36,7 @@ class Rule:
         return []
 
     def passes(self, name: str, tokens_seen: int) -> bool:
-        """Whether a trial continues after a report; none may be missing."""
+        """Whether a trial continues after a report; no other report may be missing."""
         return True
 
 

@@ -1,8 +1,8 @@
 """The history of a sweep, one event per line: the input of `--resume`; and the trials that follow from it.
 
 Ray Tune saves its state, but not its scheduler's. So the reports are stored in order, and replayed to a new
-scheduler. Trials are compared at equal tokens: one that was stopped early never ranks above one that used its
-full budget. A failed trial and one with a non-finite objective cannot be the best.
+scheduler. Trials are compared at equal token counts: one that was stopped early never ranks above one that
+used its full budget. A failed trial and one with a non-finite objective cannot be the best.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class History:
 
     Args:
         maximize: Whether a higher objective is better.
-        file: Its name.
+        file: Name of the file.
     """
 
     def __init__(

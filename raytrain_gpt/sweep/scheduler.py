@@ -22,13 +22,13 @@ REPORTED_TOKENS = "reported_tokens"
 
 
 class InPlannedOrder(FIFOScheduler):  # type: ignore[misc]
-    """See the module.
+    """Scheduler that follows the plan's order; see the module.
 
     Args:
         rule: Decides before a trial starts and after every report. The caller tells it which trials ended.
         names: Trials in the plan's order.
-        at_once: Most trials that run at the same time.
-        start: Returns what the process of a trial that starts needs.
+        at_once: Maximum number of trials at the same time.
+        start: Function that returns what the process of a starting trial needs.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class InPlannedOrder(FIFOScheduler):  # type: ignore[misc]
 
 
 class PlannedTrials(BasicVariantGenerator):  # type: ignore[misc]
-    """Trials that are all known; it lasts until they have ended, so that processes wait for the next one."""
+    """Generator of planned trials; it lasts until they have ended, so that processes wait for the next."""
 
     def __init__(self, num_trials: int) -> None:
         super().__init__()

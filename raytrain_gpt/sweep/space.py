@@ -46,7 +46,7 @@ class _Domain(BaseModel):
 
 
 class Grid(_Domain):
-    """Every value is tried, with every value of the other grids."""
+    """Values that are all tried, with every value of the other grids."""
 
     grid: tuple[Any, ...]
 
@@ -115,7 +115,7 @@ class Expression(_Domain):
         except (simpleeval.InvalidExpression, ArithmeticError, TypeError, ValueError) as error:
             cause = reason(error)
         raise ConfigError(
-            f"expression {self.expression!r} has no value with {used}: {cause}; it may have numbers, "
+            f"expression {self.expression!r} has no value with {used}: {cause}; it may contain numbers, "
             f"configuration keys, budget_tokens, + - * / // % ** ( ), {', '.join(_FUNCTIONS)}"
         )
 

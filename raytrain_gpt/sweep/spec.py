@@ -7,7 +7,7 @@
     report_every_tokens: 131072
     num_trials: 8
 
-Trials are compared at equal tokens, so the file counts in tokens, and a trial's steps follow from its batch.
+Trials are compared at equal token counts, so the file counts tokens; a trial's steps follow from its batch.
 `trial_plan` derives the trials and checks each of them.
 """
 
@@ -47,7 +47,7 @@ SWEEP_FLAGS = (
     "max_concurrent_trials",
     "sweep_seed",
 )
-"""Fields that can be set on the command line, besides all of the configuration."""
+"""Fields of the file that can be set on the command line, as can all of the configuration."""
 SET_BY_SWEEP = {
     "max_steps": "set budget_tokens",
     "eval_every_steps": "set report_every_tokens",
@@ -94,7 +94,7 @@ class NoScheduler(Strict):
 class Asha(Strict):
     """Asynchronous successive halving (Li et al., 2020): the best 1/reduction_factor pass each rung.
 
-    Rungs are grace_tokens · reduction_factor^k, so trials report at all of them if at the first one.
+    Rungs are grace_tokens · reduction_factor^k, so trials report at all of them if they do at the first.
     """
 
     kind: Literal["asha"]
@@ -110,14 +110,14 @@ class CampaignFile(Strict):
     set_by_file: ClassVar[dict[str, str]]
     """Field that the file sets in every run -> what to do instead of setting it."""
     may_change: ClassVar[tuple[str, ...]]
-    """Fields that may differ on `--resume`; for base and overrides, their configuration is compared."""
+    """Fields that may differ on `--resume`; base and overrides are compared by their configuration."""
     file: ClassVar[str]
     """Name of the resolved file."""
     history_file: ClassVar[str]
     runs_dir: ClassVar[str]
     """Directory of the runs, in that of the sweep or study."""
     parts: ClassVar[tuple[type[Strict], ...]]
-    """Models of values in the file, whose fields are known to messages."""
+    """Models of values in the file, whose fields error messages can name."""
 
     base: Base
     """Base configuration of all runs: {preset: NAME} or {config: FILE}."""
@@ -138,7 +138,7 @@ class CampaignFile(Strict):
 
     @classmethod
     def load(cls, path: Path, flags: Mapping[str, Any]) -> Self:
-        """Load a file; its default name is that of the path.
+        """Load a file; the default name of the sweep or study is the file's.
 
         Args:
             flags: Field of the file, or of the configuration for overrides -> text; `null` is None.
@@ -172,7 +172,7 @@ class CampaignFile(Strict):
 
     @classmethod
     def kind(cls) -> str:
-        """Text `sweep` or `study`."""
+        """Return `sweep` or `study`."""
         return cls.__name__.lower()
 
     @property
@@ -196,11 +196,11 @@ class Sweep(CampaignFile):
     space: dict[str, Domain] = Field({})
     """Field -> domain of its values."""
     objective: str = "val/loss"
-    """Metric: val/loss, val/perplexity, val/bits_per_byte, or EVALUATION/KEY of your --code."""
+    """Metric to compare: val/loss, val/perplexity, val/bits_per_byte, or EVALUATION/KEY from --code."""
     objective_mode: Literal["min", "max"] | None = None
-    """Whether lower (min) or higher values are better (max); required for a key of your --code."""
+    """Whether lower (min) or higher (max) values are better; required for a key from --code."""
     budget_tokens: int = Field(ge=1)
-    """Tokens per trial that is not stopped."""
+    """Tokens of a trial that is not stopped early."""
     report_every_tokens: int = Field(ge=1)
     """Tokens between evaluations, at which trials save a checkpoint and are compared."""
     num_trials: int | None = Field(None, ge=1)
@@ -208,11 +208,11 @@ class Sweep(CampaignFile):
     max_concurrent_trials: int | None = Field(None, ge=1)
     """Maximum number of concurrent trials; null: as many as fit."""
     sweep_seed: int = Field(0, ge=0)
-    """Seed of the values drawn; the seed of training is the field seed."""
+    """Seed for drawing values; training has its own field, seed."""
     scheduler: Annotated[NoScheduler | Asha, Field(discriminator="kind")] = NoScheduler()
-    """Rule to stop trials: {kind: none} or {kind: asha, …}; values: by grid, at random, or by Optuna."""
+    """Rule for stopping trials early: {kind: none} or {kind: asha, …}."""
     searcher: Literal["random", "optuna"] = "random"
-    """Source of values; random: grids and draws, fixed in advance; optuna: chosen from earlier losses."""
+    """How values are chosen; random: grids and draws, fixed in advance; optuna: from earlier losses."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Sweep:
@@ -222,7 +222,7 @@ class Sweep(CampaignFile):
         elif self.objective_mode is None or not own_scores({self.objective: None}):
             raise ConfigError(
                 f"objective={preview(self.objective, MAX_SHOWN)}: must be {', '.join(OBJECTIVES)}, or "
-                "EVALUATION/KEY of your --code; then set objective_mode to min or max, the better end"
+                "EVALUATION/KEY from --code; for the latter, set objective_mode to min or max"
             )
         self._check_space()
         self._check_num_trials()
@@ -265,7 +265,9 @@ class Sweep(CampaignFile):
         points = math.prod(grids.values())
         number = self.num_trials or points
         if self.searcher == "optuna" and grids:
-            raise ConfigError(f"searcher optuna takes no grid ({', '.join(grids)}); use choice")
+            raise ConfigError(
+                f"searcher optuna does not support grid ({', '.join(grids)}); use choice"
+            )
         if self.num_trials is None and (drawn or self.searcher == "optuna"):
             raise ConfigError(
                 f"set num_trials: {', '.join(drawn) or 'values'} can be drawn any number of times"

@@ -1,7 +1,7 @@
-"""`report.html` of a sweep: learning curves, the objective over each number searched, and the trials.
+"""`report.html` of a sweep: learning curves, the objective by each searched number, and the trials.
 
-It needs only the sweep's history and file, and no code of its user. Trials are compared at equal tokens.
-Losses above the first ones are left out of the charts, so that one trial does not flatten the others.
+It needs only the sweep's history and file, no user code. Trials are compared at equal token counts.
+Losses above the first ones are omitted from the charts, so that one trial does not flatten the others.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def sweep_page(history: History, sweep: Mapping[str, Any]) -> str:
 def _blocks(trials: list[Trial], sweep: Mapping[str, Any]) -> Iterator[str]:
     ranked = ranking(trials)
     yield summary(trials, sweep["objective"], sweep["budget_tokens"])
-    yield "Trials are compared at equal tokens."
+    yield "Trials are compared at equal token counts."
     yield pages.heading("Curves")
-    yield "The thick curve is the best trial's. Values above the scale are left out; pale ones have no name."
+    yield "The thick curve is the best trial. Values above the scale are omitted; pale curves are not named."
     yield pages.figures(sweep_charts(ranked, sweep))
     yield pages.heading("Trials")
     yield "Click a heading to sort."

@@ -31,14 +31,14 @@ from raytrain_gpt.sweep.space import (
 from raytrain_gpt.sweep.spec import OBJECTIVES, Sweep
 
 _MAX_CORNERS = 2000
-"""Limit of the corners of the space that are checked before an adaptive search."""
+"""Maximum number of corners of the space to check before an adaptive search."""
 _NUM_DRAWS_CHECKED = 100
 
 
 def planned_trials(sweep: Sweep) -> list[dict[str, Any]]:
     """Return searched field -> value for every trial, a pure function of the file.
 
-    Every grid point gets the same draws. Neither more trials nor a new field change the other values. Empty
+    Every grid point gets the same draws. Neither more trials nor a new field changes the other values. Empty
     for Optuna, whose values depend on losses.
     """
     if sweep.searcher == "optuna":
@@ -110,7 +110,7 @@ def _settled(sweep: Sweep, fields: Mapping[str, Any], values: Mapping[str, Any])
         config = Config().updated({n: value for n, value in fields.items() if n in FIELDS}, given)
         check_kinds(config)
         if config.train.global_batch_tokens != batch:
-            raise ConfigError("global_batch_tokens takes no expression; use grid or choice")
+            raise ConfigError("global_batch_tokens cannot be an expression; use grid or choice")
         if (warmup := config.optim.warmup_steps) >= steps:
             raise ConfigError(
                 f"warmup_steps={warmup} is not below its {steps} steps; set it lower, or tie it: "
@@ -152,9 +152,9 @@ def _reachable(sweep: Sweep) -> Iterator[dict[str, Any]]:
 def sampled_values(sweep: Sweep, history: History, name: str) -> dict[str, Any]:
     """Return Optuna's values of a trial that starts, or of its earlier start (TPE; Bergstra et al., 2011).
 
-    They follow from seed, trial and ended trials, without a state, so a killed sweep resumes with the same.
+    They follow from seed, trial and ended trials alone, so a killed sweep resumes with the same ones.
     """
-    import optuna  # here: few sweeps use it
+    import optuna  # here, because few sweeps use it
 
     trials = {trial.name: trial for trial in history.trials()}
     if name in trials and (started := trials[name].values):

@@ -1,12 +1,12 @@
 """One trial in Ray Tune: a run in a thread that pauses at every evaluation for the sweep's decision.
 
 1. Ray Tune runs `TrialActor`: `step` lets the run continue to its next evaluation, where the state is saved,
-   the ranks wait, and the report goes to Ray Tune. So a trial that is stopped has seen exactly the tokens of
-   its report, and one that continues loses none. After a restart, finished evaluations are reported, not
+   the ranks wait, and the report goes to Ray Tune. So a stopped trial has trained on exactly the tokens of
+      its report, and one that continues loses none. After a restart, finished evaluations are reported, not
    repeated.
-2. A trial of one worker trains in the thread, as in local mode; more workers are Ray Train's.
+2. A trial of one worker trains in the thread, as in local mode; Ray Train runs several workers.
 3. A process whose trial has ended, or waits for others, gets the next one by `reset_config`: its imports, its
-   GPU context and, for equal shapes, its compiled graphs stay.
+   GPU context and, for the same shape, its compiled graphs stay.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class TrialRun:
                 if self._context.objective not in row:
                     keys = ", ".join(own_scores(row)) or "this row"
                     self._error = TrainingFailed(f"no key {self._context.objective} in {keys}")
-                self._killed.set()  # trackers shall not count such a trial as finished
+                self._killed.set()  # trackers must not count such a trial as finished
                 self._signals.stop.set()
                 return
             report = self._report(row, rows)
@@ -202,7 +202,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
         self._run: TrialRun | None = None
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """End the trial before; `config` has the next one's definition."""
+        """End the previous trial; the configuration has the next one's definition."""
         self.cleanup()
         gc.collect()
         gc.freeze()  # the next collection need not look at what the imports made
@@ -226,7 +226,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
             return {TOKENS_SEEN: reported, OBJECTIVE: None, END_KEY: ended, DONE: True}
 
     def save(self, checkpoint_dir: str | None = None) -> Any:
-        """Before a pause, end the run; it continues from its own checkpoint, so Ray Tune gets none."""
+        """End the run before a pause; it continues from its own checkpoint, so Ray Tune gets none."""
         self.cleanup()
         return SimpleNamespace(checkpoint=None)
 
@@ -242,7 +242,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
         return TrialRun(config, self._context, self.config[REPORTED_TOKENS])
 
     def _forget_other_graphs(self, config: Config) -> None:
-        """Drop compiled graphs of other shapes: beyond a limit, torch silently stops to compile."""
+        """Drop compiled graphs of other shapes: beyond a limit, torch silently stops compiling."""
         train, sizes = config.train, (config.model, config.data.seq_len)
         how = train.micro_batch_sequences, train.precision, train.activation_checkpointing
         compiled = repr([*sizes, *how])
@@ -254,7 +254,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
 def _end_if_it_hangs(
     thread: threading.Thread, progress: Callable[[], int | None], timeout_s: float, stacks: Path
 ) -> None:
-    """End this process if a thread makes no progress; the timer needs no lock of Python, which it may hold.
+    """End this process if a thread makes no progress; the timer works even if that holds Python's lock.
 
     Args:
         stacks: File for the stacks of all threads; removed at the end.

@@ -26,10 +26,10 @@ def open_trackers(
     """Create the trackers of an attempt, with earlier rows, which they may lack.
 
     Args:
-        is_over: Only those that lack rows.
+        is_over: Create only those that lack rows.
     """
     run.log = log
-    assert run.id, "drawn here, before threads draw it"
+    assert run.id, "the id is drawn before threads need it"
     (run.directory / TRACKERS_DIR).mkdir(exist_ok=True)
     tracking, uri = run.config.tracking, mlflow_run.tracking_uri(run.config)
     names = ["tensorboard"] * tracking.tensorboard + ["mlflow"] * (uri is not None)
@@ -56,7 +56,7 @@ def complete_trackers(run: TrackedRun, rows: list[Row], log: Log) -> None:
 
 
 def _delivered(run: TrackedRun, name: str) -> DeliveryState:
-    """Read what a tracker has; earlier versions' file had no dot."""
+    """Read what a tracker has; the file name of earlier versions had no dot."""
     for file in (f".{name}.json", f"{name}.json"):
         with contextlib.suppress(FileNotFoundError, ValueError):
             if run.resumed:
@@ -69,7 +69,7 @@ class NamedTracker:
     """A tracker, called with the rows that it lacks.
 
     Its class may have no `text` or `finish`; `buffer_s` is the time for which it keeps rows in memory only;
-    `replaces_rows` says that it replaces those of steps that the attempt repeats, as all of the user's may.
+    `replaces_rows` says that it replaces those of steps that the attempt repeats, as all user trackers may.
     """
 
     def __init__(self, name: str, run: TrackedRun) -> None:
@@ -92,7 +92,7 @@ class NamedTracker:
             self._tracker.rows([dict(row) for row in new])
         self._delivered, now = after, time.monotonic()
         self._unwritten.append((now, after))
-        # Recorded later: a kill costs rows in the tracker's memory, which then come again.
+        # Recorded later: a kill loses rows in the tracker's memory, which are then sent again.
         while self._unwritten and self._unwritten[0][0] <= now - self._buffer_s:
             self._write(self._unwritten.popleft()[1])
 
@@ -128,17 +128,13 @@ def check_packages(config: Config) -> None:
 
 
 def tracker_warnings(config: Config) -> list[str]:
-    """List trackers that a different setting turns off."""
+    """List trackers that another setting turns off."""
     is_off = config.tracking.mlflow_uri == "auto" and mlflow_run.tracking_uri(config) is None
     return [mlflow_run.OFF] if is_off else []
 
 
 def absolute_stores(config: Config, absolute: Callable[[str, str], str]) -> dict[str, str]:
-    """Return trackers' settings with absolute paths, by a function of field and path.
-
-    Raises:
-        ConfigError: a tracker does not support its store.
-    """
+    """Return trackers' settings with paths made `absolute`; raises ConfigError for an unsupported store."""
     if (uri := config.tracking.mlflow_uri) is None or uri == "auto":
         return {}
     mlflow_run.check_uri(uri)

@@ -2,8 +2,8 @@
 
 Computed from the rows of metrics.jsonl only, so it also covers running and killed runs:
 
-1. An attempt (one `fit()`) lasts from its `attempt` event to its end event. A killed driver writes no end
-   event. Then the attempt ends at its latest event or after the total duration of its steps, evaluations
+1. An attempt (one `fit()`) lasts from its `attempt` event to its end event. A killed driver does not write
+   one. Then the attempt ends at its latest event or after the total duration of its steps, evaluations
    and checkpoints from its first step on, whichever is later, but before the next attempt starts.
 2. A session is one `train` command: its attempts and the waits between them. Elapsed time is the sum of
    all sessions; the time between sessions is reported separately.

@@ -68,7 +68,7 @@ class MLflowRun:
 
     Args:
         directory: Directory of the run or sweep, which names the MLflow run.
-        config: Its `tracking_uri` is not None; a missing experiment is created.
+        config: Configuration with a `tracking_uri`; a missing experiment is created.
         parameters: Logged under their names unless present.
         starts_over: Whether the run starts at step 0, and replaces an MLflow run with different parameters.
     """

@@ -1,4 +1,4 @@
-"""Pages of runs, sweeps and studies, which load nothing else: `page(kind, title, blocks)`.
+"""Self-contained pages of runs, sweeps and studies: `page(kind, title, blocks)`.
 
 A block is the HTML of `heading`, `tiles`, `figures`, `table` or `texts`; a plain string is a paragraph. All
 text is escaped. matplotlib draws charts as inline SVG, whose colors are variables of the page's style: one
@@ -31,7 +31,7 @@ Floats = NDArray[np.float64]
 _DASHES, _MARKERS, _NUM_COLORS = ("", "7 3", "2 2", "8 2 2 2"), "Do^svP", 5
 _SIGNS = {"": "", "D": "◆", "o": "●", "^": "▲", "s": "■", "v": "▼", "P": "✚"}
 _LOG_TICKS = (2, (1,)), (1, (1, 3)), (0.5, (1, 2, 5)), (0, (1, 1.5, 2, 3, 4, 5, 6, 8))
-"""Least decades of a logarithmic axis, and the multiples of powers of ten that are marked on it."""
+"""Minimum decades of a logarithmic axis, and the multiples of powers of ten that are marked on it."""
 _TEXT, _GRID, _MARK = "#000007", "#000008", "#000009"  # in the page: var(--c7) and so on
 _MAX_CELL = 36
 """Characters of a cell that stay on one line."""
@@ -81,7 +81,7 @@ class Chart:
 
 
 def curve_style(i: int) -> tuple[int, str, str]:
-    """Return color, dash and marker of the i-th of several curves; no two have all three equal."""
+    """Return color, dash and marker of the i-th of several curves; no two share all three."""
     return i % _NUM_COLORS + 1, _DASHES[i % len(_DASHES)], _MARKERS[i % len(_MARKERS)]
 
 

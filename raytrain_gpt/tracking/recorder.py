@@ -68,7 +68,7 @@ class CleanExit:
 
 
 class Recorder:
-    """See the module; methods are asynchronous, so that ranks do not wait for each other."""
+    """Recorder of one attempt; methods are asynchronous, so that ranks do not wait for each other."""
 
     def __init__(self, spec: RecorderSpec) -> None:
         run = spec.run
@@ -185,18 +185,18 @@ class Recorder:
         return news
 
     async def command(self, command: str) -> None:
-        """Send all ranks `stop` (save and exit), `continue_run`, or `dump` (send their stacks)."""
+        """Send all ranks a command: `stop`, `continue_run` or `dump`, see `train.heartbeat`."""
         async with self._changed:
             self._orders.append(command)
             self._changed.notify_all()
 
     async def beat(self, rank: int, progress: int, pid: int, node_id: str, seen: int) -> list[str]:
-        """Handle a rank's heartbeat; return its unseen commands, or none after a timeout.
+        """Handle a rank's heartbeat; return commands that are new to it, or none after a timeout.
 
         Args:
-            progress: Count that grows with work; a hanging rank's stands still.
+            progress: Count that grows with work, and stands still if the rank hangs.
             node_id: Ray's id of its node.
-            seen: Number of commands it has seen.
+            seen: Number of commands it has received.
         """
         previous = self._ranks.get(rank)
         if previous is None or previous.progress != progress:

@@ -43,15 +43,15 @@ _NATS, _SECONDS = "nats per token", "seconds per step"
 _ORDER_HASH = (
     "data/order_hash is a rolling hash over the ids of the sequences that all workers together read in every "
     "global step. Each step is checked against the plan, in which no sequence repeats within an epoch, and a "
-    "difference ends the run. So no two workers read the same sequence. Equal hashes of two runs on the same "
-    "dataset mean equal data in every step up to that one."
+    "difference ends the run. So no two workers read the same sequence. If two runs on the same dataset have "
+    "the same hash, every step up to that one had the same data."
 )
 
 
 class RunHistory:
     """A run's files, parsed.
 
-    `tell` receives a warning for each file with skipped damage.
+    `tell` receives a warning for each file whose damaged lines are skipped.
     """
 
     def __init__(self, sync: RunSync, tell: Log | None = None) -> None:
@@ -160,7 +160,7 @@ class RunHistory:
         return [Curve("spike", steps, losses, color=4, marker="v", width=0)] if spikes else []
 
     def _of_ranks(self, key: str) -> list[Curve]:
-        """Return the seconds of each rank, of the slowest _MAX_RANKS, if any were timed."""
+        """Return the seconds of the slowest _MAX_RANKS ranks, if any were timed."""
         rows = [row for row in self.rows if row.get(key)]
         seconds = np.full((len(rows), max((len(row[key]) for row in rows), default=0)), np.nan)
         for i, row in enumerate(rows):  # the number of ranks may change at a restart
@@ -175,7 +175,7 @@ class RunHistory:
         ]
 
     def numbers(self) -> Iterator[tuple[str, str, str]]:
-        """Yield name, value and note of the numbers of the run, the last ones of each."""
+        """Yield name, value and note of the run's latest numbers."""
         speed, tokens_seen = self.speed, self.last.get("data/tokens_seen", 0)
         losses = [row["val/loss"] for row in self.evals if row["val/loss"] is not None]
         evaluation = self.evals[-1] if self.evals else {}
@@ -343,7 +343,7 @@ def _same_data(run: RunHistory, first: RunHistory, common: list[int]) -> str:
             return f"no, differs from step {step:,}"
     if run.manifest_hash is None or first.manifest_hash is None:
         return "same order; dataset unknown before a checkpoint"
-    return "yes" if run.manifest_hash == first.manifest_hash else "no, same order of different data"
+    return "yes" if run.manifest_hash == first.manifest_hash else "no, the same order of other data"
 
 
 def _sample(line: str) -> str:

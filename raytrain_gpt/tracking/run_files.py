@@ -100,7 +100,7 @@ def event_text(row: Row) -> str:
 
 
 class RunFiles:
-    """Appends to a run's text files.
+    """Writer that appends to a run's text files.
 
     Args:
         step: Step to resume at; rows and samples above it are dropped.
@@ -158,5 +158,5 @@ def _samples_text(step: int, text: str) -> str:
 
 
 def finite(value: float) -> float | None:
-    """Replace values that are not finite by None, since JSON has no NaN, and those no row may have."""
+    """Replace values by None if they are too large for a row or not finite, since JSON has no NaN."""
     return value if abs(value) < LIMIT else None

@@ -1,6 +1,6 @@
 """Trackers: copies of a run's rows, which never slow or end the run; `configured` lists them.
 
-Each tracker is called by a thread behind a queue, which repeats calls that fail. (MLflow's asynchronous
+Each tracker is called by a thread behind a queue, which retries calls that fail. (MLflow's asynchronous
 logging drops a failed batch.)
 """
 
@@ -43,7 +43,7 @@ class TrackedRun:
         step: Step to resume at, 0 for a new run.
         tags: Tags for trackers; `sweep` is the sweep of a trial.
         newest_checkpoint: Path or URL, set before a tracker finishes.
-        log: Prints a line on the console.
+        log: Function that prints a line on the console.
     """
 
     directory: Path
@@ -95,7 +95,7 @@ class TrackedRun:
 class Tracker(Protocol):
     """Tracker in one attempt; any call may be slow or raise.
 
-    After an error, the call's rows or text come again with the next ones.
+    After an error, the call's rows or text are sent again with the next ones.
     """
 
     def rows(self, rows: list[Row]) -> None: ...
@@ -112,7 +112,7 @@ class TrackerQueue:
     seconds, do not delay the first step if the recorder is a thread of the training process.
 
     Args:
-        make: Connects; retried until the tracker responds.
+        make: Function that connects; retried until the tracker responds.
         log: Receives a warning with the tracker's `name` when it first fails.
     """
 
@@ -143,10 +143,10 @@ class TrackerQueue:
             self._changed.notify()
 
     def close(self, end: End, patient: bool = False) -> None:
-        """Send the rest and have the tracker finish, within a minute, or else say how many rows it lacks.
+        """Send the rest and have the tracker finish, within a minute, or else log how many rows it lacks.
 
         Args:
-            patient: Wait for further minutes as long as it takes rows.
+            patient: Wait more minutes as long as it accepts rows.
         """
         with self._changed:
             self._end = end

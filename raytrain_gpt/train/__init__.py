@@ -1,1 +1,1 @@
-"""A run from its command to its last step, over restarts."""
+"""A run from its command to its last step, across restarts."""

@@ -50,7 +50,7 @@ STOPPING = "stopping: saving a checkpoint first (press Ctrl+C twice more to stop
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt: created, trained by a place, closed.
+    """One attempt: created, trained by a `Backend`, closed.
 
     Attributes:
         work_dir: Local directory of the run's small files.
@@ -85,7 +85,7 @@ class Attempt:
             self.recorder.ask("add_event", resume_step(newest), end.kind, **details)
 
     def close(self, end: AttemptEnd, newest: Checkpoint | None) -> None:
-        """Finish all files and hand them to the trackers; after a dead recorder, the next one does."""
+        """Finish all files and hand them to the trackers; if the recorder is dead, the next one does."""
         ends = {
             "finished": "finished",
             **dict.fromkeys(("failed", "hung", "out_of_memory"), "failed"),
@@ -100,7 +100,7 @@ class Attempt:
 
 
 class Backend(Protocol):
-    """Where a run trains: on a Ray cluster, or in this process."""
+    """Place where a run trains: a Ray cluster, or this process."""
 
     retries: bool
     """Whether a new attempt follows a failed one."""

@@ -33,7 +33,7 @@ WRITE_TIMEOUT_S = 1800.0
 
 
 class Checkpointing:
-    """Writes a rank's checkpoints; all ranks call each method at the same step.
+    """Writer of a rank's checkpoints; all ranks call each method at the same step.
 
     Each contains the log's position. Time spent here is excluded from the log's steps.
     """

@@ -2,8 +2,8 @@
 
 Rows, samples and lines are sent by calls without waiting. A thread of every rank sends periodic
 heartbeats with a progress count, which reveals a hung rank. Replies carry the driver's commands: `stop`
-(save and exit), `continue_run` (to a waiting trial) or `dump` (send all threads' stacks). A rank that loses
-its recorder exits. Where the driver is in the rank's process, they share a `RankControl` instead.
+(save a checkpoint and exit), `continue_run` (to a waiting trial) or `dump` (send all threads' stacks). A
+rank that loses its recorder exits. A driver in the rank's process shares a `RankControl` with it instead.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class RankControl:
     """State that a rank shares with its driver.
 
     Attributes:
-        stop: Set when the workers should save and exit.
-        evaluated: Handles a trial's evaluation while its rank waits; sets `stop` to end the trial.
+        stop: Set when the workers should save a checkpoint and exit.
+        evaluated: Handler of a trial's evaluation while its rank waits; sets `stop` to end the trial.
         progress: Count that grows with work.
         is_training: Whether a standing count means that the rank hangs.
-        log: Prints the console lines of a rank without a recorder.
+        log: Function that prints the console lines of a rank without a recorder.
     """
 
     stop: threading.Event = field(default_factory=threading.Event)
@@ -60,7 +60,7 @@ class RecorderClient:
         control: Shared with a driver in this process, or None to use heartbeats.
 
     Attributes:
-        stop: Set when the workers should save and exit.
+        stop: Set when the workers should save a checkpoint and exit.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class RecorderClient:
         )
 
     def log(self, line: str) -> None:
-        """Print a line with this rank."""
+        """Print a line that names this rank."""
         if self._recorder is None:
             self._control.log(f"[rank {self._rank}] {line}")
         self.call("log", self._rank, line)

@@ -30,7 +30,7 @@ def train(config: Config, log: Log, train_loop: TrainLoop = train_worker) -> Run
     Raises:
         UserError: the configuration, data, storage or cluster is unusable.
         StorageError: the storage was unreachable for longer than `retry_for_s`.
-        Interrupted: Ctrl+C or SIGTERM, after saving.
+        Interrupted: Ctrl+C or SIGTERM, after saving a checkpoint.
         TrainingFailed: the run failed more than `max_failures` times without progress.
     """
     with StopSignals(BEFORE_FIRST_STEP) as signals:

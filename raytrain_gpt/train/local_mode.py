@@ -2,7 +2,7 @@
 
 `torchrun`, or anything that sets its variables, may start one process per rank. Rank 0 does the driver's
 work (lease, configuration, recorder, rollbacks) and sends the others the spec of every attempt; they only
-train. Order, checkpoints and files equal those of Ray workers, so a run can switch between the two.
+train. Order, checkpoints and files are the same as with Ray workers, so a run can switch between the two.
 
 Dead processes are not restarted and hung ranks are not detected; run the same command to resume.
 """
@@ -98,7 +98,7 @@ class InProcess:
     Attributes:
         in_node: Processes on this machine.
         training: Whether followers may be inside an attempt, and so not waiting for a broadcast.
-        control: Of the attempt that is training, or of the last one.
+        control: Control of the attempt that is training, or of the last one.
     """
 
     rank: int
@@ -112,11 +112,7 @@ class InProcess:
 
     @classmethod
     def of_environment(cls) -> InProcess:
-        """Read the variables of `torchrun`; without them, a single process.
-
-        Raises:
-            ConfigError: some of them are missing.
-        """
+        """Read the variables of `torchrun`, if any is set; raises ConfigError if others are missing."""
         missing = [name for name in _NAMES if name not in os.environ]
         if missing and os.environ.get("WORLD_SIZE", "1") != "1":
             raise ConfigError(

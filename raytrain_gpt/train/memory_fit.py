@@ -1,9 +1,9 @@
-"""Resolves `auto` of `micro_batch_sequences` and `activation_checkpointing` before every attempt.
+"""Resolve `auto` for `micro_batch_sequences` and `activation_checkpointing` before every attempt.
 
 1. Candidates are the divisors of a rank's share of the batch: a step then has the same sequences, only
-   summed in a different order.
-2. On a GPU the largest candidate is taken whose predicted memory (`core/memory`) fits, and activations are
-   recomputed only if it is too small. On a CPU it is the largest that is fast.
+   summed in another order.
+2. On a GPU it takes the largest candidate whose predicted memory (`core/memory`) fits, and recomputes
+   activations only if that is too small. On a CPU it is the largest that is fast.
 3. If an attempt still runs out of memory, the supervisor starts the next one with half the micro-batch.
 
 A run that resumes with the same number of workers reuses its checkpoint's fit, so that it ends
@@ -47,7 +47,7 @@ MIN_EFFICIENT_TOKENS = 2048
 """Tokens per GPU micro-batch. Below it, reading weights and accumulating gradients costs so much that
 recomputing activations for a larger micro-batch may pay; estimated."""
 MAX_CPU_TOKENS = 2048
-"""Tokens per CPU micro-batch; more take memory and gain little speed (docs/training.md)."""
+"""Tokens per CPU micro-batch; more take memory and gain little speed (docs/memory.md)."""
 MAX_GPU_TOKENS = 2**16
 """Tokens per GPU micro-batch; about half are estimated to saturate it."""
 _MAX_LOGITS = 2**31 - 1
@@ -68,7 +68,7 @@ class MemoryFit:
 
 @dataclass(frozen=True)
 class MemorySearch:
-    """Searches the fit of a run whose `auto` is unresolved; `use_gpu` must be resolved."""
+    """Search for the fit of a run whose `auto` is unresolved; `use_gpu` must be resolved."""
 
     memory: MemoryModel
 
@@ -101,16 +101,16 @@ class MemorySearch:
         return MODES if mode == "auto" else (mode,)
 
     def predict(self, sequences: int, mode: ActivationCheckpointing) -> float:
-        """Predicted bytes of a candidate."""
+        """Return the predicted bytes of a candidate."""
         return self.memory.predict(sequences, mode).total
 
     def smallest(self) -> MemoryFit:
-        """Candidate with the lowest memory, whether or not it fits."""
+        """Return the candidate with the lowest memory, whether or not it fits."""
         sequences, mode = self.sizes[0], self.modes[-1]
         return MemoryFit(sequences, mode, self.predict(sequences, mode))
 
     def largest(self, limit_bytes: float) -> MemoryFit | None:
-        """First mode that fits enough sequences, else the one that fits most; None if none fits."""
+        """Return the first mode that fits enough sequences, else the one that fits most, if any."""
         sizes, best = self.sizes, None
         enough = min(MIN_EFFICIENT_TOKENS / self.config.data.seq_len, sizes[-1])
         for mode in self.modes:
@@ -164,7 +164,7 @@ class GpuFacts:
 
 
 def gpu_limit_bytes(total_bytes: float, world_size: int, share: float = 1.0) -> float:
-    """Memory budget of a GPU, or of a worker's share of one, in bytes."""
+    """Return the memory budget of a GPU, or of a worker's share of one, in bytes."""
     return share * USABLE_FRACTION * total_bytes - NCCL_BYTES * (world_size > 1)
 
 
@@ -179,7 +179,7 @@ def fit_memory(
 
     Raises:
         ClusterError: not even one sequence fits.
-        ray.exceptions.RayError: the task that looks at a GPU died, or waited too long for one.
+        ray.exceptions.RayError: the task that asks a GPU for its facts died, or waited too long for one.
     """
     if change := micro_batch_change(config, world_size):
         log(change)
@@ -211,7 +211,7 @@ def fit_memory(
 def fit_from_checkpoint(
     config: Config, world_size: int, state: CheckpointState
 ) -> MemoryFit | None:
-    """Memory fit stored in the checkpoint, or None if the setup has changed."""
+    """Return the memory fit stored in the checkpoint, or None if the setup has changed."""
     before, now = parse_config(state.config, "the checkpoint").field_values(), config.field_values()
     same = all(before[name] == now[name] for name in _OTHER_MEMORY_FIELDS)
     same &= all(now[name] in ("auto", before[name]) for name in AUTO_MEMORY_FIELDS)
@@ -222,7 +222,7 @@ def fit_from_checkpoint(
 
 
 def gpu_facts(config: Config) -> GpuFacts:
-    """Look at the GPU of this process in local mode, else of a worker, for which a task waits."""
+    """Ask for the facts of this process's GPU in local mode, else of a worker's, by a task that waits."""
     c, precision = workers_of(config), config.train.precision
     if c.is_local:
         return GpuFacts.here(precision)

@@ -60,7 +60,7 @@ class Strategy:
 
     @property
     def ranks(self) -> dist.ProcessGroup | None:
-        """Ranks with equal gradients, or None for a single one."""
+        """Ranks with the same gradients, or None for a single one."""
         return self.group or (dist.group.WORLD if _world_size() > 1 else None)
 
     @property
@@ -69,10 +69,10 @@ class Strategy:
         return self.ranks
 
     def prepare(self, model: GPT) -> nn.Module:
-        """Bring a model, equal on all ranks, to the device for the training loop; all ranks call it."""
+        """Prepare a model, the same on all ranks, for the training loop; all ranks call it."""
         options = {
             "gradient_as_bucket_view": True,
-            "broadcast_buffers": False,  # equal on all ranks, as training changes none
+            "broadcast_buffers": False,  # the same on all ranks, as training changes none
             "process_group": self.group,
         }
         replica: nn.Module = ray.train.torch.prepare_model(
@@ -87,11 +87,11 @@ class Strategy:
         return FloatAccumulator(model, micro_batches_per_step, self.rank)
 
     def eval_model(self, model: GPT) -> GPT:
-        """Model for evaluations, without collectives; called before `prepare`."""
+        """Return the model for evaluations, without collectives; call it before `prepare`."""
         return model
 
     def full_weights(self, model: GPT, eval_model: GPT) -> AbstractContextManager[None]:
-        """Context in which `eval_model` has the weights of `model`; all ranks enter it together."""
+        """Return a context in which `eval_model` has the weights of `model`; all ranks enter it together."""
         return nullcontext()
 
 
@@ -100,7 +100,7 @@ class Exact(Strategy):
 
     @property
     def optimizer_group(self) -> None:
-        """None, as splitting the work may change bits."""
+        """None, because splitting the work may change bits."""
         return None
 
     def prepare(self, model: GPT) -> nn.Module:
@@ -130,7 +130,7 @@ class Sharded(Strategy):
 
 
 def strategy_class(train: TrainSection) -> type[Strategy]:
-    """Class of the strategy for `exact` and `parallel`; a single rank is not sharded."""
+    """Return the strategy's class for `exact` and `parallel`; a single rank is not sharded."""
     match train.parallel:
         case _ if train.exact:
             return Exact

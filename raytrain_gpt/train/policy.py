@@ -26,7 +26,7 @@ class AttemptEnd:
     """How an attempt ended.
 
     Attributes:
-        error: Raised by `fit()`, the look at a GPU or, in local mode, the training; or one for an early exit.
+        error: Error of `fit()`, `gpu_facts` or local training, or one made for an early exit.
         user_error: This package's error inside `error`, which a retry would repeat.
     """
 
@@ -43,10 +43,10 @@ def classify_end(
 
     Args:
         outcome: The workers' report on exit, or None if they or the recorder died.
-        hung: The ranks were killed because one of them stalled.
+        hung: Whether the ranks were killed because one of them stalled.
     """
     if outcome is not None:
-        # The workers have saved and exited; a later error from Ray loses nothing.
+        # The workers have saved a checkpoint and exited; a later error from Ray loses nothing.
         if outcome.bad_streak is not None:
             return AttemptEnd("rolled_back", bad_streak=outcome.bad_streak)
         if outcome.left_for == "preempted":
@@ -57,7 +57,7 @@ def classify_end(
             return AttemptEnd("finished")
     if error is None and stopping:
         return AttemptEnd("stopped")
-    error = error or RuntimeError("the workers left before the last step")
+    error = error or RuntimeError("the workers exited before the last step")
     kind: EndEvent = "hung" if hung else "out_of_memory" if is_out_of_memory(error) else "failed"
     return AttemptEnd(kind, error, user_error=user_error_in(error))
 
@@ -79,24 +79,24 @@ class Counters:
 
 @dataclass(frozen=True)
 class Finish:
-    """All steps are done and saved."""
+    """End of a run whose steps are all done and saved."""
 
 
 @dataclass(frozen=True)
 class Interrupt:
-    """A signal stopped the run after saving."""
+    """Stop of the run by a signal, after saving a checkpoint."""
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """The run failed."""
+    """Failure of the run."""
 
     message: str
 
 
 @dataclass(frozen=True)
 class StartAttempt:
-    """A new attempt starts after a pause."""
+    """A new attempt, after a pause."""
 
     counters: Counters
     pause_s: float = 0.0
@@ -105,7 +105,7 @@ class StartAttempt:
 def next_action(
     end: AttemptEnd, start: int, step: int, done: Counters, config: Config, stopping: bool
 ) -> Finish | Interrupt | GiveUp | StartAttempt:
-    """Decide whether to start another attempt, and how, unless a retry would repeat the error.
+    """Decide whether and how to start another attempt; never if a retry would repeat the error.
 
     The attempt started at step `start`; the run would resume from `step`.
     """

@@ -50,7 +50,7 @@ def prepare_default_data(config: Config, log: Log) -> None:
 
 
 def expected_vocab_size(config: Config) -> int:
-    """Vocabulary size of the data, or a guess if the data is missing."""
+    """Return the vocabulary size of the data, or a guess if the data is missing."""
     if data_is_there(config):
         return read_data(config).vocab_size
     if config.data.data_path == DEFAULT_DATA:
@@ -74,7 +74,7 @@ def check_data(config: Config, data: Mixture) -> None:
 
 
 def start_path(config: Config, init_from: str) -> str:
-    """Path in `init_from`; a run's name means its directory in storage_path."""
+    """Return the path in `init_from`; a run's name means its directory in storage_path."""
     if "/" in init_from or Path(init_from).exists():
         return init_from
     return f"{config.run.storage_path}/{init_from}"
@@ -86,7 +86,7 @@ def check_init_from(config: Config, data: Mixture, log: Log = say) -> Config:
     Raises:
         CheckpointError: there is no good checkpoint, or its tensors do not match its configuration.
         ConfigError: the context is longer than the checkpoint's, or the architecture or a size differs.
-        DataError: the data has a different tokenizer.
+        DataError: the data has another tokenizer.
     """
     if config.model.init_from is None:
         return config
@@ -121,7 +121,7 @@ def check_disk(config: Config, run_dir: Location, vocab_size: int, existing: int
     each = checkpoint_bytes(GPTShape.of(config, vocab_size), config.optim)
     train = config.train
     in_all = -(-train.max_steps // train.checkpoint_every_steps)
-    # The best one stays besides the newest, and one more exists while it is written.
+    # The best one is kept as well as the newest, and one more exists while it is written.
     num = max(1, min(in_all, train.keep_checkpoints + 2) - existing)
     needed = num * each + _RUN_FILES_BYTES
     free = run_dir.free_bytes()

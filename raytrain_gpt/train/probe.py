@@ -33,7 +33,7 @@ def probe_steps(
     Args:
         sequences: Sequences of a micro-batch.
         mode: Activation checkpointing.
-        micro_batches: Their number in each step.
+        micro_batches: Number of micro-batches per step.
         strategy: How several ranks hold the model, or None for one process; all ranks call it.
     """
     precision = resolve_precision(config.train.precision, device)

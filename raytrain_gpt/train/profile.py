@@ -28,11 +28,11 @@ STEPS_BEFORE_PROFILE = 5
 _TABLE_ROWS, _NAME_CHARACTERS = 50, 60
 
 TakeProfile = Callable[[str, bytes], None]
-"""Receives torch's table of the operators in the steps, and their Chrome trace (gzipped JSON)."""
+"""Function that takes torch's table of operators in the steps, and their Chrome trace (gzipped JSON)."""
 
 
 class StepProfile:
-    """Chooses the profiled steps of an attempt and, on the recording rank, records them.
+    """Choice of an attempt's profiled steps and, on the recording rank, their recorder.
 
     Args:
         num_steps: Steps to profile; 0 for none.

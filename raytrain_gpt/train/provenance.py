@@ -30,7 +30,7 @@ from raytrain_gpt.train.resume import read_skipped
 
 _SHOWN_CHARACTERS = 100
 _NO_TEXT = b"\xff"
-"""Stands for special tokens; it is invalid UTF-8, so no match spans documents."""
+"""Stand-in for special tokens; it is invalid UTF-8, so no match spans documents."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class RunProvenance:
                 yield step, batch
 
     def batch_of(self, step: int) -> int:
-        """Global batch of a step; raises ConfigError if the run has no such step."""
+        """Return the global batch of a step; raises ConfigError if the run has no such step."""
         before, first = self._base
         if not before < step <= self.last_step:
             earlier = f"; earlier steps belong to {self._branch.checkpoint}" if self._branch else ""
@@ -112,7 +112,7 @@ class RunProvenance:
         return batches_to_read(first, step - before, self._skipped)[-1][1] - 1
 
     def step(self, step: int, worker: int | None = None) -> list[TrainedSequence]:
-        """Sequences of a step, or of one worker in it.
+        """Return the sequences of a step, or of one worker in it.
 
         Raises:
             ConfigError: the run has no such step, or the step had no such worker.
@@ -128,7 +128,7 @@ class RunProvenance:
         return self._described(ids)
 
     def batch(self, batch: int) -> list[TrainedSequence]:
-        """Sequences of a global batch, even one that a rollback skipped."""
+        """Return the sequences of a global batch, even one that a rollback skipped."""
         return self._described(self._order.batch_ids(batch))
 
     def _described(self, ids: Ids) -> list[TrainedSequence]:
@@ -158,7 +158,7 @@ class RunProvenance:
 
         Returns:
             `steps`, each with its sequences, and `cut`: occurrences split across two sequences or row
-            groups, which no step saw in full.
+            groups, which no step has in full.
 
         Raises:
             ConfigError: the text is empty.
@@ -176,7 +176,7 @@ class RunProvenance:
         return {"steps": steps, "cut": cut}
 
     def _ids_with(self, text: bytes) -> tuple[Ids, int]:
-        """Ids of the sequences that contain a text, and the number of split occurrences."""
+        """Return the ids of sequences that contain a text, and the number of split occurrences."""
         tokenizer, size = self._tokenizer, self._seq_len
         special = set(tokenizer._special_tokens.values())
         table = [

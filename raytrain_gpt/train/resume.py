@@ -56,11 +56,7 @@ def resume_from(
 
 
 def keep_start(config: Config, resumed: Checkpoint) -> Config:
-    """Restore the `init_from` and `branch_from` that a run started with.
-
-    Raises:
-        CheckpointError: the configuration names a different start.
-    """
+    """Restore a run's `init_from` and `branch_from`; raises CheckpointError if others are configured."""
     started = _trained(resumed).field_values()
     for name in _START_FIELDS:
         given, original = config.field_values()[name], started[name]
@@ -80,16 +76,12 @@ def _run_dir(checkpoint: Checkpoint) -> Location:
 
 
 def _trained(checkpoint: Checkpoint) -> Config:
-    """Configuration of a checkpoint; newer fields had the effect of their defaults."""
+    """Return a checkpoint's configuration; newer fields had the effect of their defaults."""
     return parse_config(checkpoint.state.config, str(checkpoint.path))
 
 
 def check_changes(config: Config, data: Mixture, resumed: Checkpoint, log: Log) -> None:
-    """Refuse changes that would alter the math of a resumed run; log harmless ones.
-
-    Raises:
-        CheckpointError: lists the keys that differ.
-    """
+    """Refuse changes to the math of a resumed run with a CheckpointError; log harmless changes."""
     state = resumed.state
     trained = _trained(resumed)
     before = trained.field_values()
@@ -123,11 +115,7 @@ def check_changes(config: Config, data: Mixture, resumed: Checkpoint, log: Log) 
 
 
 def read_skipped(run_dir: Location, resumed: Checkpoint | None) -> BatchRanges:
-    """Merge the skipped ranges of a run's file and of a checkpoint, perhaps of a different run.
-
-    Raises:
-        CheckpointError: the file is damaged.
-    """
+    """Merge the skipped ranges of a run's file and a checkpoint; raises CheckpointError for damage."""
     file = run_dir / SKIPPED_FILE
     with damage_as(CheckpointError, file):
         content = parse_json(file.read_bytes()) if file.is_file() else []
@@ -138,7 +126,7 @@ def read_skipped(run_dir: Location, resumed: Checkpoint | None) -> BatchRanges:
 
 
 class Rollbacks:
-    """Goes back to checkpoints before bad steps.
+    """Rollbacks of a run to checkpoints before bad steps.
 
     Attributes:
         skipped: Ranges of skipped global batches, (first, stop).

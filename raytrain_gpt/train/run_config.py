@@ -27,7 +27,7 @@ def run_config(
     """Return the checked configuration of a call, and a line that says where it comes from.
 
     Without preset and file it starts from the run of `run_name`, or for a new branch from that of
-    `branch_from`, if there is one; else as in `start_of`. The start of `init_from` brings sizes and rate.
+    `branch_from`, if there is one; else as in `start_of`. The start of `init_from` provides sizes and rate.
 
     Raises:
         UserError: the configuration is not valid, or the start or a store cannot be read.
@@ -63,7 +63,7 @@ def _existing_run(fields: Mapping[str, Any]) -> Location | None:
 
 
 def _remembered(run: Location, fields: Mapping[str, Any]) -> Config:
-    """Read a run's settings, but for its place and a branch's `init_from`.
+    """Read a run's settings, except its place and a branch's `init_from`.
 
     Raises:
         ConfigError: they are damaged, or name a store or server other than the run's, which `fields` do not.
@@ -80,7 +80,7 @@ def _remembered(run: Location, fields: Mapping[str, Any]) -> Config:
         for part in parts:
             if is_url(part) and not part.startswith(f"{run.bucket}/"):
                 raise ConfigError(
-                    f"run {run.name} has {name}={value} in a different store, which only you may choose; if "
+                    f"run {run.name} has {name}={value} in another store, which only you may choose; if "
                     f"you trust it, add --{name} {shell(value)}"
                 )
     return config
@@ -89,9 +89,9 @@ def _remembered(run: Location, fields: Mapping[str, Any]) -> Config:
 def fields_of_init_from(
     preset: str | None, file: Path | None, fields: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Field -> value of the start in `init_from`: sizes that file and fields leave open, and a rate.
+    """Return the fields that `init_from` provides: sizes that file and fields leave open, and a rate.
 
-    Preset and file have a rate of their own. If that checkpoint is gone, the sizes come from the run which
+    Preset and file have a rate of their own. If that checkpoint is gone, the sizes come from the run that
     started from it.
 
     Raises:
@@ -101,7 +101,7 @@ def fields_of_init_from(
     from raytrain_gpt.checkpoint.catalog import (
         Catalog,
         resolve_checkpoint,
-    )  # here: seconds of import
+    )  # slow to import
     from raytrain_gpt.train.preflight import start_path
 
     # Other fields may be valid only with these sizes.

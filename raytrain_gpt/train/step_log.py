@@ -2,8 +2,8 @@
 
 Results stay on the device until `flush`, which reduces losses over the ranks, checks the delivered
 sequences, extends the order hash by one batch per step, and judges every step: a step that is not finite
-changed nothing, a spike is marked, and too many bad steps in a row roll back. A late flush reads the steps of
-the flush before, so that the device never waits.
+was skipped, a spike is marked, and too many bad steps in a row roll back. A late flush reads the steps of
+the previous flush, so that the device never waits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Window:
 
     Attributes:
         forward: The forward passes of each step.
-        seconds_excluded: Seconds since the window before that were not training.
+        seconds_excluded: Seconds since the previous window that were not training.
     """
 
     steps: list[StepResult]
@@ -130,7 +130,7 @@ class StepLog:
         self._pending.append((result, forward))
 
     def flush(self, late: bool = False) -> list[Row]:
-        """Rows of all steps that have none yet, up to a streak of bad steps.
+        """Return rows for unreported steps, stopping at a streak of bad ones.
 
         Args:
             late: Report only steps up to the last flush, without waiting for the device.
@@ -153,7 +153,7 @@ class StepLog:
             [forward for _, forward in pending],
             losses=_to_host([step.loss for step in steps]),
             norms=_to_host([step.grad_norm.float() for step in steps]),
-            scales=_to_host(scales) if scales else None,  # in a run all steps have one or none has
+            scales=_to_host(scales) if scales else None,  # all steps of a run have one, or none
             end=Moment(self._device),
             seconds_excluded=excluded,
         )
@@ -285,7 +285,7 @@ def _to_host(scalars: list[Tensor]) -> Tensor:
 
 
 def _means(of_ranks: Tensor) -> list[float]:
-    """Mean of each rank's steps, in microseconds."""
+    """Return the mean of each rank's steps, in microseconds."""
     means: list[float] = of_ranks.numpy().mean(1).round(6).tolist()
     return means
 

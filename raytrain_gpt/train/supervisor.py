@@ -127,7 +127,7 @@ class RunOutput:
             self.log(f"no report: {error!r}")
 
     def next_attempt(self, newest: int) -> int:
-        """First attempt number above `newest` that is unused by Ray's directories and by rows.
+        """Return the first attempt number above `newest` that neither Ray's directories nor rows use.
 
         Every `fit()` gets a fresh name. Ray Train resumes automatically from the index of a used name
         and rewrites it in place, so a kill at the wrong moment makes the name unusable.
@@ -255,7 +255,7 @@ class Run:
             raise Interrupted(self._interrupted_message(started_at=0))
 
     def _newest(self) -> Checkpoint | None:
-        """Return the newest checkpoint that looks complete, to name it."""
+        """Return the newest checkpoint that looks complete, for messages."""
         return next(reversed(self.catalog.complete()), None)
 
     def _summary(self, newest: Checkpoint, was_finished: bool = False) -> RunSummary:
@@ -274,7 +274,7 @@ class Run:
                 self.log,
                 resumed.state if resumed else None,
             )
-        except (ray.exceptions.RayError, SystemExit) as error:  # looking at a GPU failed
+        except (ray.exceptions.RayError, SystemExit) as error:  # `gpu_facts` failed
             return policy.AttemptEnd("failed", error)
         work_dir = Location.of(self.output.sync.work_dir)
         self.signals.defer(partial(mark_interrupted, work_dir, self.config))
@@ -285,7 +285,7 @@ class Run:
         return self._after_lack_of_memory(end, plan) if end.kind == "out_of_memory" else end
 
     def _after_lack_of_memory(self, end: policy.AttemptEnd, plan: RunPlan) -> policy.AttemptEnd:
-        """Let the next attempt take half the micro-batch; its checkpoints remember that."""
+        """Let the next attempt use half the micro-batch; its checkpoints record that."""
         config, world_size = plan.config, plan.world_size
         micro = config.train.micro_batch_sequences
         smaller = [n for n in divisors(plan.worker_sequences) if n <= micro // 2]
@@ -298,7 +298,7 @@ class Run:
             )
         self._most_sequences = smaller[-1]
         self.log(
-            f"out of memory with micro_batch_sequences {micro}; the next attempt takes {smaller[-1]}"
+            f"out of memory with micro_batch_sequences {micro}; the next attempt uses {smaller[-1]}"
         )
         return replace(end, error=None)  # its traceback would keep the tensors
 

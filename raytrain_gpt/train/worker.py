@@ -54,11 +54,11 @@ class StepActions:
     """Actions after a step, executed in field order.
 
     Attributes:
-        flush: Reduce and report results: `all`, the only wait for the device, or `late` those until the
-            flush before.
+        flush: Reduce and report results: `all`, the only wait for the device, or `late` those up to
+            the previous flush.
         evaluate: Compute the metrics of an evaluation, which the last step always has.
         save: Write a checkpoint, normally after the evaluation, to include its validation loss.
-            A preempted or stopped rank saves first, as its node may be gone in seconds.
+            A preempted or stopped rank does this first, as its node may be gone in seconds.
         await_scheduler: Wait for the sweep's decision on this trial.
     """
 
@@ -74,7 +74,7 @@ def step_actions(
     """Decide the actions after a step.
 
     Args:
-        leaving: Whether the ranks must save and exit.
+        leaving: Whether the ranks must save a checkpoint and exit.
         profile_edge: A profile starts or ends here, so earlier rows need separate timings.
         is_trial: A sweep decides after every evaluation but the last.
     """
@@ -149,7 +149,7 @@ class Worker:
         # In local mode Ray Train uses a GPU whenever it sees one.
         use_gpu = self.config.cluster.use_gpu
         device = ray.train.torch.get_device() if use_gpu else torch.device("cpu")
-        if use_gpu:  # one that shares its GPU takes no memory from the others
+        if use_gpu:  # one that shares its GPU must leave memory to the others
             torch.cuda.set_per_process_memory_fraction(self.config.cluster.memory_fraction)
         check_compiler(self.config, use_gpu, f"node {socket.gethostname()}")
         self.setup = set_up_training(
@@ -193,7 +193,7 @@ class Worker:
             self._warn_if_not_exact()
 
     def _warn_if_not_exact(self) -> None:
-        """Exact sums need one kind of device, thread count and software version for the entire run."""
+        """Warn if the kind of device, thread count or software has changed, which exact sums forbid."""
         here = numerics_environment(self.setup.device, self.setup.precision)
         resumed = self.spec.resumed
         before = (resumed.state.numerics_environment if resumed else None) or here
@@ -228,7 +228,7 @@ class Worker:
         """Train, yielding the result of every remaining step."""
         setup, train, optim = self.setup, self.config.train, self.config.optim
         if self.collectives.world_size > 1 and not train.exact:
-            # Made like all later inputs, since others would compile further graphs.
+            # Made like all later inputs, since others would compile more graphs.
             shape = (train.micro_batch_sequences, self.config.data.seq_len + 1)
             zeros = to_device(np.zeros(shape, np.uint16), setup.device)
             warm_up_ddp_buckets(setup.model, zeros, setup.autocast)
@@ -280,7 +280,7 @@ class Worker:
         self.log.add(result, self._forward.take())
 
     def flush(self, late: bool) -> None:
-        """Reduce results over the ranks and report them; on a CPU nothing is gained by being late."""
+        """Reduce results over the ranks and report them; being late gains nothing on a CPU."""
         rows = self.log.flush(late and self.setup.device.type == "cuda")
         for row in rows:
             if row.get("event") == "nonfinite":

@@ -37,8 +37,8 @@ class WorkerSpec:
         resumed: Checkpoint to resume from, or None for a new run.
         rows_before: Last rows before this attempt, to judge whether the next ones are spikes.
         attempt: Attempt number, which names the `fit()` in Ray.
-        lease_token: The driver's; workers finalize no file once another process holds the lease.
-        is_trial: A sweep decides after every evaluation whether to continue.
+        lease_token: The driver's; workers stop finalizing files once another process holds the lease.
+        is_trial: Whether a sweep decides after every evaluation if the run continues.
         recorder: Set before the workers start; None for ranks above 0 of a launch.
         control: Shared with the driver in local mode, or None on Ray, which has heartbeats.
     """

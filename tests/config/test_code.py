@@ -79,5 +79,5 @@ def test_several_files_are_one_code(tmp_path: Path) -> None:
     with raises_line(ConfigError, "score.py, line 17: ZeroDivisionError"):
         kinds.user_kinds()
     kinds.set_user_code(Code.read(tmp_path / "model.py", tmp_path / "model.py"))
-    with raises_line(ConfigError, "model.py, line 10: schedule falls exists already"):
+    with raises_line(ConfigError, "model.py, line 10: schedule falls already exists"):
         kinds.user_kinds()

@@ -175,8 +175,8 @@ def test_changed_text_declares_its_own_kinds_and_the_first_text_its_own_again() 
         ("import not_installed_here", ["line 1", "ModuleNotFoundError", "not_installed_here"]),
         ("def f():\n    return 1 / 0\n\nf()", ["line 2", "ZeroDivisionError"]),
         ("raise SystemExit(3)", ["line 1", "SystemExit"]),
-        (OWN.replace('"lion", LionSettings', '"muon", LionSettings'), ["muon exists already"]),
-        (OWN.replace('"flat"', '"a b"'), ["'a b' is not a name"]),
+        (OWN.replace('"lion", LionSettings', '"muon", LionSettings'), ["muon already exists"]),
+        (OWN.replace('"flat"', '"a b"'), ["'a b' is not a valid name"]),
         (
             "from raytrain_gpt.extend import schedule\n@schedule\ndef falls(*_):\n    return 1\n",
             ["line 2", "@schedule of falls has no name; write @schedule('falls')"],

@@ -153,7 +153,7 @@ def test_state_on_the_host_stays_there_although_the_weights_are_elsewhere(tmp_pa
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("forgets", ["updates 27 of 28 parameters; give it each one once"]),
+        ("forgets", ["updates 27 of 28 parameters; pass it each parameter once"]),
         ("no_rate", ["without a learning rate", "give every group an lr"]),
         ("other", ["optimizer other returned a int"]),
         ("raises", ["optimizer raises, my.py, line", "AttributeError", "no_such_attribute"]),

@@ -67,7 +67,7 @@ def test_a_lone_surrogate_becomes_a_question_mark(tokenizer: str) -> None:
 )
 def test_text_that_a_tokenizer_cannot_encode_is_one_line(pattern: str, text: str, why: str) -> None:
     encoding = make_encoding("odd", pattern, {bytes([i]): i for i in range(256)}, {EOT: 256})
-    with raises_line(DataError, "tokenizer odd", why, "use a different tokenizer"):
+    with raises_line(DataError, "tokenizer odd", why, "use another tokenizer"):
         encode_document(encoding, text)
 
 

@@ -196,10 +196,10 @@ def test_ranks_that_read_the_same_or_miss_something(ingest: IngestSpec) -> None:
     fewer = {0: other.train[0], 1: other.train[1]}
     more = {**other.train, 0: np.append(other.train[0], 10**6)}
     for wrong, words in (
-        (good, "of the validation read by no rank, and 10 read twice"),
-        (replace(other, train=same), "6 of 12 sequences of global batch 1 read by no rank, and 6"),
-        (replace(other, train=fewer), "6 of 12 sequences of global batch 2 read by no rank, and 0"),
-        (replace(other, train=more), "0 of 12 sequences of global batch 0 read by no rank, and 1"),
+        (good, "of the validation were not read, and 10 were read twice"),
+        (replace(other, train=same), "6 of 12 sequences of global batch 1 were not read, and 6"),
+        (replace(other, train=fewer), "6 of 12 sequences of global batch 2 were not read, and 0"),
+        (replace(other, train=more), "0 of 12 sequences of global batch 0 were not read, and 1"),
     ):
         finds(check, given(ingest, good, wrong), "FAIL", words)
 

@@ -123,7 +123,7 @@ FAULTS = {
     ),
     "misses a matrix in its export": (
         EXPORTED.replace("return hf_gpt2.to_hf(name, tensor)", "return f'x.{name}', tensor"),
-        ("export", "has other tensors, as transformer."),
+        ("export", "has other tensors, such as transformer."),
     ),
     "ignores its positions": (
         MODEL
@@ -137,11 +137,11 @@ FAULTS = {
     ),
     "not elementwise": (
         SGD.replace("p.add_(m,", "p.add_(m / m.norm(),"),
-        ("elementwise", "drop elementwise=True"),
+        ("elementwise", "remove elementwise=True"),
     ),
     "schedule draws": (
         SCHEDULE.replace("1 - step / (max_steps + 1)", "random.random()"),
-        ("factors", "from the arguments alone"),
+        ("factors", "depends only on the arguments"),
     ),
     "schedule is not finite": (
         SCHEDULE.replace("return 1", "return float('nan') if step == 7 else 1"),
@@ -153,7 +153,7 @@ FAULTS = {
     ),
     "changes the mode": (
         EVALUATION.replace("return {", "model.train()\n    return {"),
-        ("sums", "leave the model as it was"),
+        ("sums", "leave the model unchanged"),
     ),
     "a number instead of a pair": (
         EVALUATION.replace("(float(losses.sum()), len(ids))", "1.5"),
@@ -236,7 +236,10 @@ def mine(step, max_steps, settings):
     (line,) = failures(checks_of(text))
     assert "heads=5 must be even" in line
     chosen = Config().updated({"schedule": "mine", "heads": 2})
-    assert "FAIL schedule mine, factors: -1.0 and then -1.0" in failures(checks_of(text, chosen))[0]
+    assert (
+        "FAIL schedule mine, factors: it returned -1.0, then -1.0"
+        in failures(checks_of(text, chosen))[0]
+    )
     assert failures(checks_of(text, chosen.updated({"level": 0.5}))) == []
 
 
@@ -280,6 +283,6 @@ def test_a_run_that_does_not_resume_with_the_same_bits_is_found(
     weights = iter([b"unbroken", b"resumed"])
     monkeypatch.setattr(code_checks, "_trained", lambda *_: next(weights))
     assert failures(checks_of(SGD)) == [
-        "FAIL runs of optimizer mine: resumed from step 5: different weights; draw nothing at random, keep "
-        "no state outside"
+        "FAIL runs of optimizer mine: resumed from step 5, the weights differ; use no randomness, and keep "
+        "all state in the optimizer's state[p] or as numbers in param_groups"
     ]

@@ -107,7 +107,7 @@ def test_a_checkpoint_chooses_no_setting_of_the_readers_evaluation(
 
 def test_a_bucket_whose_name_begins_alike_is_a_different_one() -> None:
     config = small_config(SEQ_LEN).updated({"data_path": "s3://runs-of-theirs/data"})
-    with raises_line(DataError, "in a different store"):
+    with raises_line(DataError, "in another store"):
         recorded_data(config, Location.of("s3://runs/a/checkpoints/step=00000010"))
 
 

@@ -160,7 +160,7 @@ def test_a_process_that_is_stopped_goes_on_by_the_same_command(
     if number == signal.SIGKILL:
         assert died.returncode == -number
     else:
-        kept = "interrupted; finished shards are kept, run the same command to continue\n"
+        kept = "interrupted; finished shards are kept; run the same command to continue\n"
         assert (died.returncode, died.stderr) == (130, kept)
     assert len(list((out / "unfinished").glob("*.json"))) == 3
     run_cli.succeeds(*command)

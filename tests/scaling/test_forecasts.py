@@ -64,7 +64,7 @@ def test_numbers_that_are_no_law_are_refused(
     forecasts: Forecasts, absurd: dict[str, float]
 ) -> None:
     file = forecasts.file.model_copy(update=absurd)
-    with raises_line(ConfigError, "but guessing has"):
+    with raises_line(ConfigError, "but guessing gives"):
         file.expected(1e6, 2e7, forecasts.plan.base)
 
 
@@ -90,9 +90,9 @@ def test_estimate_names_the_loss_to_expect(
     assert ";" not in line
     _, out, _ = run_cli("estimate", "--law", file, "--optimizer", "adamw", "--data_path", dataset)
     assert "the law has optimizer=muon, not adamw" in out
-    assert "the law has a different tokenizer" in out
+    assert "the law has another tokenizer" in out
     code, _, err = run_cli("estimate", "--law", file, "--max_steps", 10**8)
-    assert (code, "forecasts reach 30 times" in err) == (2, True)
+    assert (code, "forecasts reach at most 30 times" in err) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ BOTH = {**GRID, "weight_decay": {"uniform": [0.0, 0.1]}}
         (GRID, 6, "random", ["num_trials=6 does not fit the grid's 3 points"]),
         (BOTH, None, "random", ["set num_trials", "weight_decay"]),
         (BOTH, 10, "random", ["num_trials=10 does not fit the grid's 3 points"]),
-        (BOTH, 3, "optuna", ["optuna takes no grid (peak_lr); use choice"]),
+        (BOTH, 3, "optuna", ["optuna does not support grid (peak_lr); use choice"]),
         ({}, None, "optuna", ["set num_trials: values can be drawn any number of times"]),
     ],
 )

@@ -287,7 +287,7 @@ def test_comparison(full_run: RunSync, tmp_path: Path) -> None:
         "yes",
         "yes",
         "no, differs from step 10",
-        "no, same order of different data",
+        "no, the same order of other data",
         "same order; dataset unknown before a checkpoint",
     ]
     differing = html[html.index("Differing configuration") :]

@@ -258,7 +258,7 @@ def test_a_lack_of_memory_halves_the_micro_batch_and_the_checkpoint_remembers_it
     lines: list[str] = []
     short = {**AUTO, "num_workers": num_workers, "run_name": f"short-of-memory-{num_workers}"}
     summary = train(make_config(**short, max_failures=0), lines.append, fits_six)
-    said = "out of memory with micro_batch_sequences 12; the next attempt takes 6"
+    said = "out of memory with micro_batch_sequences 12; the next attempt uses 6"
     assert lines.count(said) == 1
     newest = Catalog(summary.run_dir).complete()[-1]
     assert newest.state.config["train"]["micro_batch_sequences"] == 6

@@ -183,4 +183,4 @@ def test_workers_that_said_nothing_have_died(stopping: bool, hung: bool) -> None
         assert silent == AttemptEnd("stopped")
     else:
         assert silent.kind == kind
-        assert str(silent.error) == "the workers left before the last step"
+        assert str(silent.error) == "the workers exited before the last step"

@@ -156,7 +156,7 @@ def test_the_command_shows_and_tells(
     cases = {
         ("--step", 61): "has trained steps 1 to 60; set --step to one of them",
         ("--step", 3, "--worker", 1): "--worker 1: step 3 had 1 worker; set it to 0 to 0",
-        ("--batch", 3, "--worker", 0): "takes --step N or --batch N, and --worker with --step",
+        ("--batch", 3, "--worker", 0): "takes --step N or --batch N; --worker needs --step",
         (): "data at takes --step N or --batch N",
     }
     for more, words in cases.items():

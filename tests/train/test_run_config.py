@@ -79,7 +79,7 @@ def test_a_runs_own_configuration_chooses_no_place_and_no_end() -> None:
 )
 def test_a_runs_own_configuration_chooses_no_store(name: str, value: str) -> None:
     made("book", **{name: value})
-    with raises_line(ConfigError, f"{name}={value} in a different store", f"add --{name} "):
+    with raises_line(ConfigError, f"{name}={value} in another store", f"add --{name} "):
         run_config(None, None, {"run_name": "book"})
     config, _ = run_config(None, None, {"run_name": "book", name: value})
     assert config.field_values()[name] == value
