@@ -19,8 +19,11 @@ runs without `plain`; `--narrow_residual` makes the residual stream bf16. The fi
 read during them. Cases that do not fit into `--within_s` are skipped. `core` and `plain` need only torch,
 numpy, pydantic and pyyaml.
 
-The last line is one JSON object (docs/gpu.md), also written to `--out`, by default $OUT/gpu-WHAT.json with
-the changes in its name. The entry of a failed case has its error.
+The last line is one JSON object, also written to `--out`, by default $OUT/gpu-WHAT.json with the changes in
+its name. `cases` has an entry per mode and way, with an error if it failed; `comparisons` has `core` against
+`plain`. Of a case: `tokens_per_s` is a median over the spans, `first_span_s` includes compiling,
+`peak_memory_mb` is allocated and `counted_memory_mb` predicted, `sdpa` names the attention kernels (`math` is
+slow, none means matrix products), `gpu` has clocks and power, and `losses` has one per timed step.
 """
 
 from __future__ import annotations

@@ -102,6 +102,15 @@ ARMS: dict[str, dict[str, Any]] = {
     "zeros": {**LINEAR, "tied_embeddings": False},
 }
 """Arm -> fields that differ from the peer's."""
+LABELS = {
+    "peer": "GPT-2 with AdamW",
+    "adamw": "half the steps",
+    "muon": "Muon instead of AdamW",
+    "qwen3": "+ Qwen3 architecture",
+    "linear": "+ linear decay to zero",
+    "zeros": "+ zero initialization (modern recipe)",
+}
+"""Arm -> its name in the picture."""
 RANDOM = ("qwen3", "linear")
 """Arms whose matrices all start at random values."""
 
@@ -297,7 +306,7 @@ def draw(by_arm: dict[str, list[Curve]], batch_tokens: int, picture: str) -> Non
         tokens = [row[0] * batch_tokens / 1e6 for row in curves[0]]
         losses = [[row[1] for row in rows] for rows in zip(*curves, strict=True)]
         color = "black" if arm == "peer" else colormaps["viridis"](number / len(by_arm))
-        axes.plot(tokens, [statistics.fmean(at) for at in losses], color=color, label=arm)
+        axes.plot(tokens, [statistics.fmean(at) for at in losses], color=color, label=LABELS.get(arm, arm))
         low, high = [min(at) for at in losses], [max(at) for at in losses]
         axes.fill_between(tokens, low, high, color=color, alpha=0.2, linewidth=0)
     if (target := peer_loss(by_arm)) is not None:

@@ -2,7 +2,7 @@
 
     raytrain-gpt train --preset quickstart --code examples/csv_tracker.py --trackers csv
 
-It may be slow and may raise: a queue calls it, and calls it again.
+It may be slow and may raise: a queue calls it and retries failures.
 """
 
 import csv

@@ -5,17 +5,20 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import raytrain_gpt
+from raytrain_gpt import errors
 from raytrain_gpt.data.shards import Manifest, Shard
 from raytrain_gpt.evaluate.hellaswag import HELLASWAG
 from raytrain_gpt.tracking.goodput import BAD_STEP_EVENTS, END_EVENTS, FIRST_STEP_EVENTS
 from raytrain_gpt.tracking.report import RunHistory
 from raytrain_gpt.tracking.summary import run_facts
 from raytrain_gpt.tracking.sync import RunSync
+from raytrain_gpt.train.provenance import TrainedSequence
 
 from .runs import Straight
 
@@ -92,6 +95,16 @@ def test_events() -> None:
             if node.func.attr == "ask" and text_of(node.args[0]) == "add_event":
                 written.add(text_of(node.args[2]))
     assert written - {"", "no step", "killed"} == first_column("Events")
+
+
+def test_exit_codes() -> None:
+    kinds = [one for one in vars(errors).values() if isinstance(one, type)]
+    codes = {one.exit_code for one in kinds if issubclass(one, errors.RaytrainGptError)}
+    assert {"0", *map(str, codes)} == first_column("Exit codes")
+
+
+def test_fields_of_a_sequence() -> None:
+    assert {field.name for field in fields(TrainedSequence)} <= row_of("JSON output", "data at")
 
 
 @pytest.mark.slow

@@ -15,17 +15,14 @@ from raytrain_gpt.commands.flags import _kind, _names
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.load import load_preset, preset_names
 from raytrain_gpt.config.schema import FIELDS, Config, changes_math
-from raytrain_gpt.config.sections import SHAPE_FIELDS
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.registry import count_model
-from raytrain_gpt.format import amount, count
+from raytrain_gpt.format import amount
 
 PAGE = Path(raytrain_gpt.__file__).parents[1] / "docs" / "configuration.md"
 COMMAND = "python -m tests.config.test_configuration_page"
 IDS = {"data/fineweb-edu-10b": 50_257}
 """Dataset of a preset -> vocabulary size; all others have the 257 ids of `bytes`."""
-ELSEWHERE = {*SHAPE_FIELDS, "global_batch_tokens", "max_steps", "run_name"}
-"""Fields that the table of presets shows in other columns."""
 
 
 def test_tables_of_the_page_are_current() -> None:
@@ -68,34 +65,18 @@ def keys_table() -> str:
 
 
 def presets_table() -> str:
-    """Return a table of the presets: size, work, and all other settings that differ from the defaults."""
-    lines = ["| preset | model | steps × tokens per step | other settings |", "|---|---|---|---|"]
-    defaults = Config().field_values()
+    """Return a table of the presets: size and work; their files show all settings."""
+    lines = ["| preset | model | tokens | tokens per step |", "|---|---|---|---|"]
     for name in preset_names():
         config = load_preset(name)
+        m, train = config.model, config.train
         shape = GPTShape.of(config, IDS.get(config.data.data_path, 257))
-        num_parameters = count_model(shape).num_parameters
-        m, train, values = config.model, config.train, config.field_values()
-        size = f"{m.architecture}, {count(m.num_layers, 'layer')}, {count(m.num_heads, 'head')}, "
-        size += f"{m.embd_size} channels" + (
-            "" if values.get("tied_embeddings", True) else ", separate head"
-        )
-        tokens = train.max_steps * train.global_batch_tokens
-        work = f"{train.max_steps:,} × {train.global_batch_tokens:,} = {amount(tokens)}"
-        others = [
-            f"`{key}: {plain(value)}`"
-            for key, value in values.items()
-            if value != defaults.get(key, default_of(key)) and key not in ELSEWHERE
-        ]
-        lines.append(
-            f"| `{name}` | {amount(num_parameters)}: {size} | {work} | {cell(', '.join(others))} |"
-        )
+        num_parameters = amount(count_model(shape).num_parameters)
+        size = f"{num_parameters} {m.architecture}, {m.num_layers} layers"
+        tokens = amount(train.max_steps * train.global_batch_tokens)
+        file = f"[`{name}`](../raytrain_gpt/presets/{name}.yaml)"
+        lines.append(f"| {file} | {size} | {tokens} | {train.global_batch_tokens:,} |")
     return "\n".join(lines) + "\n"
-
-
-def default_of(name: str) -> Any:
-    """Default of a field or setting."""
-    return FIELDS[name][1].default
 
 
 def plain(value: Any) -> str:
