@@ -1,5 +1,5 @@
-# make demo          train the quickstart model
-# make test-fast     tests in one process, below a second each
+# make demo          install what running needs, and train the quickstart model
+# make test-fast     tests in one process, below a second each; installs what the tests need besides
 # make test          test-fast, and the core promises on one Ray cluster
 # make check         before a change: format, lint, types and the tests that guard every promise once
 #   test-slow        seconds of a core without Ray: runs, compiled models, damaged files, process groups
@@ -15,6 +15,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Index of PyTorch's CPU build, 192 MB; PyPI's build brings CUDA, 3 GB.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 INSTALLED := $(VENV)/.installed
 # With what the tests need besides.
 TESTABLE := $(VENV)/.installed-dev
@@ -86,10 +88,23 @@ types: $(TESTABLE)
 clean:
 	rm -rf $(VENV) build dist *.egg-info
 
+# Downloads are the larger part, so torch is unpacked while the rest downloads. The versions are known, so pip need
+# not resolve them; the last command adds what this list lacks, such as CUDA's libraries.
 $(INSTALLED): pyproject.toml constraints.txt
-	@echo "installing into $(VENV): at most 7 GB with CUDA, 2.1 GB on PyTorch's CPU build (README, Install); takes minutes"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -c constraints.txt -e .
+	@torch=$$(grep ^torch== constraints.txt); install="$(BIN)/pip install --quiet --no-compile --no-deps"; \
+	if nvidia-smi -L > /dev/null 2>&1; then index=; build="PyPI's build with CUDA, for the NVIDIA GPU"; \
+	elif timeout 5 $(PYTHON) -c "import urllib.request as u; u.urlopen('$(TORCH_INDEX)/torch/')" 2> /dev/null; \
+	then index="--index-url $(TORCH_INDEX)"; build="the CPU build, since there is no NVIDIA GPU"; \
+	else index=; build="PyPI's build; there is no NVIDIA GPU, but $(TORCH_INDEX) does not answer"; fi; \
+	case "$$index" in "") mb="3000 MB (7 GB unpacked)";; *) mb="440 MB (1.5 GB unpacked)";; esac; \
+	echo "installing $$torch into $(VENV), $$build; downloads about $$mb"; \
+	$$install $$index $$torch & \
+	sed '/^# Extras/,$$d; /^torch==/d' constraints.txt > $(VENV)/runtime.txt; \
+	$$install -r $(VENV)/runtime.txt && wait $$!
+	@$(BIN)/pip install --quiet --no-compile --no-build-isolation -c constraints.txt -e .
+	@echo "installed torch $$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))')," \
+	"$$(du -sm $(VENV) | cut -f1) MB in all"
 	touch $@
 
 $(TESTABLE): $(INSTALLED)

@@ -117,7 +117,7 @@ def check_packages(config: Config) -> None:
     for name in config.tracking.trackers:
         if name == "mlflow" and mlflow_run.tracking_uri(config) is None:
             raise ConfigError("trackers=mlflow needs mlflow_uri; set it, or remove mlflow")
-        if not kinds.is_built_in("trackers", name):
+        if name == "mlflow" or not kinds.is_built_in("trackers", name):
             continue
         try:
             version(name)  # not find_spec, which finds wandb's directory of files

@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +235,8 @@ def tracking_lines(directory: Location) -> list[str]:
         return []
     server, lines = record["uri"].rstrip("/"), []
     if not server.startswith("http"):
-        lines = [shell("mlflow", "ui", "--backend-store-uri", server)]
+        install = ["pip install 'raytrain-gpt[mlflow]'"] * (find_spec("flask") is None)
+        lines = [*install, shell("mlflow", "ui", "--backend-store-uri", server)]
         server = "http://127.0.0.1:5000"
     if "run_id" in record:
         page = f"{server}/#/experiments/{record['experiment_id']}/runs/{record['run_id']}"
