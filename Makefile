@@ -11,6 +11,7 @@
 # make test-chaos    kill a random process in each of 20 runs (20 minutes, not in CI)
 # make test-readme   every command of README and getting-started, in a fresh clone and environment
 # make null-gpu      count what is launched on a GPU that is not there; downloads torch's CUDA build, 2 GB (not in CI)
+# make docs          a site of README and docs in build/site; checks their links
 # make wheel         what cluster files install on every node: dist/
 PYTHON ?= python3
 VENV := .venv
@@ -24,7 +25,7 @@ TESTABLE := $(VENV)/.installed-dev
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-fast test-slow test-ray test-ray-all test-long test-chaos test-readme test-readme-short
-.PHONY: null-gpu wheel check check-all checks checks-all format lint types clean
+.PHONY: null-gpu docs wheel check check-all checks checks-all format lint types clean
 
 demo: $(INSTALLED)
 	@$(BIN)/raytrain-gpt train
@@ -61,6 +62,10 @@ test-readme: $(TESTABLE)
 test-readme-short: $(TESTABLE)
 	$(BIN)/python -m tests.readme --short
 
+# Material warns of mkdocs' second version.
+docs: $(TESTABLE)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 wheel: $(INSTALLED)
 	rm -rf build dist
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
@@ -73,8 +78,8 @@ check check-all: $(TESTABLE)
 
 # Threads that wait must not spin: the other target uses the core.
 checks checks-all: export OMP_WAIT_POLICY := PASSIVE
-checks: format lint test-ray test-fast test-slow test-readme-short types
-checks-all: format lint test-ray-all test-long test-fast test-slow test-readme-short types
+checks: format lint docs test-ray test-fast test-slow test-readme-short types
+checks-all: format lint docs test-ray-all test-long test-fast test-slow test-readme-short types
 
 format: $(TESTABLE)
 	$(BIN)/ruff format --check .
@@ -108,5 +113,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 $(TESTABLE): $(INSTALLED)
-	$(BIN)/pip install -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -c constraints.txt -e '.[dev,docs]'
 	touch $@

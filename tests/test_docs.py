@@ -195,13 +195,6 @@ def test_no_line_of_the_readme_is_long() -> None:
     assert not [n for n, line in enumerate(lines, 1) if len(line) > MAX_LINE]
 
 
-def test_the_readme_installs_the_torch_of_the_constraints() -> None:
-    named = re.findall(r"torch==[\w.]+", (ROOT / "README.md").read_text("utf-8"))
-    constraints = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
-    assert named
-    assert {*named} <= {*constraints}
-
-
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 OF_EXAMPLES = {
     f"--{name}" for file in EXAMPLES for name in re.findall(r"(?m)^    (\w+): ", file.read_text())

@@ -27,7 +27,7 @@ def run_config(
     """Return the checked configuration of a call, and a line that says where it comes from.
 
     Without preset and file it starts from the run of `run_name`, or for a new branch from that of
-    `branch_from`, if there is one; else as in `start_of`. The start of `init_from` provides sizes and rate.
+    `branch_from`, if there is one; else as in `start_of`. `init_from` provides sizes, rate and micro-batch.
 
     Raises:
         UserError: the configuration is not valid, or the start or a store cannot be read.
@@ -89,10 +89,10 @@ def _remembered(run: Location, fields: Mapping[str, Any]) -> Config:
 def fields_of_init_from(
     preset: str | None, file: Path | None, fields: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the fields that `init_from` provides: sizes that file and fields leave open, and a rate.
+    """Return the fields that `init_from` provides: sizes left open, rate and micro-batch.
 
-    Preset and file have a rate of their own. If that checkpoint is gone, the sizes come from the run that
-    started from it.
+    Preset and file have a rate and a micro-batch of their own. If that checkpoint is gone, the sizes come
+    from the run that started from it.
 
     Raises:
         CheckpointError: there is no good checkpoint.
@@ -108,8 +108,10 @@ def fields_of_init_from(
     named = {name: fields[name] for name in ("init_from", *_PLACE) if name in fields}
     config = resolve(preset, file, named)
     given = given_fields(file, fields)
-    rates = {"peak_lr": FINE_TUNING_LR, "min_lr": 0.0} if preset is None and file is None else {}
-    open_fields = {*SHAPE_FIELDS, *(config.model.model_extra or ()), *rates} - given
+    rest: dict[str, Any] = {}
+    if preset is None and file is None:
+        rest = {"peak_lr": FINE_TUNING_LR, "min_lr": 0.0, "micro_batch_sequences": "auto"}
+    open_fields = {*SHAPE_FIELDS, *(config.model.model_extra or ()), *rest} - given
     if config.model.init_from is None or not open_fields:
         return {}
     start = location(config, start_path(config, config.model.init_from))
@@ -122,4 +124,4 @@ def fields_of_init_from(
     stored = parse_config(checkpoint.state.config, str(checkpoint.path))
     theirs, theirs_settings = stored.field_values(), stored.model.model_extra or {}
     sizes = {name: theirs[name] for name in (*SHAPE_FIELDS, *theirs_settings)}
-    return {name: value for name, value in (rates | sizes).items() if name not in given}
+    return {name: value for name, value in (rest | sizes).items() if name not in given}
