@@ -8,7 +8,7 @@ import tomllib
 from collections import Counter
 from functools import cache
 from graphlib import TopologicalSorter
-from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from importlib.metadata import PackageNotFoundError, distributions, packages_distributions, requires
 from itertools import chain
 from pathlib import Path
 
@@ -216,3 +216,18 @@ def test_packages_that_are_imported_are_installed_with_this_one() -> None:
         if distributions.isdisjoint(map(canonicalize_name, providers.get(package, ())))
     }
     assert missing == {"trackio", "transformers", "wandb"}  # where they are installed
+
+
+def test_the_demo_installs_the_pinned_runtime_and_no_more() -> None:
+    text = (ROOT.parent / "constraints.txt").read_text("utf-8").partition("# Extras")[0]
+    pinned = {canonicalize_name(line.split("==")[0]) for line in text.splitlines() if "==" in line}
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text("utf-8"))["project"]
+    seen: set[tuple[str, frozenset[str]]] = set()
+    for needed in map(Requirement, project["dependencies"]):
+        installed_with(canonicalize_name(needed.name), frozenset(needed.extras), seen)
+    installed = {canonicalize_name(d.name) for d in distributions()}
+    needed_here = {name for name, _ in seen} & installed
+    assert {name for name in needed_here - pinned if not name.startswith(("nvidia-", "cuda-"))} <= {
+        "triton"
+    }
+    assert pinned & installed <= needed_here
