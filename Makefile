@@ -93,8 +93,8 @@ types: $(TESTABLE)
 clean:
 	rm -rf $(VENV) build dist *.egg-info
 
-# Downloads are the larger part, so torch is unpacked while the rest downloads. The versions are known, so pip need
-# not resolve them; the last command adds what this list lacks, such as CUDA's libraries.
+# The versions are known, so four processes of pip install them without resolving, and another one torch. The last
+# command adds what this list lacks, such as CUDA's libraries. Older pips take twice as long to read the indexes.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@torch=$$(grep ^torch== constraints.txt); install="$(BIN)/pip install --quiet --no-compile --no-deps"; \
@@ -102,11 +102,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 	elif timeout 5 $(PYTHON) -c "import urllib.request as u; u.urlopen('$(TORCH_INDEX)/torch/')" 2> /dev/null; \
 	then index="--index-url $(TORCH_INDEX)"; build="the CPU build, since there is no NVIDIA GPU"; \
 	else index=; build="PyPI's build; there is no NVIDIA GPU, but $(TORCH_INDEX) does not answer"; fi; \
-	case "$$index" in "") mb="3000 MB (7 GB unpacked)";; *) mb="440 MB (1.5 GB unpacked)";; esac; \
+	case "$$index" in "") mb="3000 MB (7 GB unpacked)";; *) mb="450 MB (1.5 GB unpacked)";; esac; \
 	echo "installing $$torch into $(VENV), $$build; downloads about $$mb"; \
-	$$install $$index $$torch & \
-	sed '/^# Extras/,$$d; /^torch==/d' constraints.txt > $(VENV)/runtime.txt; \
-	$$install -r $(VENV)/runtime.txt && wait $$!
+	$$install --upgrade pip; \
+	{ echo "$$index $$torch"; sed '/^# Extras/,$$d; /^torch==\|^#/d' constraints.txt | xargs -n 30; } | \
+	xargs -P 5 -L 1 $$install
 	@$(BIN)/pip install --quiet --no-compile --no-build-isolation -c constraints.txt -e .
 	@echo "installed torch $$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))')," \
 	"$$(du -sm $(VENV) | cut -f1) MB in all"
