@@ -104,7 +104,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	else index=; build="PyPI's build; there is no NVIDIA GPU, but $(TORCH_INDEX) does not answer"; fi; \
 	case "$$index" in "") mb="3000 MB (7 GB unpacked)";; *) mb="450 MB (1.5 GB unpacked)";; esac; \
 	echo "installing $$torch into $(VENV), $$build; downloads about $$mb"; \
-	$$install --upgrade pip==26.3; \
+	$$install --upgrade pip==26.3 && \
 	{ echo "$$index $$torch"; sed '/^# Extras/,$$d; /^torch==\|^#/d' constraints.txt | xargs -n 30; } | \
 	xargs -P 5 -L 1 $$install
 	@$(BIN)/pip install --quiet --no-compile --no-build-isolation -c constraints.txt -e .
