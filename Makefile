@@ -107,7 +107,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$$install --upgrade pip==26.3 && \
 	{ echo "$$index $$torch"; sed '/^# Extras/,$$d; /^torch==\|^#/d' constraints.txt | xargs -n 30; } | \
 	xargs -P 5 -L 1 $$install
-	@$(BIN)/pip install --quiet --no-compile --no-build-isolation -c constraints.txt -e .
+	@PYTHONWARNINGS=ignore $(BIN)/pip install --quiet --no-compile --no-build-isolation -c constraints.txt -e .
 	@echo "installed torch $$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))')," \
 	"$$(du -sm $(VENV) | cut -f1) MB in all"
 	touch $@
