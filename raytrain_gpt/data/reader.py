@@ -1,4 +1,4 @@
-"""Read sequences of a split into one array, and each row group once.
+"""Read sequences of a split into one array, reading each row group once.
 
 Threads request row groups of an object store in advance.
 """

@@ -52,7 +52,7 @@ def tokenizer_names() -> list[str]:
 
 
 def load_tokenizer(name: str) -> tiktoken.Encoding:
-    """Load `bytes`, or tiktoken's encoding of this name (from cache or net).
+    """Load `bytes`, or tiktoken's encoding of this name (cached or downloaded).
 
     Raises a DataError if the name is unknown, `<|endoftext|>` is missing, or reading and downloading fail.
     """

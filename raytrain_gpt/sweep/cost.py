@@ -104,7 +104,7 @@ def cost_lines(sweep: Sweep) -> list[str]:
 
 
 def time_line(trials: Sequence[Config], most: int | None) -> str:
-    """Format the time of trials on this machine, at most `most` at once.
+    """Format the time that trials take on this machine; `most` limits how many run at once.
 
     A few steps of the trial with the most FLOPs in a step are measured, and scaled by FLOPs.
     """

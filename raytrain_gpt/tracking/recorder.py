@@ -231,7 +231,7 @@ class Recorder:
         self._outcome = CleanExit(left_for, bad_streak)
 
     async def outcome(self) -> CleanExit | None:
-        """Return the workers' exit, or None if they died."""
+        """Return how the workers ended, or None if they died."""
         return self._outcome
 
     async def training_started(self) -> None:

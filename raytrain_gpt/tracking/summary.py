@@ -65,7 +65,7 @@ def next_line(place: Location, command: str) -> str:
 
 
 def run_facts(run: RunHistory) -> dict[str, Any]:
-    """Return state and last numbers of a run; its step is the latest, or if it is stopped the saved one."""
+    """Return state and last numbers of a run; a stopped run counts as at its last saved step."""
     losses = [row["train/loss"] for row in run.rows if row["train/loss"] is not None]
     evaluations = [row for row in run.evals if row["val/loss"] is not None]
     newest = run.checkpoints[-1].state if run.checkpoints else None

@@ -227,7 +227,7 @@ class DeliveryState(BaseModel):
         return DeliveryState(step=min(self.step, step), evaluated=evaluated, event_s=self.event_s)
 
     def take(self, rows: Iterable[Row], resumed_at: int) -> tuple[list[Row], DeliveryState]:
-        """Return the new ones of an attempt's rows, and the state once the tracker has them.
+        """Return the rows of an attempt that are new, and the state once the tracker has them.
 
         Args:
             resumed_at: Step at which the attempt resumed. Above it, steps after a rollback are new again.

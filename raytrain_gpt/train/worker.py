@@ -54,8 +54,8 @@ class StepActions:
     """Actions after a step, executed in field order.
 
     Attributes:
-        flush: Reduce and report results: `all`, the only wait for the device, or `late` those up to
-            the previous flush.
+        flush: Reduce and report results; `all` waits for the device, `late` covers only the steps up
+            to the previous flush.
         evaluate: Compute the metrics of an evaluation, which the last step always has.
         save: Write a checkpoint, normally after the evaluation, to include its validation loss.
             A preempted or stopped rank does this first, as its node may be gone in seconds.
