@@ -46,7 +46,7 @@ SMALL = (
 )
 """Flags that run a GPU preset on a CPU in seconds."""
 HAVE_OTHER_TESTS = (
-    r"^(mlflow |hf |curl |python |ray |export |\(umask|raytrain-gpt (import|doctor|tune|"
+    r"^(mlflow |pip |hf |curl |python |ray |export |\(umask|raytrain-gpt (import|doctor|tune|"
     r"train --preset (?!quickstart))).*"
 )
 SMALL_GPT2 = """from transformers import GPT2Config, GPT2LMHeadModel

@@ -85,7 +85,7 @@ class Attempt:
             self.recorder.ask("add_event", resume_step(newest), end.kind, **details)
 
     def close(self, end: AttemptEnd, newest: Checkpoint | None) -> None:
-        """Finish all files and hand them to the trackers; if the recorder is dead, the next attempt does that."""
+        """Finish all files and hand them to the trackers; if the recorder died, the next attempt does."""
         ends = {
             "finished": "finished",
             **dict.fromkeys(("failed", "hung", "out_of_memory"), "failed"),
