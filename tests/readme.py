@@ -33,6 +33,7 @@ PRINTED = (
     "step 250/250",
 )
 """First words of indented blocks that show output; all other blocks are commands."""
+CLONE = 'git clone "$REPOSITORY" raytrain-gpt && cd raytrain-gpt'
 RUN_SHOWN = "python shown.py"
 SERVERS = {
     "mlflow ui": "http://127.0.0.1:5000",
@@ -78,7 +79,8 @@ def main() -> None:
         hub = HubServer("HuggingFaceFW/fineweb-edu")
         try:
             replaced = stand_ins(directory, hub, short)
-            script = SHELL + "".join(shell_lines(block, replaced) for block in all_blocks(texts))
+            all_of_them = [[CLONE], *all_blocks(texts)]
+            script = SHELL + "".join(shell_lines(block, replaced) for block in all_of_them)
             environment = {
                 **os.environ,
                 "REPOSITORY": str(ROOT),
@@ -111,7 +113,6 @@ def stand_ins(directory: Path, hub: HubServer, short: bool) -> list[tuple[str, s
     replaced = [(HAVE_OTHER_TESTS, ": not with --short")] * short
     replaced += [
         (r"book\.txt", str(directory / "book.txt")),
-        (r"^git clone https://\S+/raytrain-gpt\b", 'git clone "$REPOSITORY" raytrain-gpt'),
         (r"--val_tokens 100000000", "--val_tokens 20000"),
         (r"/nfs/", f"{clone}/"),
         (r"^ray start --head", r"\g<0> --num-cpus 4 --block"),
@@ -135,6 +136,7 @@ def stand_ins(directory: Path, hub: HubServer, short: bool) -> list[tuple[str, s
         environment = "mkdir .venv && ln -s {0} .venv/bin && touch .venv/.installed"
         replaced += [
             (r"(--max_steps |book@)(\d+)\d\d\b", r"\1\2"),
+            (r"--checkpoint_every_steps 50", r"\g<0> --max_steps 60"),
             (r"^git clone .*", r"\g<0> && " + environment.format(Path(sys.executable).parent)),
             (r"^make demo", ".venv/bin/raytrain-gpt train --max_steps 10"),
             (r"train --code \S+", r"\g<0> --max_steps 10"),
@@ -144,7 +146,7 @@ def stand_ins(directory: Path, hub: HubServer, short: bool) -> list[tuple[str, s
 
 
 def all_blocks(texts: list[str]) -> list[list[str]]:
-    """Return the blocks of all pages, with each clone, command and file only at its first occurrence."""
+    """Return the blocks of all pages, with each command and file only at its first occurrence."""
     result: list[list[str]] = []
     for text in texts:
         earlier = {command for block in result for command in block} - {RUN_SHOWN}
@@ -153,8 +155,6 @@ def all_blocks(texts: list[str]) -> list[list[str]]:
                 new = [] if block[0] in earlier else block
             else:
                 new = [command for command in block if command not in earlier]
-            if text is not texts[0]:
-                new = [command for command in new if not command.startswith("git clone ")]
             result += [new] * bool(new)
     return result
 
