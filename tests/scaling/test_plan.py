@@ -61,7 +61,11 @@ def test_without_sizes_the_largest_run_has_a_tenth_of_the_target() -> None:
     [
         ({"overrides": {"warmup_steps": 15}}, None, ["warmup_steps=15", "140 steps", "to 14 or"]),
         ({}, 2_500_000, ["4.2 epochs", "at most 4", "use more data"]),
-        ({"target": {"compute": 1e16}}, None, ["592 times", "reach at most 30 times", "larger sizes"]),
+        (
+            {"target": {"compute": 1e16}},
+            None,
+            ["592 times", "reach at most 30 times", "larger sizes"],
+        ),
         ({"overrides": {"num_heads": 2}}, None, ["no model with heads of 64 channels"]),
         ({"sizes": [28e3, 29e3, 84e3, 140e3, 255e3]}, None, ["4 sizes", "raise num_heads"]),
     ],
