@@ -102,6 +102,7 @@ def test_weights_bring_their_sizes_and_a_rate_for_fine_tuning() -> None:
     config, _ = run_config(None, None, fields)
     assert (config.model.num_layers, config.optim.peak_lr, config.optim.min_lr) == (3, 5e-5, 0)
     assert config.optim.warmup_steps > 0
+    assert config.train.micro_batch_sequences == "auto"
     config, _ = run_config(None, None, {**fields, "peak_lr": "1e-6"})
     assert config.optim.peak_lr == 1e-6
     preset = load_preset("gpt2-124m").optim.peak_lr
