@@ -102,8 +102,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	elif timeout 5 $(PYTHON) -c "import urllib.request as u; u.urlopen('$(TORCH_INDEX)/torch/')" 2> /dev/null; \
 	then index="--index-url $(TORCH_INDEX)"; build="the CPU build, since there is no NVIDIA GPU"; \
 	else index=; build="PyPI's build; there is no NVIDIA GPU, but $(TORCH_INDEX) does not answer"; fi; \
-	case "$$index" in "") mb="3000 MB (7 GB unpacked)";; *) mb="450 MB (1.5 GB unpacked)";; esac; \
-	echo "installing $$torch into $(VENV), $$build; downloads about $$mb"; \
+	case "$$index" in "") mb="at most 3000 MB (7 GB unpacked)";; *) mb="about 450 MB (1.5 GB unpacked)";; esac; \
+	echo "installing $$torch into $(VENV), $$build; downloads $$mb"; \
 	$$install --upgrade pip==26.3 && \
 	{ echo "$$index $$torch"; sed '/^# Extras/,$$d; /^torch==\|^#/d' constraints.txt | xargs -n 30; } | \
 	xargs -P 5 -L 1 $$install
