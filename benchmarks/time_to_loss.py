@@ -8,21 +8,29 @@ mode, takes half the peer's steps, and adds one change to the arm above:
 - `muon`: Muon for the matrices of the blocks;
 - `qwen3`: the modern architecture with a tied head and random matrices, as in GPT-2;
 - `linear`: the learning rate falls linearly to zero over the run;
-- `zeros`: a separate head; it and the output matrices of each block start at zero: the modern recipe.
+- `zeros`: a separate head; it and the output matrices of each block start at zero;
+- `momentum`: Muon's momentum is 0.9 instead of 0.95;
+- `embedding`: the embedding learns three times as fast;
+- `normuon`: NorMuon: the modern recipe.
 
 All evaluate on the same tokens; evaluations do not count as time. Each arm is a separate process.
 
-    python benchmarks/time_to_loss.py shakespeare tinyshakespeare.txt [--seeds 1 2 3 4 5] [--at_once 2] …
-    python benchmarks/time_to_loss.py stdlib stdlib                     # the standard library, tokenizer gpt2
-    python benchmarks/time_to_loss.py shakespeare tinyshakespeare.txt --rates 1e-3 2e-3 4e-3 8e-3
+    python benchmarks/time_to_loss.py bytes tinyshakespeare.txt [--seeds 1 2 3 4 5] [--at_once 2] …
+    python benchmarks/time_to_loss.py gpt2 stdlib                      # the standard library, tokenizer gpt2
+    python benchmarks/time_to_loss.py bytes tinyshakespeare.txt --rates 1e-3 2e-3 4e-3 8e-3
+    python benchmarks/time_to_loss.py bytes tinyshakespeare.txt --arms zeros normuon --fractions 0.7 0.85 1
 
-The source is anything that `raytrain-gpt prepare` takes. Seconds are valid only with `--at_once 1` and
-nothing else running; `--threads` applies to every process. `--picture FILE` draws the curves.
+The source is anything that `raytrain-gpt prepare` takes. `--fractions` trains every arm but the peer also for
+other numbers of steps, with the schedule that belongs to them; the results then have the steps in which an
+arm ends at the final loss of the first arm, interpolated between the logarithms of steps. Seconds are valid
+only with `--at_once 1` and nothing else running; `--threads` applies to every process. `--picture FILE` draws
+the curves, and `--rows FILE` writes them as CSV.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import math
 import statistics
 import tempfile
@@ -42,6 +50,7 @@ from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.core.device import resolve_precision
 from raytrain_gpt.core.loss import IGNORE_INDEX
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.optim import learning_rate
@@ -72,16 +81,17 @@ class Corpus:
     evaluations: int = 20
 
 
-MODEL = {"num_layers": 4, "num_heads": 4, "embd_size": 128, "seq_len": 64}
+HEAD_SIZE = 32
+MODEL = {"num_layers": 4, "seq_len": 64}
 CORPORA = {
-    "shakespeare": Corpus(
+    "bytes": Corpus(
         "bytes",
         MODEL | {"global_batch_tokens": 768, "micro_batch_sequences": 12},
         steps=2000,
         peer_lr=4e-3,
         muon_lr=8e-3,
     ),
-    "stdlib": Corpus(
+    "gpt2": Corpus(
         "gpt2",
         MODEL | {"global_batch_tokens": 512, "micro_batch_sequences": 8, "eval_tokens": 8192},
         steps=400,
@@ -93,13 +103,19 @@ CORPORA = {
 MUON = {"optimizer": "muon"}
 QWEN3 = {**MUON, "architecture": "qwen3"}
 LINEAR = {**QWEN3, "schedule": "wsd", "decay_fraction": 1.0, "min_lr": 0.0, "warmup_steps": 0}
+ZEROS = {**LINEAR, "tied_embeddings": False}
+MOMENTUM = {**ZEROS, "muon_momentum": 0.9}
+EMBEDDING = {**MOMENTUM, "embedding_lr_factor": 3.0}
 ARMS: dict[str, dict[str, Any]] = {
     "peer": {},
     "adamw": {},
     "muon": MUON,
     "qwen3": QWEN3,
     "linear": LINEAR,
-    "zeros": {**LINEAR, "tied_embeddings": False},
+    "zeros": ZEROS,
+    "momentum": MOMENTUM,
+    "embedding": EMBEDDING,
+    "normuon": {**EMBEDDING, "normuon_beta2": 0.95},
 }
 """Arm -> fields that differ from the peer's."""
 LABELS = {
@@ -108,18 +124,26 @@ LABELS = {
     "muon": "Muon instead of AdamW",
     "qwen3": "+ Qwen3 architecture",
     "linear": "+ linear decay to zero",
-    "zeros": "+ zero initialization (modern recipe)",
+    "zeros": "+ zero initialization",
+    "momentum": "+ momentum 0.9",
+    "embedding": "+ embedding's rate ×3",
+    "normuon": "+ NorMuon (modern recipe)",
 }
 """Arm -> its name in the picture."""
 RANDOM = ("qwen3", "linear")
 """Arms whose matrices all start at random values."""
 
+Key = tuple[str, float, int, float]
+"""Arm, peak learning rate, seed and fraction of the arm's steps."""
 Curve = list[list[float]]
 """Step, validation loss and training seconds at every evaluation."""
 
 
 def main() -> None:
-    parser = flags(__doc__, seeds=[1, 2, 3, 4, 5], threads=1, at_once=1, picture="")
+    parser = flags(
+        __doc__, seeds=[1, 2, 3, 4, 5], threads=1, at_once=1, width=128, steps=0, fractions=[1.0],
+        picture="", rows="",
+    )  # fmt: skip
     parser.add_argument("corpus", choices=CORPORA)
     parser.add_argument("source")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
@@ -130,27 +154,33 @@ def main() -> None:
         options = PrepareOptions(val_fraction=0.1)
         prepare([args.source], Path(work, "data"), corpus.tokenizer, options, log=print)
         configs = {
-            (arm, rate, seed): arm_config(args, arm, rate, seed, work)
+            (arm, rate, seed, fraction): arm_config(args, arm, rate, seed, fraction, work)
             for seed in args.seeds
             for arm in args.arms
             for rate in args.rates
             or [corpus.muon_lr if "optimizer" in ARMS[arm] else corpus.peer_lr]
+            for fraction in ([1.0] if arm == "peer" else args.fractions)
         }
         with ThreadPoolExecutor(args.at_once) as threads:
             curves = list(threads.map(run, configs, configs.values()))
     by_arm: dict[str, list[Curve]] = {}
-    for (arm, rate, _), curve in zip(configs, curves, strict=True):
-        by_arm.setdefault(f"{arm} {rate:g}" if args.rates else arm, []).append(curve)
+    for (arm, rate, _, fraction), curve in zip(configs, curves, strict=True):
+        name = arm + f" {rate:g}" * bool(args.rates) + f" x{fraction:g}" * (fraction != 1)
+        by_arm.setdefault(name, []).append(curve)
     batch_tokens = corpus.sizes["global_batch_tokens"]
+    if args.rows:
+        write_rows(args.rows, list(configs), curves)
     if args.picture:
         draw(by_arm, batch_tokens, args.picture)
-    settings = {name: getattr(args, name) for name in ("corpus", "seeds", "threads", "at_once")}
-    report(**settings, **results(by_arm, batch_tokens))
+    settings = {
+        name: getattr(args, name) for name in ("corpus", "width", "seeds", "threads", "at_once")
+    }
+    report(**settings, **results(by_arm, batch_tokens), equal_steps=equal_steps(by_arm))
 
 
-def run(key: tuple[str, float, int], config: Config) -> Curve:
+def run(key: Key, config: Config) -> Curve:
     """Train an arm in a new process and return its curve."""
-    arm, rate, seed = key
+    arm, rate, seed, _ = key
     curve = in_new_process(peer_curve if arm == "peer" else product_curve, config, arm)
     step, loss, seconds = curve[-1]
     text = f"{arm} seed {seed} lr {rate:g}: {loss:.4f} after {step} steps, {seconds:.0f} s"
@@ -158,26 +188,31 @@ def run(key: tuple[str, float, int], config: Config) -> Curve:
     return curve
 
 
-def arm_config(args: argparse.Namespace, arm: str, rate: float, seed: int, work: str) -> Config:
+def arm_config(
+    args: argparse.Namespace, arm: str, rate: float, seed: int, fraction: float, work: str
+) -> Config:
     """Return the configuration of an arm; the peer takes its sizes, rates and data from it."""
     corpus = CORPORA[args.corpus]
-    steps = corpus.steps if arm == "peer" else corpus.steps // 2
+    peer_steps = args.steps or corpus.steps
+    steps = peer_steps if arm == "peer" else round(peer_steps / 2 * fraction)
     fields = {
         **corpus.sizes,
         "peak_lr": rate,
         "min_lr": rate / 10,
-        "warmup_steps": corpus.steps // 20,
+        "warmup_steps": peer_steps // 20,
         "max_steps": steps,
-        "eval_every_steps": steps // corpus.evaluations,
+        "eval_every_steps": max(1, steps // corpus.evaluations),
+        "embd_size": args.width,
+        "num_heads": args.width // HEAD_SIZE,
         "checkpoint_every_steps": steps,
         "num_samples": 0,
         "seed": seed,
-        "precision": "auto",
+        "precision": resolve_precision("auto", torch.device("cpu")),
         "num_workers": 0,
         "cpus_per_worker": args.threads,
         "data_path": f"{work}/data",
         "storage_path": work,
-        "run_name": f"{arm}-{seed}-{rate:g}",
+        "run_name": f"{arm}-{seed}-{rate:g}-{fraction:g}",
         "mlflow_uri": None,
         "tensorboard": False,
     }
@@ -217,6 +252,7 @@ def peer_curve(config: Config, arm: str) -> Curve:
     sizes = (shape.num_layers, shape.num_heads, shape.embd_size, shape.seq_len)
     model = PlainGPT(Sizes(*sizes, shape.padded_vocab_size))
     device, size = torch.device("cpu"), config.batch_sequences
+    bf16 = config.train.precision == "bf16"
     plan = RunPlan.of(config.updated({"use_gpu": False}), 1, size, "none")
     spec = IngestSpec.of(plan, data)
     chunks = rank_chunks(chunks_in_process(spec, num_steps, 0), spec, 0)
@@ -227,7 +263,7 @@ def peer_curve(config: Config, arm: str) -> Curve:
         TrainFeed(chunks, size, device).micro_batches(),
         device,
         lambda step: learning_rate(step, config.optim, num_steps),
-        bf16=True,
+        bf16=bf16,
         fused=True,
     )
     seconds, curve = 0.0, []
@@ -236,17 +272,17 @@ def peer_curve(config: Config, arm: str) -> Curve:
         next(losses)
         seconds += time.perf_counter() - started
         if step % config.eval.eval_every_steps == 0:
-            curve.append([step, mean_loss(model, held_out.micro_batches()[0]), seconds])
+            curve.append([step, mean_loss(model, held_out.micro_batches()[0], bf16), seconds])
     return curve
 
 
 @torch.no_grad()
-def mean_loss(model: PlainGPT, batches: Iterator[Batch]) -> float:
+def mean_loss(model: PlainGPT, batches: Iterator[Batch], bf16: bool) -> float:
     """Return the mean loss over all counted targets."""
     total, num = 0.0, 0
     for inputs, targets in batches:
         counted = int((targets != IGNORE_INDEX).sum())
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             loss = model(inputs, targets.contiguous())
         total, num = total + float(loss) * counted, num + counted
     return total / num
@@ -266,6 +302,7 @@ def results(by_arm: dict[str, list[Curve]], batch_tokens: int) -> dict[str, Any]
         arms[arm] = {
             "steps": curves[0][-1][0],
             "val_loss": spread([curve[-1][1] for curve in curves]),
+            "ms_per_step": spread([curve[-1][2] / curve[-1][0] * 1e3 for curve in curves]),
         }
         if target is None:
             continue
@@ -280,6 +317,44 @@ def results(by_arm: dict[str, list[Curve]], batch_tokens: int) -> dict[str, Any]
             arms[arm]["tokens_to_loss"] = spread([row[0] * batch_tokens for row in reached])
             arms[arm]["seconds_to_loss"] = spread([row[2] for row in reached])
     return {"target": target, "arms": arms}
+
+
+def equal_steps(by_arm: dict[str, list[Curve]]) -> dict[str, Any]:
+    """Return, by arm, the fraction of the first arm's steps in which it ends at the first arm's loss.
+
+    For each seed, the final losses of the arm's fractions are interpolated linearly over the logarithm of
+    steps; beyond them, the two nearest are extended.
+    """
+    (first, reference), *_ = by_arm.items()
+    ends: dict[str, list[list[tuple[float, float]]]] = {}
+    for name, curves in by_arm.items():
+        if name != first and not name.startswith("peer"):
+            arm = ends.setdefault(name.partition(" x")[0], [[] for _ in curves])
+            for of_seed, curve in zip(arm, curves, strict=True):
+                of_seed.append((curve[-1][1], math.log(curve[-1][0] / reference[0][-1][0])))
+    found = {}
+    for arm, by_seed in ends.items():
+        fractions = []
+        for points, curve in zip(by_seed, reference, strict=True):
+            loss = curve[-1][1]
+            near = sorted(points, key=lambda point: abs(point[0] - loss))[:2]
+            if len(near) == 2:
+                (a, x), (b, y) = near
+                fractions.append(math.exp(x + (loss - a) * (y - x) / (b - a)))
+        if fractions:
+            found[arm] = spread(fractions)
+    return found
+
+
+def write_rows(path: str, keys: list[Key], curves: list[Curve]) -> None:
+    """Write all curves as CSV."""
+    with Path(path).open("w", encoding="utf-8", newline="") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(["arm", "peak_lr", "seed", "fraction", "step", "val_loss", "training_s"])
+        for key, curve in zip(keys, curves, strict=True):
+            rows.writerows(
+                [*key, int(step), round(loss, 4), round(s, 1)] for step, loss, s in curve
+            )
 
 
 def spread(values: list[float]) -> dict[str, Any]:

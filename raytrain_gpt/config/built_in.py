@@ -43,6 +43,17 @@ class AdamWSettings(Settings):
     """Decay rate of AdamW's second moment."""
 
 
+class MuonSettings(AdamWSettings):
+    """Settings of Muon."""
+
+    muon_momentum: float = Field(0.95, ge=0, lt=1)
+    """Decay rate of the momentum of the blocks' matrices."""
+    normuon_beta2: float = Field(0.0, ge=0, lt=1)
+    """Decay rate of the mean squares that even out the neurons' updates (NorMuon); 0: off."""
+    embedding_lr_factor: float = Field(1.0, gt=0)
+    """Learning rate of an embedding that is not the head, relative to that of everything else."""
+
+
 class WsdSettings(Settings):
     """Settings of warmup-stable-decay."""
 
@@ -75,7 +86,7 @@ declare(
         Kind("architecture", "gpt2", Settings, "raytrain_gpt.core.gpt2:GPT2"),
         Kind("architecture", "qwen3", Qwen3Settings, "raytrain_gpt.core.qwen3:Qwen3"),
         Kind("optimizer", "adamw", AdamWSettings, "raytrain_gpt.core.optim:AdamW", True),
-        Kind("optimizer", "muon", AdamWSettings, "raytrain_gpt.core.muon:Muon", True),
+        Kind("optimizer", "muon", MuonSettings, "raytrain_gpt.core.muon:Muon", True),
         Kind("schedule", "cosine", Settings, "raytrain_gpt.core.optim:cosine"),
         Kind("schedule", "wsd", WsdSettings, "raytrain_gpt.core.optim:wsd"),
         Kind("schedule", "constant", Settings, "raytrain_gpt.core.optim:constant"),

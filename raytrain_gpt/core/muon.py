@@ -6,9 +6,10 @@ steps have the root mean square of AdamW's, so both share one learning rate.
 - Matrices of one shape are stacked: few large products instead of many small ones.
 - The ranks split each stack. A sharded matrix is gathered on one rank, and its update is scattered.
 - A step with non-finite gradients leaves the state unchanged, without synchronizing with the host.
+- With NorMuon, each neuron's update is divided by the root of its mean square over time.
 
 Sources: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); Liu et al., "Muon is
-Scalable for LLM Training" (2025).
+Scalable for LLM Training" (2025); Li et al., "NorMuon: Making Muon more efficient and scalable" (2025).
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from raytrain_gpt.config.built_in import AdamWSettings
+from raytrain_gpt.config.built_in import MuonSettings
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.model import GPT
-from raytrain_gpt.core.optim import AdamW, MatrixCounts
+from raytrain_gpt.core.optim import AdamW, MatrixCounts, numbers_of_groups
 from raytrain_gpt.core.parallel import local_tensor
 
-_MOMENTUM = 0.95
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _NEWTON_SCHULZ_ITERATIONS = 5
 _ADAMW_RMS = 0.2
@@ -35,6 +36,8 @@ _ADAMW_RMS = 0.2
 STACK_ELEMENTS = 2**26
 """Maximum elements per stack over all ranks, unless one matrix per rank is larger."""
 _EPS = 1e-7
+_MIN_MEAN_SQUARE = 1e-6
+"""Lower limit of a neuron's mean square, relative to that of an orthogonal matrix."""
 
 
 class Muon(AdamW):
@@ -53,8 +56,10 @@ class Muon(AdamW):
     ) -> None:
         trained = [(name, p) for name, p in model.h.named_parameters() if p.requires_grad]
         matrices = {name: p for name, p in trained if p.dim() == 2}
+        settings = config.settings(MuonSettings)
         super().__init__(model, config, others={*matrices.values()})
-        self._weight_decay = config.settings(AdamWSettings).weight_decay
+        self._settings = settings
+        self._add_embedding_group(model)
         self._dtype = torch.bfloat16 if matmul_dtype == torch.bfloat16 else torch.float32
         self._group = group
         self._stacks: dict[tuple[torch.Size, int], list[nn.Parameter]] = {}
@@ -62,6 +67,21 @@ class Muon(AdamW):
             num_maps = model.fused_projections.get(name.partition(".")[2], 1)
             self._stacks.setdefault((matrix.shape, num_maps), []).append(matrix)
             self.state[matrix] = {"momentum_buffer": torch.zeros_like(matrix)}
+            if settings.normuon_beta2:
+                neurons = len(matrix) if _rows_are_neurons(matrix, num_maps) else matrix.shape[1]
+                self.state[matrix]["mean_square"] = torch.ones(neurons, device=matrix.device)
+
+    def _add_embedding_group(self, model: GPT) -> None:
+        """Give an embedding with a learning rate of its own its own group, the last one."""
+        embedding, factor = model.wte.weight, self._settings.embedding_lr_factor
+        self._embedding_lr_factor = 1.0
+        if factor == 1 or embedding is model.head_weight or not embedding.requires_grad:
+            return
+        self._embedding_lr_factor = factor
+        decaying = self.param_groups[0]
+        decaying["params"] = [p for p in decaying["params"] if p is not embedding]
+        self.add_param_group({**decaying, "params": [embedding]})
+        self.group_numbers = numbers_of_groups(self.param_groups)
 
     @staticmethod
     def state_bytes(num_parameters: int, matrices: MatrixCounts) -> int:
@@ -104,6 +124,7 @@ class Muon(AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update all parameters; reads `grad_scale` and `found_inf` like a fused AdamW."""
+        self.param_groups[-1]["lr"] *= self._embedding_lr_factor
         loss = super().step(closure)
         num_ranks = 1 if self._group is None else self._group.size()
         for (shape, num_maps), stack in self._stacks.items():
@@ -120,14 +141,40 @@ class Muon(AdamW):
         stack = torch.stack([local_tensor(gradient) for gradient in gradients])
         # Replaced by the momentum, which then does not change: NaN times 0 would be NaN.
         stack = torch.where(bad, torch.stack(momenta), stack.div_(divisor))
-        torch._foreach_lerp_(momenta, stack.unbind(), 1 - _MOMENTUM)
-        torch._foreach_lerp_(stack.unbind(), momenta, _MOMENTUM)  # Nesterov's
+        momentum = self._settings.muon_momentum
+        torch._foreach_lerp_(momenta, stack.unbind(), 1 - momentum)
+        torch._foreach_lerp_(stack.unbind(), momenta, momentum)  # Nesterov's
         rows, columns = matrices[0].shape
         rms = _ADAMW_RMS * math.sqrt(max(rows // num_maps, columns))
         updates = self._orthogonalized(stack.to(self._dtype), matrices[0], num_maps)
+        if self._settings.normuon_beta2:
+            updates = self._evened(updates, matrices, num_maps)
         weights = [local_tensor(matrix) for matrix in matrices]
-        torch._foreach_mul_(weights, 1 - lr * self._weight_decay)
+        torch._foreach_mul_(weights, 1 - lr * self._settings.weight_decay)
         torch._foreach_add_(weights, (updates.to(weights[0].dtype) * (-lr * rms)).unbind())
+
+    def _evened(self, updates: Tensor, matrices: list[nn.Parameter], num_maps: int) -> Tensor:
+        """Divide a stack of updates, or its shard, by the roots of the neurons' mean squares over time."""
+        like = matrices[0]
+        rows, columns = like.shape
+        by_row = _rows_are_neurons(like, num_maps)
+        squares = updates.float().square().sum(2 if by_row else 1)
+        first_row = 0
+        if self._group is not None and like is not local_tensor(like):
+            first_row = sum(_shares(rows, self._group.size())[: self._group.rank()])
+            if by_row:
+                squares = F.pad(squares, (first_row, rows - first_row - squares.shape[1]))
+            dist.all_reduce(squares, group=self._group)
+        # The mean square in an orthogonal matrix is 1 / max(rows, columns).
+        mean_squares = squares * (max(rows // num_maps, columns) / (columns if by_row else rows))
+        states = [self.state[matrix]["mean_square"] for matrix in matrices]
+        weight = (1 - self._settings.normuon_beta2) * (~self.found_inf.bool()).float()
+        averages = torch.lerp(torch.stack(states), mean_squares, weight)
+        torch._foreach_copy_(states, averages.unbind())
+        scales = averages.clamp(min=_MIN_MEAN_SQUARE).rsqrt()
+        if by_row:
+            return updates * scales[:, first_row : first_row + updates.shape[1], None]
+        return updates * scales[:, None, :]
 
     def _orthogonalized(self, stack: Tensor, like: nn.Parameter, num_maps: int) -> Tensor:
         """Set the singular values of a stack of updates to about 1; shards in, shards out."""
@@ -167,6 +214,11 @@ class Muon(AdamW):
         return [
             c.view(shape) for c, shape in zip(torch.split(received, sizes), shapes, strict=True)
         ]
+
+
+def _rows_are_neurons(matrix: nn.Parameter, num_maps: int) -> bool:
+    """Whether NorMuon evens out a matrix's rows; otherwise its columns, which are then more than the rows."""
+    return num_maps > 1 or matrix.shape[0] >= matrix.shape[1]
 
 
 def _shares(number: int, num_ranks: int) -> list[int]:

@@ -32,6 +32,7 @@ ODD = replace(
 )
 """Shape in which neither the matrices of one shape nor their rows divide evenly over the ranks."""
 ADAMW, MUON = OptimSection(), OptimSection(optimizer="muon")
+NORMUON = MUON.model_copy(update={"normuon_beta2": 0.9, "embedding_lr_factor": 3.0})
 STEPS = 6
 BAD_STEP = 3
 """Step in which the last rank's loss is NaN."""
@@ -57,8 +58,9 @@ CASES = {
     "qwen3, bf16, selective": Case("bf16", "selective", document_end=50, shape=QWEN3),
     "muon": Case(optim=MUON),
     "muon, odd": Case(shape=ODD, optim=MUON),
+    "normuon, odd": Case(shape=ODD, optim=NORMUON),
 }
-MUON_CASES = [name for name, case in CASES.items() if case.optim is MUON]
+MUON_CASES = [name for name, case in CASES.items() if case.optim is not ADAMW]
 
 
 class Trained:

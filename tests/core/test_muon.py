@@ -21,6 +21,12 @@ from tests.core.conftest import QWEN3, TINY
 from tests.core.test_optim import all_equal, put_gradients
 
 MUON = OptimSection(optimizer="muon", weight_decay=0.2, beta1=0.8, beta2=0.9, grad_clip=0.7)
+RECIPE = {"muon_momentum": 0.8, "normuon_beta2": 0.9, "embedding_lr_factor": 3.0}
+CONFIGS = {
+    "adamw": MUON.model_copy(update={"optimizer": "adamw"}),
+    "muon": MUON,
+    "normuon": MUON.model_copy(update=RECIPE),
+}
 SHAPES = {"gpt2": replace(TINY, num_layers=3), "qwen3": replace(QWEN3, num_layers=3)}
 """Shapes with square, tall and wide matrices."""
 CPU = torch.device("cpu")
@@ -39,7 +45,7 @@ def make(request: pytest.FixtureRequest) -> Callable[[], GPT]:
 
 
 def optimizer_of(model: GPT, dtype: torch.dtype = torch.float32, kind: str = "muon") -> AdamW:
-    return build_optimizer(model, MUON.model_copy(update={"optimizer": kind}), dtype)
+    return build_optimizer(model, CONFIGS[kind], dtype)
 
 
 def matrices(model: GPT) -> list[torch.nn.Parameter]:
@@ -139,6 +145,7 @@ def test_all_but_the_blocks_matrices_get_exactly_adamws_steps(make: Callable[[],
         ("muon", math.nan, "h.0.attn", 0),
         ("muon", math.inf, "h.1.mlp", 2),
         ("muon", -math.inf, "wte.weight", 2),
+        ("normuon", math.nan, "h.1.mlp", 2),
     ],
 )
 def test_a_broken_gradient_changes_nothing(
@@ -166,13 +173,51 @@ def test_a_broken_gradient_changes_nothing(
 
 def test_a_loss_scale_changes_no_bit(make: Callable[[], GPT]) -> None:
     plain, scaled = make(), make()
-    optimizers = optimizer_of(plain), optimizer_of(scaled)
+    optimizers = optimizer_of(plain, kind="normuon"), optimizer_of(scaled, kind="normuon")
     for step in range(3):
         take_step(plain, optimizers[0], step)
         put_gradients(scaled, step, 1024.0)
         scale = LossScale(CPU, 1024.0)
         update(optimizers[1], list(scaled.parameters()), 0.01, MUON.grad_clip, scale)
     assert all_equal(state_of(plain, optimizers[0]), state_of(scaled, optimizers[1]))
+
+
+def test_normuon_evens_out_neurons_over_time(make: Callable[[], GPT]) -> None:
+    """Each matrix by itself; the columns of a wide one are its neurons, and fused maps have only rows."""
+    ours, theirs = make(), make()
+    settings = {"muon_momentum": 0.8, "weight_decay": 0.0, "normuon_beta2": 0.9}
+    optimizer = build_optimizer(ours, MUON.model_copy(update=settings))
+    plain = build_optimizer(theirs, MUON.model_copy(update=settings | {"normuon_beta2": 0.0}))
+    averages: dict[str, Tensor] = {}
+    for step in range(3):
+        before = {name: p.detach().clone() for name, p in ours.h.named_parameters()}
+        theirs.load_state_dict(ours.state_dict())
+        for model, one in ((ours, optimizer), (theirs, plain)):
+            take_step(model, one, step)
+        for (name, p), q in zip(ours.h.named_parameters(), theirs.h.parameters(), strict=True):
+            if p.dim() < 2:
+                continue
+            update = (before[name] - q).double() / 0.01  # root mean square about 0.2
+            num_maps = ours.fused_projections.get(name.partition(".")[2], 1)
+            dim = 1 if num_maps > 1 or len(p) >= p.shape[1] else 0
+            squares = (update / 0.2).square().mean(dim, keepdim=True)
+            average = averages.get(name, torch.ones_like(squares))
+            averages[name] = 0.9 * average + 0.1 * squares
+            expected = before[name] - 0.01 * update / averages[name].sqrt()
+            torch.testing.assert_close(p.detach().double(), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_only_an_embedding_that_is_not_the_head_has_its_own_rate(make: Callable[[], GPT]) -> None:
+    ours, theirs = make(), make()
+    for model, config in ((ours, CONFIGS["normuon"]), (theirs, CONFIGS["adamw"])):
+        factor = 3 if model is theirs and ours.head_weight is not ours.wte.weight else 1
+        optimizer = build_optimizer(model, config)
+        for step in range(2):
+            put_gradients(model, step, 1.0)
+            update(optimizer, list(model.parameters()), 0.01 * factor, MUON.grad_clip)
+    assert torch.equal(ours.wte.weight, theirs.wte.weight)
+    others = list(ours.ln_f.parameters())
+    assert all_equal(others, [*theirs.ln_f.parameters()]) == (ours.head_weight is ours.wte.weight)
 
 
 def test_without_a_gradient_weights_only_decay(make: Callable[[], GPT]) -> None:
@@ -192,7 +237,7 @@ def test_how_many_matrices_are_stacked_changes_no_bit(
     for limit in (muon.STACK_ELEMENTS, 2 * 96 * 32, 1):
         monkeypatch.setattr(muon, "STACK_ELEMENTS", limit)
         model = make()
-        optimizer = optimizer_of(model, dtype)
+        optimizer = optimizer_of(model, dtype, "normuon")
         for step in range(3):
             take_step(model, optimizer, step)
         states.append(state_of(model, optimizer))

@@ -103,12 +103,22 @@ def test_rates_of_groups_keep_their_ratio(model: GPT) -> None:
 
 @pytest.mark.parametrize(
     ("name", "num_parts"),
-    [("adamw", 1), ("muon", 3), ("lion", 1), ("varied", 3), ("renewed", 1), ("rate_in_tensor", 3)],
+    [
+        ("adamw", 1),
+        ("muon", 3),
+        ("normuon", 2),
+        ("lion", 1),
+        ("varied", 3),
+        ("renewed", 1),
+        ("rate_in_tensor", 3),
+    ],
 )
 def test_every_state_resumes_with_the_same_bits(
     name: str, num_parts: int, new_model: NewModel, tmp_path: Path
 ) -> None:
     config = OptimSection(optimizer=name)
+    if name == "normuon":
+        config = OptimSection(optimizer="muon", normuon_beta2=0.9)
     straight, cut, resumed = new_model(), new_model(), new_model()
     unbroken = build_optimizer(straight, config)
     take_steps(straight, unbroken, range(6))
