@@ -70,7 +70,6 @@ class Corpus:
     Attributes:
         sizes: Configuration fields shared by all arms.
         steps: Steps of the peer.
-        evaluations: Number of evaluations per arm.
     """
 
     tokenizer: str
@@ -78,7 +77,6 @@ class Corpus:
     steps: int
     peer_lr: float
     muon_lr: float
-    evaluations: int = 20
 
 
 HEAD_SIZE = 32
@@ -86,7 +84,7 @@ MODEL = {"num_layers": 4, "seq_len": 64}
 CORPORA = {
     "bytes": Corpus(
         "bytes",
-        MODEL | {"global_batch_tokens": 768, "micro_batch_sequences": 12},
+        MODEL | {"global_batch_tokens": 768, "micro_batch_sequences": 12, "eval_tokens": 131_072},
         steps=2000,
         peer_lr=4e-3,
         muon_lr=8e-3,
@@ -97,7 +95,6 @@ CORPORA = {
         steps=400,
         peer_lr=2e-3,
         muon_lr=8e-3,
-        evaluations=10,
     ),
 }
 MUON = {"optimizer": "muon"}
@@ -141,8 +138,8 @@ Curve = list[list[float]]
 
 def main() -> None:
     parser = flags(
-        __doc__, seeds=[1, 2, 3, 4, 5], threads=1, at_once=1, width=128, steps=0, fractions=[1.0],
-        picture="", rows="",
+        __doc__, seeds=[1, 2, 3, 4, 5], threads=1, at_once=1, width=128, steps=0, evaluations=20,
+        fractions=[1.0], picture="", rows="",
     )  # fmt: skip
     parser.add_argument("corpus", choices=CORPORA)
     parser.add_argument("source")
@@ -201,7 +198,7 @@ def arm_config(
         "min_lr": rate / 10,
         "warmup_steps": peer_steps // 20,
         "max_steps": steps,
-        "eval_every_steps": max(1, steps // corpus.evaluations),
+        "eval_every_steps": max(1, steps // args.evaluations),
         "embd_size": args.width,
         "num_heads": args.width // HEAD_SIZE,
         "checkpoint_every_steps": steps,
