@@ -15,16 +15,15 @@ mode, takes half the peer's steps, and adds one change to the arm above:
 
 All evaluate on the same tokens; evaluations do not count as time. Each arm is a separate process.
 
-    python benchmarks/time_to_loss.py bytes tinyshakespeare.txt [--seeds 1 2 3 4 5] [--at_once 2] …
-    python benchmarks/time_to_loss.py gpt2 stdlib                      # the standard library, tokenizer gpt2
-    python benchmarks/time_to_loss.py bytes tinyshakespeare.txt --rates 1e-3 2e-3 4e-3 8e-3
-    python benchmarks/time_to_loss.py bytes tinyshakespeare.txt --arms zeros normuon --fractions 0.7 0.85 1
+    python benchmarks/time_to_loss.py tinyshakespeare.txt [--seeds 1 2 3 4 5] [--at_once 2] …
+    python benchmarks/time_to_loss.py stdlib --rates 1e-3 2e-3 4e-3 8e-3       # Python's standard library
+    python benchmarks/time_to_loss.py tinyshakespeare.txt --arms zeros normuon --fractions 0.7 0.85 1
 
-The source is anything that `raytrain-gpt prepare` takes. `--fractions` trains every arm but the peer also for
-other numbers of steps, with the schedule that belongs to them; the results then have the steps in which an
-arm ends at the final loss of the first arm, interpolated between the logarithms of steps. Seconds are valid
-only with `--at_once 1` and nothing else running; `--threads` applies to every process. `--picture FILE` draws
-the curves, and `--rows FILE` writes them as CSV.
+The sources are anything that `raytrain-gpt prepare` takes, and become bytes. `--fractions` trains every arm
+but the peer also for other numbers of steps, with the schedule that belongs to them; the results then have
+the steps in which an arm ends at the final loss of the first arm, interpolated between the logarithms of
+steps. Seconds are valid only with `--at_once 1` and nothing else running; `--threads` applies to every
+process. `--picture FILE` draws the curves, and `--rows FILE` writes them as CSV.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,41 +60,12 @@ from raytrain_gpt.ingest.ray_dataset import IngestSpec, chunks_in_process, rank_
 from raytrain_gpt.tracking.run_files import read_rows
 from raytrain_gpt.train.launch import train
 
-
-@dataclass(frozen=True)
-class Corpus:
-    """Training sizes for a corpus, and the best of the learning rates tried.
-
-    Attributes:
-        sizes: Configuration fields shared by all arms.
-        steps: Steps of the peer.
-    """
-
-    tokenizer: str
-    sizes: dict[str, Any]
-    steps: int
-    peer_lr: float
-    muon_lr: float
-
-
 HEAD_SIZE = 32
-MODEL = {"num_layers": 4, "seq_len": 64}
-CORPORA = {
-    "bytes": Corpus(
-        "bytes",
-        MODEL | {"global_batch_tokens": 768, "micro_batch_sequences": 12, "eval_tokens": 131_072},
-        steps=2000,
-        peer_lr=4e-3,
-        muon_lr=8e-3,
-    ),
-    "gpt2": Corpus(
-        "gpt2",
-        MODEL | {"global_batch_tokens": 512, "micro_batch_sequences": 8, "eval_tokens": 8192},
-        steps=400,
-        peer_lr=2e-3,
-        muon_lr=8e-3,
-    ),
-}
+SIZES = {
+    "num_layers": 4, "seq_len": 64, "global_batch_tokens": 768, "micro_batch_sequences": 12,
+    "eval_tokens": 131_072,
+}  # fmt: skip
+PEER_LR, MUON_LR = 4e-3, 8e-3
 MUON = {"optimizer": "muon"}
 QWEN3 = {**MUON, "architecture": "qwen3"}
 LINEAR = {**QWEN3, "schedule": "wsd", "decay_fraction": 1.0, "min_lr": 0.0, "warmup_steps": 0}
@@ -138,24 +107,21 @@ Curve = list[list[float]]
 
 def main() -> None:
     parser = flags(
-        __doc__, seeds=[1, 2, 3, 4, 5], threads=1, at_once=1, width=128, steps=0, evaluations=20,
+        __doc__, seeds=[1, 2, 3, 4, 5], threads=1, at_once=1, width=128, steps=2000, evaluations=20,
         fractions=[1.0], picture="", rows="",
     )  # fmt: skip
-    parser.add_argument("corpus", choices=CORPORA)
-    parser.add_argument("source")
+    parser.add_argument("sources", nargs="+")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--rates", nargs="+", type=float)
     args = parser.parse_args()
-    corpus = CORPORA[args.corpus]
     with tempfile.TemporaryDirectory() as work:
         options = PrepareOptions(val_fraction=0.1)
-        prepare([args.source], Path(work, "data"), corpus.tokenizer, options, log=print)
+        prepare(args.sources, Path(work, "data"), "bytes", options, log=print)
         configs = {
             (arm, rate, seed, fraction): arm_config(args, arm, rate, seed, fraction, work)
             for seed in args.seeds
             for arm in args.arms
-            for rate in args.rates
-            or [corpus.muon_lr if "optimizer" in ARMS[arm] else corpus.peer_lr]
+            for rate in args.rates or [MUON_LR if "optimizer" in ARMS[arm] else PEER_LR]
             for fraction in ([1.0] if arm == "peer" else args.fractions)
         }
         with ThreadPoolExecutor(args.at_once) as threads:
@@ -164,13 +130,13 @@ def main() -> None:
     for (arm, rate, _, fraction), curve in zip(configs, curves, strict=True):
         name = arm + f" {rate:g}" * bool(args.rates) + f" x{fraction:g}" * (fraction != 1)
         by_arm.setdefault(name, []).append(curve)
-    batch_tokens = corpus.sizes["global_batch_tokens"]
+    batch_tokens = SIZES["global_batch_tokens"]
     if args.rows:
         write_rows(args.rows, list(configs), curves)
     if args.picture:
         draw(by_arm, batch_tokens, args.picture)
     settings = {
-        name: getattr(args, name) for name in ("corpus", "width", "seeds", "threads", "at_once")
+        name: getattr(args, name) for name in ("sources", "width", "seeds", "threads", "at_once")
     }
     report(**settings, **results(by_arm, batch_tokens), equal_steps=equal_steps(by_arm))
 
@@ -189,14 +155,12 @@ def arm_config(
     args: argparse.Namespace, arm: str, rate: float, seed: int, fraction: float, work: str
 ) -> Config:
     """Return the configuration of an arm; the peer takes its sizes, rates and data from it."""
-    corpus = CORPORA[args.corpus]
-    peer_steps = args.steps or corpus.steps
-    steps = peer_steps if arm == "peer" else round(peer_steps / 2 * fraction)
+    steps = args.steps if arm == "peer" else round(args.steps / 2 * fraction)
     fields = {
-        **corpus.sizes,
+        **SIZES,
         "peak_lr": rate,
         "min_lr": rate / 10,
-        "warmup_steps": peer_steps // 20,
+        "warmup_steps": args.steps // 20,
         "max_steps": steps,
         "eval_every_steps": max(1, steps // args.evaluations),
         "embd_size": args.width,
