@@ -21,9 +21,9 @@ All evaluate on the same tokens; evaluations do not count as time. Each arm is a
 
 The sources are anything that `raytrain-gpt prepare` takes, and become bytes. `--fractions` trains every arm
 but the peer also for other numbers of steps, with the schedule that belongs to them; the results then have
-the steps in which an arm ends at the final loss of the first arm, interpolated between the logarithms of
-steps. Seconds are valid only with `--at_once 1` and nothing else running; `--threads` applies to every
-process. `--picture FILE` draws the curves, and `--rows FILE` writes them as CSV.
+the steps in which an arm ends at the final loss of the first arm, by a line through its final losses over
+the logarithm of steps. Seconds are valid only with `--at_once 1` and nothing else running; `--threads`
+applies to every process. `--picture FILE` draws the curves, and `--rows FILE` writes them as CSV.
 """
 
 from __future__ import annotations
@@ -283,25 +283,25 @@ def results(by_arm: dict[str, list[Curve]], batch_tokens: int) -> dict[str, Any]
 def equal_steps(by_arm: dict[str, list[Curve]]) -> dict[str, Any]:
     """Return, by arm, the fraction of the first arm's steps in which it ends at the first arm's loss.
 
-    For each seed, the final losses of the arm's fractions are interpolated linearly over the logarithm of
-    steps; beyond them, the two nearest are extended.
+    For each seed, a line is fitted to the logarithm of steps over the final losses of the arm's fractions.
     """
-    (first, reference), *_ = by_arm.items()
-    ends: dict[str, list[list[tuple[float, float]]]] = {}
+    first = next(iter(by_arm)).partition(" x")[0]
+    if first not in by_arm:
+        return {}
+    ends: dict[str, list[list[list[float]]]] = {}
     for name, curves in by_arm.items():
-        if name != first and not name.startswith("peer"):
-            arm = ends.setdefault(name.partition(" x")[0], [[] for _ in curves])
-            for of_seed, curve in zip(arm, curves, strict=True):
-                of_seed.append((curve[-1][1], math.log(curve[-1][0] / reference[0][-1][0])))
+        arm = ends.setdefault(name.partition(" x")[0], [[] for _ in curves])
+        for of_seed, curve in zip(arm, curves, strict=True):
+            of_seed.append(curve[-1])
     found = {}
     for arm, by_seed in ends.items():
         fractions = []
-        for points, curve in zip(by_seed, reference, strict=True):
-            loss = curve[-1][1]
-            near = sorted(points, key=lambda point: abs(point[0] - loss))[:2]
-            if len(near) == 2:
-                (a, x), (b, y) = near
-                fractions.append(math.exp(x + (loss - a) * (y - x) / (b - a)))
+        for rows, reference in zip(by_seed, by_arm[first], strict=True):
+            steps, loss, _ = reference[-1]
+            if len(rows) > 1:
+                logs = [math.log(row[0] / steps) for row in rows]
+                line = statistics.linear_regression([row[1] for row in rows], logs)
+                fractions.append(math.exp(line.slope * loss + line.intercept))
         if fractions:
             found[arm] = spread(fractions)
     return found
