@@ -72,7 +72,7 @@ class Muon(AdamW):
                 self.state[matrix]["mean_square"] = torch.ones(neurons, device=matrix.device)
 
     def _add_embedding_group(self, model: GPT) -> None:
-        """Give an embedding with a learning rate of its own its own group, the last one."""
+        """Move an embedding with its own learning rate into a separate group, the last one."""
         embedding, factor = model.wte.weight, self._settings.embedding_lr_factor
         self._embedding_lr_factor = 1.0
         if factor == 1 or embedding is model.head_weight or not embedding.requires_grad:
