@@ -26,7 +26,7 @@ End = Literal["finished", "failed", "interrupted"]
 _RETRY_S = 10.0
 BUFFER_S = 30.0
 """Time that a tracker may keep rows in memory only; wandb writes its file every 15 s."""
-_FINISH_S = 60.0
+_FINISH_S = 180.0  # beside other load, Ray's workers (nice 15) take minutes to import MLflow
 _ROWS_AT_ONCE = 64
 
 
@@ -143,10 +143,10 @@ class TrackerQueue:
             self._changed.notify()
 
     def close(self, end: End, patient: bool = False) -> None:
-        """Send the rest and have the tracker finish, within a minute, or else log how many rows it lacks.
+        """Send the rest and have the tracker finish, within three minutes, or log how many rows it lacks.
 
         Args:
-            patient: Wait more minutes as long as it accepts rows.
+            patient: Wait longer as long as it accepts rows.
         """
         with self._changed:
             self._end = end
