@@ -11,19 +11,20 @@ mode, takes half the peer's steps, and adds one change to the arm above:
 - `zeros`: a separate head; it and the output matrices of each block start at zero;
 - `momentum`: Muon's momentum is 0.9 instead of 0.95;
 - `embedding`: the embedding learns three times as fast;
-- `normuon`: NorMuon: the modern recipe.
+- `normuon`: NorMuon;
+- `heads`: queries, keys and values are orthogonalized head by head: the modern recipe.
 
 All evaluate on the same tokens; evaluations do not count as time. Each arm is a separate process.
 
     python benchmarks/time_to_loss.py tinyshakespeare.txt [--seeds 1 2 3 4 5] [--at_once 2] …
     python benchmarks/time_to_loss.py stdlib --rates 1e-3 2e-3 4e-3 8e-3       # Python's standard library
-    python benchmarks/time_to_loss.py tinyshakespeare.txt --arms zeros normuon --fractions 0.7 0.85 1
+    python benchmarks/time_to_loss.py tinyshakespeare.txt --arms zeros heads --fractions 0.7 0.85 1
 
-The sources are anything that `raytrain-gpt prepare` takes, and become bytes. `--fractions` trains every arm
-but the peer also for other numbers of steps, with the schedule that belongs to them; the results then have
-the steps in which an arm ends at the final loss of the first arm, by a line through its final losses over
-the logarithm of steps. Seconds are valid only with `--at_once 1` and nothing else running; `--threads`
-applies to every process. `--picture FILE` draws the curves, and `--rows FILE` writes them as CSV.
+The sources are anything that `raytrain-gpt prepare` takes, and become bytes. `--fractions` trains the last
+arm for several numbers of steps, with the schedule that belongs to them. The slope of its final losses over
+the logarithm of steps then tells in how many steps each arm ends at the final loss of the first arm. Seconds
+are valid only with `--at_once 1` and nothing else running; `--threads` applies to every process. `--picture
+FILE` draws the curves, and `--rows FILE` writes them as CSV.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ LINEAR = {**QWEN3, "schedule": "wsd", "decay_fraction": 1.0, "min_lr": 0.0, "war
 ZEROS = {**LINEAR, "tied_embeddings": False}
 MOMENTUM = {**ZEROS, "muon_momentum": 0.9}
 EMBEDDING = {**MOMENTUM, "embedding_lr_factor": 3.0}
+NORMUON = {**EMBEDDING, "normuon_beta2": 0.95}
 ARMS: dict[str, dict[str, Any]] = {
     "peer": {},
     "adamw": {},
@@ -81,7 +83,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "zeros": ZEROS,
     "momentum": MOMENTUM,
     "embedding": EMBEDDING,
-    "normuon": {**EMBEDDING, "normuon_beta2": 0.95},
+    "normuon": NORMUON,
+    "heads": {**NORMUON, "muon_head_group": 1},
 }
 """Arm -> fields that differ from the peer's."""
 LABELS = {
@@ -93,7 +96,8 @@ LABELS = {
     "zeros": "+ zero initialization",
     "momentum": "+ momentum 0.9",
     "embedding": "+ embedding's rate ×3",
-    "normuon": "+ NorMuon (modern recipe)",
+    "normuon": "+ NorMuon",
+    "heads": "+ each head by itself (modern recipe)",
 }
 """Arm -> its name in the picture."""
 RANDOM = ("qwen3", "linear")
@@ -122,7 +126,7 @@ def main() -> None:
             for seed in args.seeds
             for arm in args.arms
             for rate in args.rates or [MUON_LR if "optimizer" in ARMS[arm] else PEER_LR]
-            for fraction in ([1.0] if arm == "peer" else args.fractions)
+            for fraction in (args.fractions if arm == args.arms[-1] else [1.0])
         }
         with ThreadPoolExecutor(args.at_once) as threads:
             curves = list(threads.map(run, configs, configs.values()))
@@ -281,30 +285,25 @@ def results(by_arm: dict[str, list[Curve]], batch_tokens: int) -> dict[str, Any]
 
 
 def equal_steps(by_arm: dict[str, list[Curve]]) -> dict[str, Any]:
-    """Return, by arm, the fraction of the first arm's steps in which it ends at the first arm's loss.
+    """Return, by arm and seed, the fraction of the first arm's steps in which it ends at that arm's loss.
 
-    For each seed, a line is fitted to the logarithm of steps over the final losses of the arm's fractions.
+    The slope of loss over log steps is that of the mean final losses of the arm with several fractions.
     """
-    first = next(iter(by_arm)).partition(" x")[0]
-    if first not in by_arm:
+    first, *_, last = by_arm
+    of_last = {name: c for name, c in by_arm.items() if name.split(" x")[0] == last.split(" x")[0]}
+    if len(of_last) == 1:
         return {}
-    ends: dict[str, list[list[list[float]]]] = {}
-    for name, curves in by_arm.items():
-        arm = ends.setdefault(name.partition(" x")[0], [[] for _ in curves])
-        for of_seed, curve in zip(arm, curves, strict=True):
-            of_seed.append(curve[-1])
-    found = {}
-    for arm, by_seed in ends.items():
-        fractions = []
-        for rows, reference in zip(by_seed, by_arm[first], strict=True):
-            steps, loss, _ = reference[-1]
-            if len(rows) > 1:
-                logs = [math.log(row[0] / steps) for row in rows]
-                line = statistics.linear_regression([row[1] for row in rows], logs)
-                fractions.append(math.exp(line.slope * loss + line.intercept))
-        if fractions:
-            found[arm] = spread(fractions)
-    return found
+    line = statistics.linear_regression(
+        [statistics.fmean(curve[-1][1] for curve in curves) for curves in of_last.values()],
+        [math.log(curves[0][-1][0]) for curves in of_last.values()],
+    )
+    return {
+        name: spread([
+            curve[-1][0] / reference[-1][0] * math.exp(line.slope * (reference[-1][1] - curve[-1][1]))
+            for curve, reference in zip(curves, by_arm[first], strict=True)
+        ])
+        for name, curves in by_arm.items()
+    }  # fmt: skip
 
 
 def write_rows(path: str, keys: list[Key], curves: list[Curve]) -> None:

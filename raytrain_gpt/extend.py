@@ -55,6 +55,7 @@ def architecture(name: str, settings: type[Settings] = Settings) -> Callable[[T]
         head_weight: Property, the weight (V, D) of the head if it is not `wte.weight`.
         resolved(shape): Class method, the shape with placeholder settings, such as None, replaced.
         fused_projections: Name of a weight in a block -> projections fused in its rows, for Muon.
+        head_projections: Names of the weights in a block whose rows are attention heads, for Muon.
 
     For `export`, constants and static methods:
         config_of(shape): Content of transformers' `config.json`, without `bos_token_id` and the like.

@@ -71,6 +71,7 @@ class GPT2(GPT):
     """The language model; for the arguments see `GPT`."""
 
     fused_projections: ClassVar = {"attn.c_attn.weight": 3}
+    head_projections: ClassVar = ("attn.c_attn.weight",)
 
     def make_layers(self, shape: GPTShape) -> None:
         self.wte = nn.Embedding(shape.padded_vocab_size, shape.embd_size)

@@ -6,7 +6,7 @@ Shapes: B sequences, T tokens, D channels, H heads, V padded vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -153,6 +153,8 @@ class GPT(nn.Module, ABC):
     """Whether the residual stream is in bf16 under bf16 autocast."""
     fused_projections: ClassVar[Mapping[str, int]] = {}
     """Name of a weight in a block -> number of projections fused in its rows, for Muon."""
+    head_projections: ClassVar[Collection[str]] = ()
+    """Names of the weights in a block whose rows are attention heads, for Muon."""
 
     def __init__(
         self,

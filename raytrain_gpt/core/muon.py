@@ -9,7 +9,8 @@ steps have the root mean square of AdamW's, so both share one learning rate.
 - With NorMuon, each neuron's update is divided by the root of its mean square over time.
 
 Sources: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); Liu et al., "Muon is
-Scalable for LLM Training" (2025); Li et al., "NorMuon: Making Muon more efficient and scalable" (2025).
+Scalable for LLM Training" (2025); Li et al., "NorMuon: Making Muon more efficient and scalable" (2025); Zhang
+et al., "When and Why Grouping Attention Heads Accelerates Muon Optimization" (2026).
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ _MIN_MEAN_SQUARE = 1e-6
 class Muon(AdamW):
     """Optimizer of all parameters: Muon for the matrices of the blocks, AdamW for the others.
 
-    Fused projections are orthogonalized as separate matrices. The iterations multiply in bf16 if the model
-    does, else in fp32. For the arguments see `AdamW`.
+    Fused projections are orthogonalized as separate matrices, and so are groups of `muon_head_group` heads.
+    The iterations multiply in bf16 if the model does, else in fp32. For the arguments see `AdamW`.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Muon(AdamW):
         self._group = group
         self._stacks: dict[tuple[torch.Size, int], list[nn.Parameter]] = {}
         for name, matrix in matrices.items():
-            num_maps = model.fused_projections.get(name.partition(".")[2], 1)
+            num_maps = _num_maps(model, name.partition(".")[2], matrix, settings.muon_head_group)
             self._stacks.setdefault((matrix.shape, num_maps), []).append(matrix)
             self.state[matrix] = {"momentum_buffer": torch.zeros_like(matrix)}
             if settings.normuon_beta2:
@@ -214,6 +215,15 @@ class Muon(AdamW):
         return [
             c.view(shape) for c, shape in zip(torch.split(received, sizes), shapes, strict=True)
         ]
+
+
+def _num_maps(model: GPT, name: str, matrix: nn.Parameter, head_group: int) -> int:
+    """Return into how many matrices the rows of a block's weight are split to orthogonalize them."""
+    fused = model.fused_projections.get(name, 1)
+    if not head_group or name not in model.head_projections:
+        return fused
+    heads = len(matrix) // fused // model.shape.head_size
+    return fused * heads // math.gcd(head_group, heads)
 
 
 def _rows_are_neurons(matrix: nn.Parameter, num_maps: int) -> bool:

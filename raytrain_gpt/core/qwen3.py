@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -99,6 +100,7 @@ class Qwen3(GPT):
         given = {"num_kv_heads": shape.num_kv_heads, "mlp_size": size}
         return replace(shape, settings=settings.model_copy(update=given))
 
+    head_projections: ClassVar = tuple(f"attn.{x}_proj.weight" for x in "qkv")
     rope_cos: Tensor
     rope_sin: Tensor
 

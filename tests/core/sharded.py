@@ -32,7 +32,9 @@ ODD = replace(
 )
 """Shape in which neither the matrices of one shape nor their rows divide evenly over the ranks."""
 ADAMW, MUON = OptimSection(), OptimSection(optimizer="muon")
-NORMUON = MUON.model_copy(update={"normuon_beta2": 0.9, "embedding_lr_factor": 3.0})
+NORMUON = MUON.model_copy(
+    update={"muon_head_group": 1, "normuon_beta2": 0.9, "embedding_lr_factor": 3.0}
+)
 STEPS = 6
 BAD_STEP = 3
 """Step in which the last rank's loss is NaN."""

@@ -21,7 +21,9 @@ from tests.core.conftest import QWEN3, TINY
 from tests.core.test_optim import all_equal, put_gradients
 
 MUON = OptimSection(optimizer="muon", weight_decay=0.2, beta1=0.8, beta2=0.9, grad_clip=0.7)
-RECIPE = {"muon_momentum": 0.8, "normuon_beta2": 0.9, "embedding_lr_factor": 3.0}
+RECIPE = {
+    "muon_momentum": 0.8, "muon_head_group": 1, "normuon_beta2": 0.9, "embedding_lr_factor": 3.0
+}  # fmt: skip
 CONFIGS = {
     "adamw": MUON.model_copy(update={"optimizer": "adamw"}),
     "muon": MUON,
@@ -198,13 +200,33 @@ def test_normuon_evens_out_neurons_over_time(make: Callable[[], GPT]) -> None:
             if p.dim() < 2:
                 continue
             update = (before[name] - q).double() / 0.01  # root mean square about 0.2
-            num_maps = ours.fused_projections.get(name.partition(".")[2], 1)
+            num_maps = 3 if name.endswith("c_attn.weight") else 1
             dim = 1 if num_maps > 1 or len(p) >= p.shape[1] else 0
             squares = (update / 0.2).square().mean(dim, keepdim=True)
             average = averages.get(name, torch.ones_like(squares))
             averages[name] = 0.9 * average + 0.1 * squares
             expected = before[name] - 0.01 * update / averages[name].sqrt()
             torch.testing.assert_close(p.detach().double(), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("head_group", "num_maps"), [
+    (1, {"gpt2": (6,), "qwen3": (4, 2, 2)}),
+    (2, {"gpt2": (3,), "qwen3": (2, 1, 1)}),
+    (4, {"gpt2": (3,), "qwen3": (1, 1, 1)}),
+])  # fmt: skip
+def test_groups_of_heads_are_updated_like_separate_matrices(
+    make: Callable[[], GPT],
+    head_group: int,
+    num_maps: dict[str, tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = make(), make()
+    optimizer = build_optimizer(ours, MUON.model_copy(update={"muon_head_group": head_group}))
+    maps = dict(zip(ours.head_projections, num_maps[ours.shape.architecture], strict=True))
+    monkeypatch.setattr(type(theirs), "fused_projections", maps)
+    for model, one in ((ours, optimizer), (theirs, optimizer_of(theirs))):
+        take_step(model, one, 0)
+    assert all_equal(state_of(ours, optimizer)[: len([*ours.parameters()])], [*theirs.parameters()])
 
 
 def test_only_an_embedding_that_is_not_the_head_has_its_own_rate(make: Callable[[], GPT]) -> None:
