@@ -97,7 +97,7 @@ LABELS = {
     "momentum": "+ momentum 0.9",
     "embedding": "+ embedding's rate ×3",
     "normuon": "+ NorMuon",
-    "heads": "+ each head by itself (modern recipe)",
+    "heads": "modern recipe",
 }
 """Arm -> its name in the picture."""
 RANDOM = ("qwen3", "linear")
@@ -341,9 +341,9 @@ def draw(by_arm: dict[str, list[Curve]], batch_tokens: int, picture: str) -> Non
         tokens = [row[0] * batch_tokens / 1e6 for row in curves[0]]
         losses = [[row[1] for row in rows] for rows in zip(*curves, strict=True)]
         color = "black" if arm == "peer" else colormaps["viridis"](number / len(by_arm))
-        axes.plot(
-            tokens, [statistics.fmean(at) for at in losses], color=color, label=LABELS.get(arm, arm)
-        )
+        name, _, is_short = arm.partition(" x")
+        label = LABELS.get(name, name) + f", {curves[0][-1][0]:.0f} steps" * bool(is_short)
+        axes.plot(tokens, [statistics.fmean(at) for at in losses], color=color, label=label)
         low, high = [min(at) for at in losses], [max(at) for at in losses]
         axes.fill_between(tokens, low, high, color=color, alpha=0.2, linewidth=0)
     if (target := peer_loss(by_arm)) is not None:
