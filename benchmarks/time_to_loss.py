@@ -21,10 +21,10 @@ All evaluate on the same tokens; evaluations do not count as time. Each arm is a
     python benchmarks/time_to_loss.py tinyshakespeare.txt --arms zeros heads --fractions 0.7 0.85 1
 
 The sources are anything that `raytrain-gpt prepare` takes, and become bytes. `--fractions` trains the last
-arm for several numbers of steps, with the schedule that belongs to them. The slope of its final losses over
-the logarithm of steps then tells in how many steps each arm ends at the final loss of the first arm. Seconds
-are valid only with `--at_once 1` and nothing else running; `--threads` applies to every process. `--picture
-FILE` draws the curves, and `--rows FILE` writes them as CSV.
+arm for several numbers of steps, with the schedule that belongs to them. From the slope of its final losses
+over the logarithm of steps follows in how many steps each arm ends at the final loss of the first arm.
+Seconds are valid only with `--at_once 1` and nothing else running; `--threads` applies to every process.
+`--picture FILE` draws the curves, and `--rows FILE` writes them as CSV.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class MuonSettings(AdamWSettings):
     muon_momentum: float = Field(0.95, ge=0, lt=1)
     """Decay rate of the momentum of the blocks' matrices."""
     muon_head_group: int = Field(0, ge=0)
-    """Attention heads whose queries (or keys, or values) are orthogonalized together; 0: all."""
+    """Number of heads whose queries, keys or values are orthogonalized as one matrix; 0: all heads."""
     normuon_beta2: float = Field(0.0, ge=0, lt=1)
     """Decay rate of the mean squares that even out the neurons' updates (NorMuon); 0: off."""
     embedding_lr_factor: float = Field(1.0, gt=0)
