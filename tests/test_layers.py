@@ -33,7 +33,7 @@ ORDER = (
     {"ingest", "tracking"},
     {"evaluate"},
     {"train"},
-    {"export", "sweep"},
+    {"export", "replay", "sweep"},
     {"doctor", "scaling"},
     {"estimate"},
     {"extend"},

@@ -24,7 +24,7 @@ from raytrain_gpt.errors import ConfigError, DataError
 from raytrain_gpt.format import count, preview
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.goodput import read_attempts
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, read_rows
+from raytrain_gpt.tracking.run_files import CONFIG_FILE, Row, read_rows
 from raytrain_gpt.tracking.runs import find_run
 from raytrain_gpt.train.resume import read_skipped
 
@@ -67,35 +67,42 @@ class RunProvenance:
         sync = find_run(name, storage)
         self.dir = sync.run_dir
         stored = load_config_file(sync.work_dir / CONFIG_FILE)
-        self._config = recorded(stored.model_dump(), str(self.dir))
+        self.config = recorded(stored.model_dump(), str(self.dir))
         if data is None:
-            self._data = recorded_data(self._config, self.dir)
+            self.data = recorded_data(self.config, self.dir)
         else:
-            self._data = read_data(self._config, data)
-        self._seq_len = self._config.data.seq_len
-        self._order = make_order(self._config, self._data)
+            self.data = read_data(self.config, data)
+        self.seq_len = self.config.data.seq_len
+        self.order = make_order(self.config, self.data)
         newest = next(reversed(Catalog(self.dir).complete()), None)
-        if newest is not None and newest.state.manifest_hash != self._data.hash:
+        if newest is not None and newest.state.manifest_hash != self.data.hash:
             raise DataError(
-                f"run {self.dir} was trained on different data than {data or self._config.data.data_path} "
+                f"run {self.dir} was trained on different data than {data or self.config.data.data_path} "
                 "has now; restore the old dataset, or pass it as --data"
             )
-        self._skipped = read_skipped(self.dir, newest)
+        self.skipped = read_skipped(self.dir, newest)
         self._branch = read_branch(self.dir)
         self._base = (self._branch.step, self._branch.next_batch) if self._branch else (0, 0)
-        counts = [
-            p.manifest.row_group_sequences("train", self._seq_len) for p in self._data.datasets
-        ]
+        counts = [p.manifest.row_group_sequences("train", self.seq_len) for p in self.data.datasets]
         self._starts = [np.cumsum(sequences) - sequences for sequences in counts]
-        rows = read_rows(sync.work_dir)
-        self._attempts = read_attempts(rows)
-        self.last_step = max((row["step"] for row in rows if "train/loss" in row), default=0)
-        self._tokenizer = read_tokenizer(self._data.first.directory)
+        self.rows = read_rows(sync.work_dir)
+        self.attempts = read_attempts(self.rows)
+        self.last_step = max((row["step"] for row in self.rows if "train/loss" in row), default=0)
+        self._tokenizer = read_tokenizer(self.data.first.directory)
+
+    def steps(self) -> dict[int, Row]:
+        """Return the recorded row of every step."""
+        return {row["step"]: row for row in self.rows if "train/loss" in row}
+
+    @property
+    def begins_at(self) -> int:
+        """Steps of the run that this one branched from."""
+        return self._base[0]
 
     def batches(self) -> Iterator[tuple[int, int]]:
         """Yield every step of this run with its global batch."""
         step, first = self._base
-        for start, stop in batches_to_read(first, self.last_step - step, self._skipped):
+        for start, stop in batches_to_read(first, self.last_step - step, self.skipped):
             for batch in range(start, stop):
                 step += 1
                 yield step, batch
@@ -109,7 +116,7 @@ class RunProvenance:
                 f"step {step}: run {self.dir} has trained steps {before + 1} to "
                 f"{self.last_step}{earlier}; set --step to one of them"
             )
-        return batches_to_read(first, step - before, self._skipped)[-1][1] - 1
+        return batches_to_read(first, step - before, self.skipped)[-1][1] - 1
 
     def step(self, step: int, worker: int | None = None) -> list[TrainedSequence]:
         """Return the sequences of a step, or of one worker in it.
@@ -117,9 +124,9 @@ class RunProvenance:
         Raises:
             ConfigError: the run has no such step, or the step had no such worker.
         """
-        ids = self._order.batch_ids(self.batch_of(step))
+        ids = self.order.batch_ids(self.batch_of(step))
         if worker is not None:
-            num = next((int(a.row["num_workers"]) for a in self._attempts if step in a.kept), 0)
+            num = next((int(a.row["num_workers"]) for a in self.attempts if step in a.kept), 0)
             if worker >= num:
                 had = f"had {count(num, 'worker')}; set it to 0 to {num - 1}"
                 none = f"has no event in {self.dir} that records its workers; omit --worker"
@@ -129,23 +136,23 @@ class RunProvenance:
 
     def batch(self, batch: int) -> list[TrainedSequence]:
         """Return the sequences of a global batch, even one that a rollback skipped."""
-        return self._described(self._order.batch_ids(batch))
+        return self._described(self.order.batch_ids(batch))
 
     def _described(self, ids: Ids) -> list[TrainedSequence]:
-        tokens, _ = self._data.read("train", self._seq_len, ids)
-        first_ids = np.cumsum([0, *self._data.num_sequences("train", self._seq_len)])
+        tokens, _ = self.data.read("train", self.seq_len, ids)
+        first_ids = np.cumsum([0, *self.data.num_sequences("train", self.seq_len)])
         sequences = []
         for sequence, own_tokens in zip(ids.tolist(), tokens, strict=True):
             at = int(np.searchsorted(first_ids, sequence, side="right")) - 1
-            dataset, starts = self._data.datasets[at], self._starts[at]
+            dataset, starts = self.data.datasets[at], self._starts[at]
             index_in_dataset = sequence - int(first_ids[at])
             group = int(np.searchsorted(starts, index_in_dataset, side="right")) - 1
             ((shard, index),) = dataset.manifest.find_row_groups("train", np.array([group]))
-            in_group = (index_in_dataset - int(starts[group])) * self._seq_len
+            in_group = (index_in_dataset - int(starts[group])) * self.seq_len
             sequences.append(
                 TrainedSequence(
                     id=sequence,
-                    dataset=self._data.names[at],
+                    dataset=self.data.names[at],
                     shard=shard.path,
                     row=index * dataset.manifest.row_group_tokens + in_group,
                     text=decode_tokens(self._tokenizer, own_tokens.tolist()),
@@ -168,7 +175,7 @@ class RunProvenance:
         ids, cut = self._ids_with(text.encode("utf-8", "surrogateescape"))
         steps = []
         for step, batch in self.batches():
-            hits = self._order.batch_ids(batch)
+            hits = self.order.batch_ids(batch)
             hits = hits[np.isin(hits, ids)]
             if len(hits):
                 sequences = [asdict(sequence) for sequence in self._described(hits)]
@@ -177,17 +184,17 @@ class RunProvenance:
 
     def _ids_with(self, text: bytes) -> tuple[Ids, int]:
         """Return the ids of sequences that contain a text, and the number of split occurrences."""
-        tokenizer, size = self._tokenizer, self._seq_len
+        tokenizer, size = self._tokenizer, self.seq_len
         special = set(tokenizer._special_tokens.values())
         table = [
             _NO_TEXT if token in special else token_to_bytes(tokenizer, token)
-            for token in range(self._data.vocab_size)
+            for token in range(self.data.vocab_size)
         ]
         lengths = np.array([len(one) for one in table])
         first_id = cut = 0
         ids: list[int] = []
-        for dataset in self._data.datasets:
-            counts = dataset.manifest.row_group_sequences("train", self._seq_len)
+        for dataset in self.data.datasets:
+            counts = dataset.manifest.row_group_sequences("train", self.seq_len)
             groups = dataset.manifest.find_row_groups("train", np.arange(len(counts)))
             for (shard, index), num in zip(groups, counts.tolist(), strict=True):
                 tokens = read_row_group(dataset.directory, dataset.manifest, shard, index)

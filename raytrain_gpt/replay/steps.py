@@ -1,0 +1,267 @@
+"""A run's steps again, in this process, from the checkpoint before them.
+
+The order is a pure function and a step repeats bit for bit, so a run need not record what may be asked later.
+The weights after each step are those of the run if the software and the number of threads are, and
+if it had one worker, two, or exact sums. Other sums of several workers round differently.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray.train.torch
+import torch
+from torch import Tensor, nn
+
+from raytrain_gpt.checkpoint.catalog import Catalog, resume_step
+from raytrain_gpt.checkpoint.code_check import check_executable
+from raytrain_gpt.checkpoint.collectives import Collectives
+from raytrain_gpt.config import kinds
+from raytrain_gpt.config.code import Code
+from raytrain_gpt.config.resolved import RunPlan
+from raytrain_gpt.core.accumulation import FloatAccumulator
+from raytrain_gpt.core.device import seed_everything
+from raytrain_gpt.core.loop import MicroBatch, StepResult, train_steps
+from raytrain_gpt.core.loss import IGNORE_INDEX
+from raytrain_gpt.core.optim import learning_rate
+from raytrain_gpt.data.locations import recorded
+from raytrain_gpt.data.order import batches_to_read
+from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.format import Log
+from raytrain_gpt.ingest.feed import TrainFeed
+from raytrain_gpt.ingest.ray_dataset import IngestSpec, chunks_in_process, rank_chunks
+from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location
+from raytrain_gpt.tracking.run_files import Row, finite
+from raytrain_gpt.train.local_mode import in_local_mode
+from raytrain_gpt.train.model_setup import set_up_training
+from raytrain_gpt.train.provenance import RunProvenance
+
+COMPARED = ("train/loss", "optim/lr", "optim/grad_norm")
+_CHOSEN_AT_START = ("precision", "micro_batch_sequences", "activation_checkpointing")
+
+
+@dataclass(frozen=True)
+class ReplayedStep:
+    """A step of a replay.
+
+    Attributes:
+        row: `step`, `train/loss`, `optim/lr` and `optim/grad_norm`.
+        recorded: The same values in the run's metrics; None if it has no such step.
+        hashes: Parameter -> SHA-256 of its bytes after the step.
+    """
+
+    row: Row
+    recorded: Row | None
+    hashes: dict[str, str]
+
+
+def replay(
+    run: str | Path,
+    first: int,
+    last: int,
+    *,
+    storage_path: str = "runs",
+    data: str | None = None,
+    code: Sequence[str | Path] = (),
+    log: Log = print,
+    **change: Any,
+) -> list[ReplayedStep]:
+    """Train the steps `first` to `last` of a run again; the run's files are only read.
+
+    Args:
+        run: Its directory, or its name in `storage_path`.
+        data: Its dataset, as in `data_path`, or None for the one recorded by the run.
+        code: Files with the user's code of the run.
+        change: `new_code`, `settings` and `masked` of `Replay`.
+
+    Raises:
+        UserError: the run, a step, its data or its code does not exist or does not fit.
+    """
+    source = RunProvenance(str(run), Location.of(storage_path, retry_for_s=COMMAND_RETRY_S), data)
+    source.batch_of(last)  # checks that it exists
+    if last < first:
+        raise ConfigError(f"last={last} is below first={first}; set last to {first} or more")
+    rows, codes = source.steps(), read_code(code)
+
+    def steps() -> Iterator[ReplayedStep]:
+        again = Replay(source, first, codes, log=log, **change)
+        for result in again.results(last):
+            if result.step >= first:
+                known = rows.get(result.step)
+                kept = known and {name: known[name] for name in ("step", *COMPARED)}
+                hashes = {name: sha256(p) for name, p in again.model.named_parameters()}
+                yield ReplayedStep(_row(result), kept, hashes)
+
+    return in_local_mode(lambda: list(steps()))
+
+
+class Replay:
+    """A run from the checkpoint before step `first` on; made and used in local mode.
+
+    Args:
+        codes: User code, of which the run's is used; without it, a run that has some cannot be replayed.
+        new_code: At most one, to use instead.
+        settings: Changed configuration fields.
+        masked: Ids of sequences whose targets no loss counts.
+
+    Attributes:
+        step: Steps done.
+    """
+
+    def __init__(
+        self,
+        source: RunProvenance,
+        first: int,
+        codes: Sequence[Code],
+        *,
+        new_code: Sequence[Code] = (),
+        settings: Mapping[str, Any] | None = None,
+        masked: Sequence[int] = (),
+        log: Log,
+    ) -> None:
+        source.batch_of(first)  # checks that it exists
+        catalog = Catalog(source.dir)
+        start = catalog.pick("before", log, first)
+        if start is None and source.begins_at:
+            raise ConfigError(
+                f"run {source.dir} keeps no checkpoint before step {first}; give a later one"
+            )
+        self.source, self.first, self.step, self._masked = source, first, resume_step(start), masked
+        # The attempt that trained the step; each may have had other workers.
+        begun = next((a.row for a in source.attempts if first in a.kept), {})
+        self._threads = int(begun.get("threads", torch.get_num_threads()))
+        self._num_workers = int(begun.get("num_workers", 1))
+        on_gpu = torch.cuda.is_available() and "cpu" not in str(begun.get("device", "cpu")).lower()
+        fields = {name: begun[name] for name in _CHOSEN_AT_START if name in begun}
+        fields |= {"num_workers": 0, "cpus_per_worker": self._threads, "use_gpu": on_gpu}
+        saved = start or next(reversed(catalog.complete()), None)
+        sha256 = saved and saved.state.code_sha256
+        self._code = next((code for code in codes if code.sha256 == sha256), None)
+        with self._context():
+            if saved is not None:
+                check_executable(saved, log)
+        self._code = next(iter(new_code), self._code)
+        with self._context():
+            config = recorded(start.state.config, str(start.path)) if start else source.config
+            config = config.updated(fields).updated(settings or {})
+            train = config.train
+            micro, mode = train.micro_batch_sequences, train.activation_checkpointing
+            assert micro != "auto", "a run that has taken a step has recorded it"
+            self._plan = RunPlan.of(config, 1, micro, mode)
+            first_batch = start.state.next_batch if start else 0
+            ingest = IngestSpec.of(self._plan, source.data)
+            self._ingest = replace(ingest, first_batch=first_batch, skipped=source.skipped)
+            seed_everything(train.seed, 0)
+            device = ray.train.torch.get_device() if on_gpu else torch.device("cpu")
+            alone = Collectives(0, 1)
+            self._setup = set_up_training(self._plan.config, source.data, start, device, alone)
+        self.model = self._setup.raw_model
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        """Use this replay's code and threads, and then those before."""
+        code, threads = kinds.used_code(), torch.get_num_threads()
+        kinds.set_user_code(self._code)
+        torch.set_num_threads(self._threads)
+        try:
+            yield
+        finally:
+            kinds.set_user_code(code)
+            torch.set_num_threads(threads)
+
+    def results(self, last: int) -> Iterator[StepResult]:
+        """Train up to step `last`."""
+        setup, config, per_step = self._setup, self._plan.config, self._plan.micro_batches_per_step
+        chunks = rank_chunks(chunks_in_process(self._ingest, last - self.step, 0), self._ingest, 0)
+        next(chunks)  # the validation sequences
+        feed = TrainFeed(chunks, config.train.micro_batch_sequences, setup.device)
+        accumulation = setup.strategy.accumulation(setup.model, per_step)
+        if self._num_workers > 1 and isinstance(accumulation, FloatAccumulator):
+            accumulation = _InTurn(self.model, per_step, self._num_workers)
+        results = train_steps(
+            setup.model,
+            setup.optimizer,
+            self._without_masked(feed.micro_batches(), last - self.step),
+            accumulation,
+            first_step=self.step,
+            max_steps=last,
+            learning_rate=lambda step: learning_rate(step, config.optim, config.train.max_steps),
+            grad_clip=config.optim.grad_clip,
+            autocast=setup.autocast,
+            seed=config.train.seed,
+            loss_scale=setup.loss_scale,
+        )
+        while True:
+            with self._context():
+                if (result := next(results, None)) is None:
+                    return
+            self.step = result.step
+            yield result
+
+    def _without_masked(
+        self, micro_batches: Iterator[MicroBatch], num_steps: int
+    ) -> Iterator[MicroBatch]:
+        ingest = self._ingest
+        for first, stop in batches_to_read(ingest.first_batch, num_steps, ingest.skipped):
+            ids = np.concatenate([ingest.order().batch_ids(batch) for batch in range(first, stop)])
+            for part in np.split(ids, len(ids) // ingest.micro_batch_sequences):
+                inputs, targets = next(micro_batches)
+                hit = torch.from_numpy(np.isin(part, self._masked)).to(targets.device)
+                if hit.all():
+                    raise ConfigError(
+                        f"all {len(part)} sequences of a micro-batch are masked; mask fewer"
+                    )
+                yield inputs, torch.where(hit[:, None], IGNORE_INDEX, targets)
+
+
+class _InTurn(FloatAccumulator):
+    """Float sums of several ranks, one after another, added like DDP's: exactly those of two."""
+
+    def __init__(self, model: nn.Module, micro_batches_per_step: int, num_ranks: int) -> None:
+        super().__init__(model, micro_batches_per_step)
+        self._per_rank = micro_batches_per_step // num_ranks
+        self._ranks = [FloatAccumulator(model, self._per_rank, rank) for rank in range(num_ranks)]
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._sums = list[Tensor]()
+        self._done = 0
+
+    def random_stream(self, micro_batch: int) -> int | None:
+        return None if micro_batch % self._per_rank else micro_batch // self._per_rank
+
+    def backward(self, loss: Tensor, factor: Tensor | None) -> None:
+        self._ranks[self._done // self._per_rank].backward(loss, factor)
+        self._done += 1
+        if self._done % self._per_rank == 0:
+            gradients = [p.grad / len(self._ranks) for p in self._parameters if p.grad is not None]
+            self._sums = [*torch._foreach_add(self._sums, gradients)] if self._sums else gradients
+            for parameter in self._parameters:
+                parameter.grad = None
+
+    def finish(self) -> Tensor:
+        for parameter, total in zip(self._parameters, self._sums, strict=True):
+            parameter.grad = total
+        self._sums, self._done = [], 0
+        return torch.stack([rank.finish() for rank in self._ranks]).double().mean()
+
+
+def read_code(files: Sequence[str | Path]) -> list[Code]:
+    """Read files as one code, or none; raises ConfigError if one is missing or not UTF-8."""
+    return [Code.read(*map(Path, files))] if files else []
+
+
+def _row(result: StepResult) -> Row:
+    """Return the values of a step that a run records and that follow from its math."""
+    values = (finite(float(result.loss)), result.lr, finite(float(result.grad_norm.float())))
+    return {"step": result.step, **dict(zip(COMPARED, values, strict=True))}
+
+
+def sha256(tensor: Tensor) -> str:
+    """Return the SHA-256 (hex) of a tensor's bytes."""
+    content = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+    return hashlib.sha256(content.tobytes()).hexdigest()
