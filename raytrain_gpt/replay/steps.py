@@ -105,7 +105,7 @@ class Replay:
     """A run from the checkpoint before step `first` on; made and used in local mode.
 
     Args:
-        codes: User code, of which the run's is used; without it, a run that has some cannot be replayed.
+        codes: User code; the run's is needed and used if it was trained with some.
         new_code: At most one, to use instead.
         settings: Changed configuration fields.
         masked: Ids of sequences whose targets no loss counts.
@@ -132,7 +132,7 @@ class Replay:
             raise ConfigError(
                 f"run {source.dir} keeps no checkpoint before step {first}; give a later one"
             )
-        self.source, self.first, self.step, self._masked = source, first, resume_step(start), masked
+        self.step, self._masked = resume_step(start), masked
         # The attempt that trained the step; each may have had other workers.
         begun = next((a.row for a in source.attempts if first in a.kept), {})
         self._threads = int(begun.get("threads", torch.get_num_threads()))
@@ -207,9 +207,9 @@ class Replay:
     def _without_masked(
         self, micro_batches: Iterator[MicroBatch], num_steps: int
     ) -> Iterator[MicroBatch]:
-        ingest = self._ingest
+        ingest, order = self._ingest, self._ingest.order()
         for first, stop in batches_to_read(ingest.first_batch, num_steps, ingest.skipped):
-            ids = np.concatenate([ingest.order().batch_ids(batch) for batch in range(first, stop)])
+            ids = np.concatenate([order.batch_ids(batch) for batch in range(first, stop)])
             for part in np.split(ids, len(ids) // ingest.micro_batch_sequences):
                 inputs, targets = next(micro_batches)
                 hit = torch.from_numpy(np.isin(part, self._masked)).to(targets.device)
