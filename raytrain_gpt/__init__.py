@@ -13,6 +13,7 @@ from raytrain_gpt.version import VERSION
 if TYPE_CHECKING:
     from raytrain_gpt.notebook import TrainedRun as TrainedRun
     from raytrain_gpt.notebook import batch_at as batch_at
+    from raytrain_gpt.notebook import replay as replay
     from raytrain_gpt.notebook import train as train
 
 # Set before torch is loaded, here and in Ray's workers. While they wait, GNU OpenMP's threads spin for
@@ -21,7 +22,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 __version__ = VERSION
-__all__ = ["TrainedRun", "__version__", "batch_at", "train"]
+__all__ = ["TrainedRun", "__version__", "batch_at", "replay", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -139,3 +139,45 @@ def batch_at(
     from raytrain_gpt.train.provenance import RunProvenance
 
     return RunProvenance(str(run), Location.of(storage_path), data).step(step)
+
+
+def replay(
+    run: str | Path,
+    first: int,
+    last: int,
+    *,
+    storage_path: str = "runs",
+    data: str | None = None,
+    code: Sequence[str | Path] = (),
+    **change: Any,
+) -> list[tuple[dict[str, Any], dict[str, str]]]:
+    """Train the steps `first` to `last` of a run again, in this process.
+
+    Args:
+        run: As in `batch_at`, like `storage_path` and `data`.
+        code: Files with the run's user code.
+        change: `new_code`, `settings` or `masked`, as in `Replay`.
+
+    Returns:
+        For each step the values that a run records of its math, and of each parameter the SHA-256 after it.
+
+    Raises:
+        UserError: the run, a step, its data or its code does not exist.
+    """
+    from raytrain_gpt.replays.steps import Replay, read_code, sha256
+    from raytrain_gpt.storage.location import Location
+    from raytrain_gpt.train.local_mode import in_local_mode
+    from raytrain_gpt.train.provenance import RunProvenance
+
+    source = RunProvenance(str(run), Location.of(storage_path), data)
+    source.batch_of(last)  # checks that it exists
+
+    def steps() -> list[tuple[dict[str, Any], dict[str, str]]]:
+        again = Replay(source, first, read_code(code), log=say, **change)
+        return [
+            (row, {name: sha256(p) for name, p in again.model.named_parameters()})
+            for row in again.rows(last)
+            if again.step >= first
+        ]
+
+    return in_local_mode(steps)

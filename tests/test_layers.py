@@ -33,7 +33,7 @@ ORDER = (
     {"ingest", "tracking"},
     {"evaluate"},
     {"train"},
-    {"export", "replay", "sweep"},
+    {"export", "replays", "sweep"},
     {"doctor", "scaling"},
     {"estimate"},
     {"extend"},

@@ -127,9 +127,9 @@ def at(options: AtOptions) -> None:
         raise ConfigError(
             "data at takes --step N or --batch N; --worker needs --step; see: raytrain-gpt data at --help"
         )
-    for sequence in sequences:
-        say(describe_sequence(sequence))
     rows = [asdict(sequence) for sequence in sequences]
+    for row in rows:
+        say(describe_sequence(row))
     options.say_json({"run": str(run.dir), "step": step, "batch": batch, "sequences": rows})
 
 

@@ -50,6 +50,8 @@ class CheckpointOptions(CodeOptions):
     checkpoint: Annotated[str, Metavar("CHECKPOINT", positional=True)]
     """Path or s3:// URL of a checkpoint or run, or the name of a run in ./runs; a run means its best
     checkpoint, or its newest if none was evaluated."""
+    average: int = Field(1, ge=1)
+    """Average the weights over this many checkpoints, the last of a run or up to the given one."""
     accept_changed_code: bool = False
     """Use --code although it differs from the checkpoint's; names and shapes of weights are checked."""
 

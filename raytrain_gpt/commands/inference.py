@@ -48,7 +48,7 @@ def evaluate(options: _EvalOptions) -> None:
     """Evaluate a checkpoint: validation loss, HellaSwag, and evaluations from --code."""
     from raytrain_gpt.evaluate.inference import evaluate_checkpoint
 
-    how = options.model_dump(exclude={*CheckpointOptions.model_fields, "as_json"})
+    how = options.model_dump(exclude={*CheckpointOptions.model_fields, "as_json"} - {"average"})
     path, metrics = evaluate_checkpoint(options.checkpoint, say, **how, settings=options.fields)
     _say_metrics(path, metrics, options.code_flags)
     options.say_json({"checkpoint": str(path), **metrics})
@@ -90,8 +90,8 @@ def sample(options: SampleOptions) -> None:
     from raytrain_gpt.evaluate.inference import sample_checkpoint
 
     how = options.model_dump(include={*SamplingOptions.model_fields}, exclude_unset=True)
-    num = options.num_samples
-    for text in sample_checkpoint(options.checkpoint, options.prompt, say, num_samples=num, **how):
+    how |= options.model_dump(include={"num_samples", "average"})
+    for text in sample_checkpoint(options.checkpoint, options.prompt, say, **how):
         say(f"{text}\n{'-' * 40}")
     say(f"next: {shell('raytrain-gpt', 'eval', options.checkpoint, *options.code_flags)}")
 
@@ -117,15 +117,16 @@ class ImportOptions(Options):
 @command("export", _ExportOptions)
 def export(options: _ExportOptions) -> None:
     """Export a checkpoint as a directory for transformers, or as a file for llama.cpp."""
+    what = options.checkpoint, options.out, options.dtype
     if options.format == "gguf":
         from raytrain_gpt.export.gguf import export_gguf
 
-        file = export_gguf(options.checkpoint, options.out, options.dtype, say)
+        file = export_gguf(*what, say, options.average)
         say(f'next: {shell("llama-completion", "-m", file)} -no-cnv --prompt "Hello"')
     else:
         from raytrain_gpt.export.huggingface import export_checkpoint
 
-        directory = export_checkpoint(options.checkpoint, options.out, options.dtype, say)
+        directory = export_checkpoint(*what, say, options.average)
         say(f"next: AutoModelForCausalLM.from_pretrained({str(directory)!r})")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from typing import Annotated
@@ -22,7 +23,7 @@ from raytrain_gpt.commands.flags import (
     section_fields,
 )
 from raytrain_gpt.config.call_options import Metavar
-from raytrain_gpt.errors import TrainingFailed
+from raytrain_gpt.errors import ConfigError, TrainingFailed
 from raytrain_gpt.format import shell
 from raytrain_gpt.redact import say
 from raytrain_gpt.scaling.study_file import SET_BY_STUDY, STUDY_FLAGS, Study
@@ -213,6 +214,27 @@ class ReportOptions(StorageOptions):
     """Names or directories of runs."""
 
 
+class _ReplayOptions(CodeOptions, StorageOptions):
+    data: Annotated[str | None, Metavar("DIR")] = None
+    """Dataset (default: the one a run was trained on)."""
+
+
+class WhyOptions(_ReplayOptions, RunOptions):
+    step: int | None = Field(None, ge=1)
+    """Step to explain (default: the run's last spike)."""
+
+
+class DiffOptions(_ReplayOptions):
+    runs: Annotated[list[str], Metavar("RUN", positional=True)]
+    """Two runs, or one to replay with --code or --setting changed."""
+    setting: Annotated[list[str], Metavar("NAME=VALUE")] = Field(default_factory=list)
+    """Changed setting; may be repeated (default: none)."""
+    old_code: Annotated[list[str], Metavar("FILE")] = Field(default_factory=list)
+    """Like --code, with which the run was trained, or the first of two runs (default: as --code)."""
+    steps: int = Field(50, ge=1)
+    """Steps to replay with a change."""
+
+
 @command("list", StorageOptions)
 def list_runs(options: StorageOptions) -> None:
     """List all runs."""
@@ -241,6 +263,47 @@ def report(options: ReportOptions) -> None:
         _runs("report", options.runs, options)
 
 
+@command("why", WhyOptions)
+def why(options: WhyOptions) -> None:
+    """Replay a step of a run, and rank its sequences by their loss."""
+    from raytrain_gpt.replays.steps import read_code
+    from raytrain_gpt.replays.why import explain_step, explanation_lines
+    from raytrain_gpt.storage.location import Location
+    from raytrain_gpt.train.provenance import RunProvenance
+
+    run = RunProvenance(options.run, Location.of(options.storage_path), options.data)
+    facts = explain_step(run, options.step, read_code(options.code), say)
+    for line in explanation_lines(facts):
+        say(line)
+    options.say_json(facts)
+
+
+@command("diff", DiffOptions)
+def diff(options: DiffOptions) -> None:
+    """Find the first step and tensor in which two runs part, or a run and its replay with a change.
+
+    Exits with 1 if they do.
+    """
+    from raytrain_gpt.replays.diff import diff_change, diff_runs
+    from raytrain_gpt.replays.steps import read_code
+    from raytrain_gpt.storage.location import Location
+    from raytrain_gpt.train.provenance import RunProvenance
+
+    storage, code = Location.of(options.storage_path), read_code(options.code)
+    a, *others = (RunProvenance(run, storage, options.data) for run in options.runs)
+    codes = [*code, *read_code(options.old_code)]
+    change = {"new_code": code, "settings": dict(p.partition("=")[::2] for p in options.setting)}
+    if len(others) == 1 and not options.setting:
+        facts = diff_runs(a, others[0], codes, say)
+    elif not others and any(change.values()):
+        facts = diff_change(a, options.steps, codes, say, **change)
+    else:
+        raise ConfigError("give two runs, or one with --code FILE or --setting NAME=VALUE")
+    options.say_json(facts)
+    if facts.get("recorded") or "step" in facts:
+        sys.exit(1)
+
+
 def _runs(action: str, names: list[str], options: StorageOptions) -> None:
     from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location
     from raytrain_gpt.tracking.runs import runs_command
@@ -251,6 +314,6 @@ def _runs(action: str, names: list[str], options: StorageOptions) -> None:
 
 runs = CommandGroup(
     "runs",
-    "List runs, show one, its checkpoints or a report.",
-    (list_runs, show_run, checkpoints, report),
+    "List runs, show one, its checkpoints or a report; replay steps to explain or compare them.",
+    (list_runs, show_run, checkpoints, report, why, diff),
 )

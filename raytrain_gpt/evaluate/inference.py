@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import tiktoken
 import torch
 
-from raytrain_gpt.checkpoint.catalog import CODE_FILE, Checkpoint, resolve_checkpoint
+from raytrain_gpt.checkpoint.catalog import CODE_FILE, Catalog, Checkpoint, resolve_checkpoint
 from raytrain_gpt.checkpoint.code_check import check_executable
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.config import kinds
@@ -41,7 +41,10 @@ if TYPE_CHECKING:
 
 
 def open_checkpoint(
-    path: LocationLike, device: torch.device | None = None, on_skip: Log = say
+    path: LocationLike,
+    device: torch.device | None = None,
+    on_skip: Log = say,
+    average: int = 1,
 ) -> tuple[Checkpoint, Config, GPT, tiktoken.Encoding, torch.device]:
     """Load a verified checkpoint, with its configuration, model, tokenizer and device.
 
@@ -49,11 +52,15 @@ def open_checkpoint(
         path: A checkpoint or a run; an unreachable object store is retried for a few seconds only.
         device: Best available one if None.
         on_skip: As in `resolve_checkpoint`.
+        average: Average the weights over this many checkpoints, up to this one, of a run up to the newest.
 
     Raises:
         CheckpointError: it is missing or damaged, or needs code that was not given.
+        ConfigError: there are fewer checkpoints to average.
     """
-    checkpoint = resolve_checkpoint(Location.of(path, retry_for_s=COMMAND_RETRY_S), on_skip)
+    place = Location.of(path, retry_for_s=COMMAND_RETRY_S)
+    newest = Catalog(place).pick("newest", on_skip) if average > 1 else None
+    checkpoint = newest or resolve_checkpoint(place, on_skip)
     check_executable(checkpoint, on_skip)
     config = recorded(checkpoint.state.config, str(checkpoint.path))
     device = best_device() if device is None else device
@@ -66,7 +73,29 @@ def open_checkpoint(
         check_model_size(directory, GPTShape.of(config, num_ids))
         model = configured_model(config, num_ids, tokenizer.eot_token)
         load_model(directory, model)
+    if average > 1:
+        _average(model, checkpoint, average)
     return checkpoint, config, model.to(device), tokenizer, device
+
+
+@torch.no_grad()
+def _average(model: GPT, newest: Checkpoint, num: int) -> None:
+    """Change the weights of a checkpoint to the mean over `num` checkpoints, summed in float64."""
+    run_dir, step = newest.path.parent.parent, newest.state.step
+    others = [one for one in Catalog(run_dir).complete() if one.state.step < step][1 - num :]
+    if len(others) < num - 1:
+        raise ConfigError(
+            f"average={num}, but {run_dir} keeps {len(others) + 1} checkpoints up to step {step}; lower it, "
+            "or train with a higher keep_checkpoints"
+        )
+    sums = [p.double() for p in model.parameters()]
+    for checkpoint in others:
+        checkpoint.verify()
+        with checkpoint.files() as directory:
+            load_model(directory, model)
+        torch._foreach_add_(sums, [p.double() for p in model.parameters()])
+    for parameter, total in zip(model.parameters(), sums, strict=True):
+        parameter.copy_(total / num)
 
 
 def evaluate_checkpoint(
@@ -78,6 +107,7 @@ def evaluate_checkpoint(
     hellaswag: str | None = None,
     evaluations: str | None = None,
     settings: Mapping[str, Any] | None = None,
+    average: int = 1,
 ) -> tuple[Location, dict[str, Any]]:
     """Return the path of a checkpoint, and its metrics with `step`.
 
@@ -90,6 +120,7 @@ def evaluate_checkpoint(
         evaluations: Names of the user's evaluations, with commas; by default the training run's, without
             those whose code was not given.
         settings: Settings of `evaluations`; others have their defaults, not the training run's values.
+        average: As in `open_checkpoint`.
 
     Raises:
         CheckpointError: it is missing or damaged.
@@ -97,7 +128,7 @@ def evaluate_checkpoint(
         DataError: the dataset is missing, too small to validate on, or has another tokenizer, or
             HellaSwag cannot be read.
     """
-    checkpoint, config, model, tokenizer, device = open_checkpoint(path, on_skip=log)
+    checkpoint, config, model, tokenizer, device = open_checkpoint(path, None, log, average)
     if config.train.precision == "bf16" and not has_bf16(device):
         log("evaluated in fp32: this device does not support bf16")
         config = config.updated({"precision": "fp32"})
@@ -179,11 +210,13 @@ def sample_checkpoint(
     log: Log,
     *,
     num_samples: int,
+    average: int = 1,
     **options: Any,
 ) -> list[str]:
     """Return continuations of a prompt, which may be empty, with the prompt.
 
     Args:
+        average: As in `open_checkpoint`.
         options: Those of `SamplingOptions`; max_new_tokens defaults to that of the run's evaluations.
 
     Raises:
@@ -192,7 +225,7 @@ def sample_checkpoint(
     """
     if num_samples < 1:
         raise ConfigError(f"num_samples={num_samples} is below 1; set num_samples to 1 or more")
-    _, config, model, tokenizer, device = open_checkpoint(path, on_skip=log)
+    _, config, model, tokenizer, device = open_checkpoint(path, None, log, average)
     how = SamplingOptions(**{"max_new_tokens": config.eval.max_new_tokens, **options})
     ids = prompt_tokens(tokenizer, prompt)
     if len(ids) > model.shape.seq_len:

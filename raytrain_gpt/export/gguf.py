@@ -32,13 +32,16 @@ from raytrain_gpt.storage.location import Location, force_to_disk, is_url
 _SUFFIX = ".gguf"
 
 
-def export_gguf(path: str | Path, out: str | Path, dtype: DType, log: Log) -> Path:
+def export_gguf(
+    path: str | Path, out: str | Path, dtype: DType, log: Log, average: int = 1
+) -> Path:
     """Write a file that llama.cpp loads, including the tokenizer; return its path.
 
     Args:
         path: A checkpoint or a run.
         out: A new local file with suffix .gguf, or a directory for RUN_NAME.gguf.
         dtype: Type of the matrices; vectors and learned positions are fp32, as llama.cpp expects.
+        average: As in `open_checkpoint`.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or the file exists.
@@ -51,7 +54,9 @@ def export_gguf(path: str | Path, out: str | Path, dtype: DType, log: Log) -> Pa
     is_directory = str(out).endswith("/") or place.path.is_dir() or not place.name.endswith(_SUFFIX)
     if not is_directory:
         _check_new(place)
-    checkpoint, config, model, encoding, _ = open_checkpoint(path, torch.device("cpu"), log)
+    checkpoint, config, model, encoding, _ = open_checkpoint(
+        path, torch.device("cpu"), log, average
+    )
     if is_directory:
         place /= f"{config.run.run_name}{_SUFFIX}"
         _check_new(place)

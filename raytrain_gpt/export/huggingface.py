@@ -60,12 +60,15 @@ _GUESSED_TOKENIZERS = {GPT2_VOCAB_SIZE: "gpt2", 257: "bytes"}
 """Vocabulary size -> tokenizer to assume if the weights have none."""
 
 
-def export_checkpoint(path: str | Path, out: str | Path, dtype: DType, log: Log) -> Path:
+def export_checkpoint(
+    path: str | Path, out: str | Path, dtype: DType, log: Log, average: int = 1
+) -> Path:
     """Write a directory that transformers loads, with tokenizer and model card; return its path.
 
     Args:
         path: A checkpoint or a run.
         out: A local directory, new or empty.
+        average: As in `open_checkpoint`.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or the directory is not empty.
@@ -75,7 +78,9 @@ def export_checkpoint(path: str | Path, out: str | Path, dtype: DType, log: Log)
         raise ConfigError(f"{out} is a URL; export to a local directory and copy it there")
     place = Location.of(out)
     _check_free(place)
-    checkpoint, config, model, encoding, _ = open_checkpoint(path, torch.device("cpu"), log)
+    checkpoint, config, model, encoding, _ = open_checkpoint(
+        path, torch.device("cpu"), log, average
+    )
     torch_name = str(_DTYPES[dtype]).removeprefix("torch.")
     with kinds.kind("architecture", model.shape.architecture).errors_as_line():
         config_files = hf_config_files(model.shape, encoding.eot_token, torch_name)

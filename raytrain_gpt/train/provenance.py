@@ -6,7 +6,7 @@ batch's sequences.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -74,7 +74,7 @@ class RunProvenance:
             self.data = read_data(self.config, data)
         self.seq_len = self.config.data.seq_len
         self.order = make_order(self.config, self.data)
-        newest = next(reversed(Catalog(self.dir).complete()), None)
+        self.newest = newest = next(reversed(Catalog(self.dir).complete()), None)
         if newest is not None and newest.state.manifest_hash != self.data.hash:
             raise DataError(
                 f"run {self.dir} was trained on different data than {data or self.config.data.data_path} "
@@ -214,7 +214,7 @@ class RunProvenance:
         return np.unique(np.array(ids, np.int64)), cut
 
 
-def describe_sequence(sequence: TrainedSequence) -> str:
-    """Format a sequence on one line, with its text shortened."""
-    where = f"{sequence.dataset} {sequence.shard} row {sequence.row}"
-    return f"sequence {sequence.id} | {where} | {preview(sequence.text, _SHOWN_CHARACTERS)}"
+def describe_sequence(sequence: Mapping[str, Any]) -> str:
+    """Format the attributes of a `TrainedSequence` on one line, with its text shortened."""
+    where = "sequence {id} | {dataset} {shard} row {row}".format(**sequence)
+    return f"{where} | {preview(sequence['text'], _SHOWN_CHARACTERS)}"

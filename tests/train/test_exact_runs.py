@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
@@ -54,6 +56,9 @@ def test_any_number_of_workers_has_the_same_bits_and_metrics(
         run = train(config, print)
         assert weights(run.run_dir) == weights(whole.run_dir), num_workers
         assert numbers(run) == numbers(whole), num_workers
+        averages = [open_checkpoint(of.run_dir, on_skip=str, average=3)[2] for of in (run, whole)]
+        for ours, theirs in zip(*(model.parameters() for model in averages), strict=True):
+            assert torch.equal(ours, theirs)
 
 
 def test_going_on_with_other_threads_says_that_the_bits_may_be_others(

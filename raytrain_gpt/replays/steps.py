@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import tee
 from pathlib import Path
 from typing import Any
 
@@ -25,90 +26,35 @@ from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.resolved import RunPlan
+from raytrain_gpt.config.schema import changed_fields
 from raytrain_gpt.core.accumulation import FloatAccumulator
 from raytrain_gpt.core.device import seed_everything
 from raytrain_gpt.core.loop import MicroBatch, StepResult, train_steps
 from raytrain_gpt.core.loss import IGNORE_INDEX
 from raytrain_gpt.core.optim import learning_rate
 from raytrain_gpt.data.locations import recorded
-from raytrain_gpt.data.order import batches_to_read
+from raytrain_gpt.data.order import Ids
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import Log
-from raytrain_gpt.ingest.feed import TrainFeed
+from raytrain_gpt.ingest.feed import TrainFeed, to_device
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, chunks_in_process, rank_chunks
-from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location
 from raytrain_gpt.tracking.run_files import Row, finite
-from raytrain_gpt.train.local_mode import in_local_mode
 from raytrain_gpt.train.model_setup import set_up_training
 from raytrain_gpt.train.provenance import RunProvenance
 
-COMPARED = ("train/loss", "optim/lr", "optim/grad_norm")
+COMPARED = ("step", "train/loss", "optim/lr", "optim/grad_norm")
 _CHOSEN_AT_START = ("precision", "micro_batch_sequences", "activation_checkpointing")
-
-
-@dataclass(frozen=True)
-class ReplayedStep:
-    """A step of a replay.
-
-    Attributes:
-        row: `step`, `train/loss`, `optim/lr` and `optim/grad_norm`.
-        recorded: The same values in the run's metrics; None if it has no such step.
-        hashes: Parameter -> SHA-256 of its bytes after the step.
-    """
-
-    row: Row
-    recorded: Row | None
-    hashes: dict[str, str]
-
-
-def replay(
-    run: str | Path,
-    first: int,
-    last: int,
-    *,
-    storage_path: str = "runs",
-    data: str | None = None,
-    code: Sequence[str | Path] = (),
-    log: Log = print,
-    **change: Any,
-) -> list[ReplayedStep]:
-    """Train the steps `first` to `last` of a run again; the run's files are only read.
-
-    Args:
-        run: Its directory, or its name in `storage_path`.
-        data: Its dataset, as in `data_path`, or None for the one recorded by the run.
-        code: Files with the user's code of the run.
-        change: `new_code`, `settings` and `masked` of `Replay`.
-
-    Raises:
-        UserError: the run, a step, its data or its code does not exist or does not fit.
-    """
-    source = RunProvenance(str(run), Location.of(storage_path, retry_for_s=COMMAND_RETRY_S), data)
-    source.batch_of(last)  # checks that it exists
-    if last < first:
-        raise ConfigError(f"last={last} is below first={first}; set last to {first} or more")
-    rows, codes = source.steps(), read_code(code)
-
-    def steps() -> Iterator[ReplayedStep]:
-        again = Replay(source, first, codes, log=log, **change)
-        for result in again.results(last):
-            if result.step >= first:
-                known = rows.get(result.step)
-                kept = known and {name: known[name] for name in ("step", *COMPARED)}
-                hashes = {name: sha256(p) for name, p in again.model.named_parameters()}
-                yield ReplayedStep(_row(result), kept, hashes)
-
-    return in_local_mode(lambda: list(steps()))
 
 
 class Replay:
     """A run from the checkpoint before step `first` on; made and used in local mode.
 
     Args:
-        codes: User code; the run's is needed and used if it was trained with some.
+        codes: User code, of which the run's is used.
         new_code: At most one, to use instead.
         settings: Changed configuration fields.
-        masked: Ids of sequences whose targets no loss counts.
+        masked: Ids of sequences that no loss counts.
+        log: Is told of the first row that is not as recorded, unless a change was declared.
 
     Attributes:
         step: Steps done.
@@ -132,7 +78,9 @@ class Replay:
             raise ConfigError(
                 f"run {source.dir} keeps no checkpoint before step {first}; give a later one"
             )
-        self.step, self._masked = resume_step(start), masked
+        self.step, self._masked, self._code = resume_step(start), masked, next(iter(codes), None)
+        self._source, self._log = source, log
+        self._recorded = {} if new_code or settings or masked else source.steps()
         # The attempt that trained the step; each may have had other workers.
         begun = next((a.row for a in source.attempts if first in a.kept), {})
         self._threads = int(begun.get("threads", torch.get_num_threads()))
@@ -140,11 +88,10 @@ class Replay:
         on_gpu = torch.cuda.is_available() and "cpu" not in str(begun.get("device", "cpu")).lower()
         fields = {name: begun[name] for name in _CHOSEN_AT_START if name in begun}
         fields |= {"num_workers": 0, "cpus_per_worker": self._threads, "use_gpu": on_gpu}
-        saved = start or next(reversed(catalog.complete()), None)
-        sha256 = saved and saved.state.code_sha256
-        self._code = next((code for code in codes if code.sha256 == sha256), None)
-        with self._context():
-            if saved is not None:
+        if (saved := start or source.newest) is not None:
+            sha256 = saved.state.code_sha256
+            self._code = next((code for code in codes if code.sha256 == sha256), None)
+            with self._context():
                 check_executable(saved, log)
         self._code = next(iter(new_code), self._code)
         with self._context():
@@ -175,11 +122,13 @@ class Replay:
             kinds.set_user_code(code)
             torch.set_num_threads(threads)
 
-    def results(self, last: int) -> Iterator[StepResult]:
-        """Train up to step `last`."""
+    def rows(self, last: int) -> Iterator[Row]:
+        """Train up to step `last`; yield `step`, `train/loss`, `optim/lr` and `optim/grad_norm` of each."""
         setup, config, per_step = self._setup, self._plan.config, self._plan.micro_batches_per_step
         chunks = rank_chunks(chunks_in_process(self._ingest, last - self.step, 0), self._ingest, 0)
         next(chunks)  # the validation sequences
+        chunks, same = tee(chunks)
+        ids = (part for chunk in same for batch in chunk.ids for part in np.split(batch, per_step))
         feed = TrainFeed(chunks, config.train.micro_batch_sequences, setup.device)
         accumulation = setup.strategy.accumulation(setup.model, per_step)
         if self._num_workers > 1 and isinstance(accumulation, FloatAccumulator):
@@ -187,7 +136,7 @@ class Replay:
         results = train_steps(
             setup.model,
             setup.optimizer,
-            self._without_masked(feed.micro_batches(), last - self.step),
+            map(self._without_masked, feed.micro_batches(), ids),
             accumulation,
             first_step=self.step,
             max_steps=last,
@@ -201,23 +150,30 @@ class Replay:
             with self._context():
                 if (result := next(results, None)) is None:
                     return
-            self.step = result.step
-            yield result
+            self.step, row = result.step, _row(result)
+            if changes := changed_fields(compared(self._recorded.get(self.step, row)), row):
+                self._log(
+                    f"step {self.step} does not come out as recorded: {list_changes(changes)}"
+                )
+                self._recorded = {}
+            yield row
 
-    def _without_masked(
-        self, micro_batches: Iterator[MicroBatch], num_steps: int
-    ) -> Iterator[MicroBatch]:
-        ingest, order = self._ingest, self._ingest.order()
-        for first, stop in batches_to_read(ingest.first_batch, num_steps, ingest.skipped):
-            ids = np.concatenate([order.batch_ids(batch) for batch in range(first, stop)])
-            for part in np.split(ids, len(ids) // ingest.micro_batch_sequences):
-                inputs, targets = next(micro_batches)
-                hit = torch.from_numpy(np.isin(part, self._masked)).to(targets.device)
-                if hit.all():
-                    raise ConfigError(
-                        f"all {len(part)} sequences of a micro-batch are masked; mask fewer"
-                    )
-                yield inputs, torch.where(hit[:, None], IGNORE_INDEX, targets)
+    def sequence_gradients(self, ids: Sequence[int]) -> Iterator[tuple[float, list[Tensor]]]:
+        """Yield loss and gradient of each sequence, with the present weights and without dropout."""
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        tokens, _ = self._source.data.read("train", self._source.seq_len, np.array(ids, np.int64))
+        self.model.eval()
+        for sequence in tokens:
+            with self._context(), self._setup.autocast():
+                loss = self.model(*to_device(sequence[None], self._setup.device))
+                yield float(loss.detach()), [*torch.autograd.grad(loss, trained)]
+
+    def _without_masked(self, micro_batch: MicroBatch, ids: Ids) -> MicroBatch:
+        inputs, targets = micro_batch
+        hit = torch.from_numpy(np.isin(ids, self._masked)).to(targets.device)
+        if hit.all():
+            raise ConfigError(f"all {len(ids)} sequences of a micro-batch are masked; mask fewer")
+        return inputs, torch.where(hit[:, None], IGNORE_INDEX, targets)
 
 
 class _InTurn(FloatAccumulator):
@@ -256,9 +212,18 @@ def read_code(files: Sequence[str | Path]) -> list[Code]:
 
 
 def _row(result: StepResult) -> Row:
-    """Return the values of a step that a run records and that follow from its math."""
     values = (finite(float(result.loss)), result.lr, finite(float(result.grad_norm.float())))
-    return {"step": result.step, **dict(zip(COMPARED, values, strict=True))}
+    return dict(zip(COMPARED, (result.step, *values), strict=True))
+
+
+def compared(row: Row) -> Row:
+    """Return the values of a step's row that follow from its math."""
+    return {name: row.get(name) for name in COMPARED}
+
+
+def list_changes(changes: Mapping[str, str]) -> str:
+    """Format changes for the console."""
+    return ", ".join(f"{name} {change}" for name, change in changes.items()) or "the same"
 
 
 def sha256(tensor: Tensor) -> str:

@@ -1,0 +1,97 @@
+"""Which sequences of a step make its loss and its gradient."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raytrain_gpt.config.code import Code
+from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.format import Log, table
+from raytrain_gpt.replays.steps import Replay
+from raytrain_gpt.tracking.goodput import BAD_STEP_EVENTS
+from raytrain_gpt.train.local_mode import in_local_mode
+from raytrain_gpt.train.provenance import RunProvenance, TrainedSequence, describe_sequence
+
+_STEPS_BEFORE = 50
+_SHOWN = 10
+
+
+def explain_step(
+    run: RunProvenance, step: int | None, codes: Sequence[Code], log: Log
+) -> dict[str, Any]:
+    """Replay a run to just before a step, and measure each of the step's sequences without dropout.
+
+    Args:
+        step: The last spike that the run recorded and kept if None.
+
+    Returns:
+        `loss` and `grad_norm` of the step, `without` the sequence of the highest loss, and `before`, the
+        medians of 50 recorded steps; and `sequences`, the highest loss first, each with `share`, its fraction
+        of the sum of their gradient norms.
+
+    Raises:
+        ConfigError: there is no such step.
+    """
+    if step is None:
+        spikes = {int(row["step"]) for row in run.rows if row.get("event") in BAD_STEP_EVENTS}
+        if (step := max(spikes & {*run.steps()}, default=None)) is None:
+            raise ConfigError(f"run {run.dir} has no recorded spike; give the step as --step")
+    sequences = run.step(step)
+    rows = [row for at, row in run.steps().items() if step - _STEPS_BEFORE <= at < step]
+    before = [
+        median([row[key] for row in rows if row[key] is not None] or [float("nan")])
+        for key in ("train/loss", "optim/grad_norm")
+    ]
+    facts = in_local_mode(lambda: _measured(Replay(run, step, codes, log=log), sequences, step))
+    return {"run": str(run.dir), "step": step, "before": _measure(*before), **facts}
+
+
+def _measured(replay: Replay, sequences: list[TrainedSequence], step: int) -> dict[str, Any]:
+    deque(replay.rows(step - 1), maxlen=0)
+    ranked: list[dict[str, Any]] = []
+    total, worst, highest = list[Tensor](), list[Tensor](), -float("inf")
+    gradients = replay.sequence_gradients([one.id for one in sequences])
+    for one, (loss, gradient) in zip(sequences, gradients, strict=True):
+        ranked.append(asdict(one) | _measure(loss, _norm(gradient)))
+        total = [*torch._foreach_add(total, gradient)] if total else gradient
+        if not loss <= highest:  # it may be nan
+            worst, highest = gradient, loss
+    ranked.sort(key=lambda one: -one["loss"])
+    losses, norms = ([one[key] for one in ranked] for key in ("loss", "grad_norm"))
+    num, rest = len(ranked), max(1, len(ranked) - 1)
+    others = [*torch._foreach_sub(total, worst)]
+    return {
+        **_measure(sum(losses) / num, _norm(total) / num),
+        "without": _measure(sum(losses[1:]) / rest, _norm(others) / rest),
+        "sequences": [one | {"share": one["grad_norm"] / sum(norms)} for one in ranked],
+    }
+
+
+def _measure(loss: float, grad_norm: float) -> dict[str, float]:
+    return {"loss": loss, "grad_norm": grad_norm}
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    return float(torch.stack(torch._foreach_norm(tensors)).norm())
+
+
+def explanation_lines(facts: dict[str, Any]) -> list[str]:
+    """Format what `explain_step` found as a table, with the ten sequences of the highest losses."""
+    named = [
+        (f"step {facts['step']}", facts),
+        ("the steps before (medians)", facts["before"]),
+        ("the step without the first sequence below", facts["without"]),
+        *((describe_sequence(one), one) for one in facts["sequences"][:_SHOWN]),
+    ]
+    rows = [
+        (f"{of['loss']:.4f}", f"{of['grad_norm']:.3g}", f"{of.get('share', 1):.1%}", name)
+        for name, of in named
+    ]
+    return table(("loss", "grad norm", "share", ""), (), rows)
