@@ -1,8 +1,9 @@
 """How far an average of checkpoints is from a real cooldown: `eval --average` against branches that decay.
 
-A run with the modern recipe trains at a constant rate. At each of `--points` steps the loss of its present
-weights and of the averages over `--windows` checkpoints are compared with that of a branch from this step,
-which decays linearly to zero over a quarter of its steps so far. All evaluate on the same tokens.
+A run with the modern recipe trains at a constant rate. At each of `--points` steps, its weights and their
+averages over `--windows` checkpoints, one every `--every` steps and fewer near the start, are compared with a
+branch from this step, which decays linearly to zero over a quarter more steps, on the same tokens.
+`third` is the window nearest to a third of the steps so far.
 
     python benchmarks/averages.py tinyshakespeare.txt [--steps 1000] [--points 10] [--rows FILE]
 
@@ -48,7 +49,12 @@ def main() -> None:
         })  # fmt: skip
         steps = [args.steps * n // args.points for n in range(1, args.points + 1)]
         rows = in_new_process(measure, config, steps, args.every, args.windows)
-    report(sources=args.sources, width=args.width, windows=args.windows, **summary(rows))
+    report(
+        sources=args.sources,
+        width=args.width,
+        windows=args.windows,
+        **summary(rows, args.every, args.windows),
+    )
     if args.rows:
         with Path(args.rows).open("w", encoding="utf-8", newline="") as file:
             table = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
@@ -86,9 +92,15 @@ def loss(path: Path, average: int) -> float:
     return round(metrics["val/loss"], 4)
 
 
-def summary(rows: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+def summary(
+    rows: list[dict[str, float]], every: int, windows: list[int]
+) -> dict[str, dict[str, float]]:
     """Return the gaps to the cooldown's loss: mean, standard deviation, least and most."""
     gaps = {name: [row[name] - row["cooldown"] for row in rows] for name in list(rows[0])[2:]}
+    thirds = [min(windows, key=lambda n: abs(n * every - row["step"] / 3)) for row in rows]
+    gaps["third"] = [
+        row[f"average of {n}"] - row["cooldown"] for n, row in zip(thirds, rows, strict=True)
+    ]
     return {
         name: {
             "mean": round(statistics.fmean(of), 4),

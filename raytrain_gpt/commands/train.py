@@ -280,9 +280,9 @@ def why(options: WhyOptions) -> None:
 
 @command("diff", DiffOptions)
 def diff(options: DiffOptions) -> None:
-    """Find the first step and tensor in which two runs part, or a run and its replay with a change.
+    """Find the first step and tensor that differ in two runs, or in a run and its replay with a change.
 
-    Exits with 1 if they do.
+    Exits with 1 if there is one.
     """
     from raytrain_gpt.replays.diff import diff_change, diff_runs
     from raytrain_gpt.replays.steps import read_code

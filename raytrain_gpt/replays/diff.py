@@ -1,4 +1,4 @@
-"""Where two trainings part: the first step and tensor that differ, found by replaying both."""
+"""The first step and tensor that differ in two trainings, found by replaying both."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _ENVIRONMENT = ("device", "threads", "num_workers", "precision", "micro_batch_se
 def diff_runs(
     a: RunProvenance, b: RunProvenance, codes: Sequence[Code], log: Log
 ) -> dict[str, Any]:
-    """Find what differs between two runs, and where they part.
+    """Find what differs between two runs, and the first step and tensor that do.
 
     Returns:
         `changes` of settings, data, code and environment, and of the values `recorded` at the first step that
-        differs, each name -> `old -> new`; and if they part, the values of `diff_change`.
+        differs, each name -> `old -> new`; and the values of `diff_change`.
     """
     changes = changed_fields(_facts(a), _facts(b))
     log(f"runs: {list_changes(changes)}")
@@ -46,7 +46,7 @@ def diff_runs(
 def diff_change(
     run: RunProvenance, num_steps: int, codes: Sequence[Code], log: Log, **change: Any
 ) -> dict[str, Any]:
-    """Find where a run's first steps and their replay with a change part.
+    """Find the first step and tensor that differ if a run's first steps are replayed with a change.
 
     Args:
         change: `settings` and `new_code` of `Replay`.
