@@ -32,7 +32,7 @@ from raytrain_gpt.data.tokenizer import decode_tokens, prompt_tokens
 from raytrain_gpt.data.tokenizer_file import TOKENIZER_FILE, read_tokenizer
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
 from raytrain_gpt.evaluate.evaluation import Evaluation, check_evaluations
-from raytrain_gpt.format import Log, shell
+from raytrain_gpt.format import Log, count, shell
 from raytrain_gpt.redact import say
 from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location, LocationLike
 
@@ -85,8 +85,8 @@ def _average(model: GPT, newest: Checkpoint, num: int) -> None:
     others = [one for one in Catalog(run_dir).complete() if one.state.step < step][1 - num :]
     if len(others) < num - 1:
         raise ConfigError(
-            f"average={num}, but {run_dir} keeps {len(others) + 1} checkpoints up to step {step}; lower it, "
-            "or train with a higher keep_checkpoints"
+            f"average={num}, but {run_dir} has {count(len(others) + 1, 'checkpoint')} up to step {step}; "
+            "lower it, or train with a higher keep_checkpoints"
         )
     sums = [p.double() for p in model.parameters()]
     for checkpoint in others:

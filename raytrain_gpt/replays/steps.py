@@ -72,6 +72,8 @@ class Replay:
         log: Log,
     ) -> None:
         source.batch_of(first)  # checks that it exists
+        if "data_path" in (settings or {}):
+            raise ConfigError("a replay reads the data of its run, so data_path cannot change")
         catalog = Catalog(source.dir)
         start = catalog.pick("before", log, first)
         if start is None and source.begins_at:

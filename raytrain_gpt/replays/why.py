@@ -91,7 +91,12 @@ def explanation_lines(facts: dict[str, Any]) -> list[str]:
         *((describe_sequence(one), one) for one in facts["sequences"][:_SHOWN]),
     ]
     rows = [
-        (f"{of['loss']:.4f}", f"{of['grad_norm']:.3g}", f"{of.get('share', 1):.1%}", name)
+        (
+            f"{of['loss']:.4f}",
+            f"{of['grad_norm']:.3g}",
+            f"{of['share']:.1%}" if "share" in of else "",
+            name,
+        )
         for name, of in named
     ]
     return table(("loss", "grad norm", "share", ""), (), rows)

@@ -43,7 +43,7 @@ def test_is_the_mean_and_the_same_whatever_wrote_the_checkpoints(
     sampling = ("--prompt", "a", "--num_samples", 1, "--max_new_tokens", 2, "--average", 3)
     assert run_cli.succeeds("sample", runs[0], *sampling).startswith("a")
     until_30 = runs[0] / "checkpoints" / "step=00000030"
-    line = f"average=4, but {runs[0]} keeps 3 checkpoints up to step 30"
+    line = f"average=4, but {runs[0]} has 3 checkpoints up to step 30"
     with raises_line(ConfigError, line, "keep_checkpoints"):
         open_checkpoint(until_30, on_skip=str, average=4)
     damaged = runs[0] / "checkpoints" / "step=00000020"
