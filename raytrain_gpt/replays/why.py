@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,9 +14,10 @@ from torch import Tensor
 
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.format import Log, table
+from raytrain_gpt.format import Log, number, table
 from raytrain_gpt.replays.steps import Replay
 from raytrain_gpt.tracking.goodput import BAD_STEP_EVENTS
+from raytrain_gpt.tracking.run_files import Row, finite
 from raytrain_gpt.train.local_mode import in_local_mode
 from raytrain_gpt.train.provenance import RunProvenance, TrainedSequence, describe_sequence
 
@@ -45,37 +47,40 @@ def explain_step(
             raise ConfigError(f"run {run.dir} has no recorded spike; give the step as --step")
     sequences = run.step(step)
     rows = [row for at, row in run.steps().items() if step - _STEPS_BEFORE <= at < step]
-    before = [
-        median([row[key] for row in rows if row[key] is not None] or [float("nan")])
-        for key in ("train/loss", "optim/grad_norm")
-    ]
+    before = {
+        name: median([row[key] for row in rows if row[key] is not None] or [math.nan])
+        for name, key in (("loss", "train/loss"), ("grad_norm", "optim/grad_norm"))
+    }
     facts = in_local_mode(lambda: _measured(Replay(run, step, codes, log=log), sequences, step))
-    return {"run": str(run.dir), "step": step, "before": _measure(*before), **facts}
+    return {"run": str(run.dir), "step": step, "before": _measure(**before), **facts}
 
 
 def _measured(replay: Replay, sequences: list[TrainedSequence], step: int) -> dict[str, Any]:
     deque(replay.rows(step - 1), maxlen=0)
-    ranked: list[dict[str, Any]] = []
-    total, worst, highest = list[Tensor](), list[Tensor](), -float("inf")
-    gradients = replay.sequence_gradients([one.id for one in sequences])
-    for one, (loss, gradient) in zip(sequences, gradients, strict=True):
-        ranked.append(asdict(one) | _measure(loss, _norm(gradient)))
+    losses, norms, num = list[float](), list[float](), len(sequences)
+    total, worst, highest = list[Tensor](), list[Tensor](), -math.inf
+    for loss, gradient in replay.sequence_gradients([one.id for one in sequences]):
+        losses.append(loss)
+        norms.append(_norm(gradient))
         total = [*torch._foreach_add(total, gradient)] if total else gradient
-        if not loss <= highest:  # it may be nan
+        if not (loss <= highest or math.isnan(highest)):
             worst, highest = gradient, loss
-    ranked.sort(key=lambda one: -one["loss"])
-    losses, norms = ([one[key] for one in ranked] for key in ("loss", "grad_norm"))
-    num, rest = len(ranked), max(1, len(ranked) - 1)
-    others = [*torch._foreach_sub(total, worst)]
+    ranks = sorted(range(num), key=lambda at: (math.isfinite(losses[at]), -losses[at]))
+    others, rest = [*torch._foreach_sub(total, worst)], max(1, num - 1)
     return {
         **_measure(sum(losses) / num, _norm(total) / num),
-        "without": _measure(sum(losses[1:]) / rest, _norm(others) / rest),
-        "sequences": [one | {"share": one["grad_norm"] / sum(norms)} for one in ranked],
+        "without": _measure(sum(losses[at] for at in ranks[1:]) / rest, _norm(others) / rest),
+        "sequences": [
+            asdict(sequences[at])
+            | _measure(losses[at], norms[at])
+            | {"share": finite(norms[at] / sum(norms))}
+            for at in ranks
+        ],
     }
 
 
-def _measure(loss: float, grad_norm: float) -> dict[str, float]:
-    return {"loss": loss, "grad_norm": grad_norm}
+def _measure(loss: float, grad_norm: float) -> Row:
+    return {"loss": finite(loss), "grad_norm": finite(grad_norm)}
 
 
 def _norm(tensors: list[Tensor]) -> float:
@@ -92,9 +97,9 @@ def explanation_lines(facts: dict[str, Any]) -> list[str]:
     ]
     rows = [
         (
-            f"{of['loss']:.4f}",
-            f"{of['grad_norm']:.3g}",
-            f"{of['share']:.1%}" if "share" in of else "",
+            number(of["loss"], ".4f"),
+            number(of["grad_norm"], ".3g"),
+            number(of["share"], ".1%") if "share" in of else "",
             name,
         )
         for name, of in named
