@@ -230,7 +230,7 @@ class DiffOptions(_ReplayOptions):
     setting: Annotated[list[str], Metavar("NAME=VALUE")] = Field(default_factory=list)
     """Changed setting; may be repeated (default: none)."""
     old_code: Annotated[list[str], Metavar("FILE")] = Field(default_factory=list)
-    """Like --code, with which the run was trained, or the first of two runs (default: as --code)."""
+    """Own code of the run, or of the first of two runs, if --code differs (default: as --code)."""
     steps: int = Field(50, ge=1)
     """Steps to replay with a change."""
 
@@ -282,7 +282,7 @@ def why(options: WhyOptions) -> None:
 def diff(options: DiffOptions) -> None:
     """Find the first step and tensor that differ in two runs, or in a run and its replay with a change.
 
-    Exits with 1 if there is one.
+    Exits with 1 if there is one, or if a run does not come out as recorded.
     """
     from raytrain_gpt.replays.diff import diff_change, diff_runs
     from raytrain_gpt.replays.steps import read_code
@@ -291,7 +291,7 @@ def diff(options: DiffOptions) -> None:
 
     storage, code = Location.of(options.storage_path), read_code(options.code)
     a, *others = (RunProvenance(run, storage, options.data) for run in options.runs)
-    codes = [*code, *read_code(options.old_code)]
+    codes = [*read_code(options.old_code), *code]
     change = {"new_code": code, "settings": dict(p.partition("=")[::2] for p in options.setting)}
     if len(others) == 1 and not options.setting:
         facts = diff_runs(a, others[0], codes, say)
@@ -300,7 +300,7 @@ def diff(options: DiffOptions) -> None:
     else:
         raise ConfigError("give two runs, or one with --code FILE or --setting NAME=VALUE")
     options.say_json(facts)
-    if facts.get("recorded") or "step" in facts:
+    if facts.get("recorded") or "step" in facts or not facts["as_recorded"]:
         sys.exit(1)
 
 

@@ -74,12 +74,12 @@ def open_checkpoint(
         model = configured_model(config, num_ids, tokenizer.eot_token)
         load_model(directory, model)
     if average > 1:
-        _average(model, checkpoint, average)
+        _average(model, checkpoint, average, on_skip)
     return checkpoint, config, model.to(device), tokenizer, device
 
 
 @torch.no_grad()
-def _average(model: GPT, newest: Checkpoint, num: int) -> None:
+def _average(model: GPT, newest: Checkpoint, num: int, log: Log) -> None:
     """Change the weights of a checkpoint to the mean over `num` checkpoints, summed in float64."""
     run_dir, step = newest.path.parent.parent, newest.state.step
     others = [one for one in Catalog(run_dir).complete() if one.state.step < step][1 - num :]
@@ -88,6 +88,7 @@ def _average(model: GPT, newest: Checkpoint, num: int) -> None:
             f"average={num}, but {run_dir} has {count(len(others) + 1, 'checkpoint')} up to step {step}; "
             "lower it, or train with a higher keep_checkpoints"
         )
+    log(f"averaged: steps {', '.join(str(one.state.step) for one in (*others, newest))}")
     sums = [p.double() for p in model.parameters()]
     for checkpoint in others:
         checkpoint.verify()

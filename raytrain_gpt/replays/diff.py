@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -31,15 +31,14 @@ def diff_runs(
     """
     changes = changed_fields(_facts(a), _facts(b))
     log(f"runs: {list_changes(changes)}")
-    ours, theirs = a.steps(), b.steps()
-    if not (steps := sorted(ours.keys() & theirs.keys())):
+    if not (steps := sorted(a.steps.keys() & b.steps.keys())):
         raise ConfigError(f"{a.dir} and {b.dir} have no step in common; choose runs that have")
-    parted = (step for step in steps if compared(ours[step]) != compared(theirs[step]))
-    last = next(parted, steps[-1])
-    recorded = changed_fields(compared(ours[last]), compared(theirs[last]))
+    differ = (step for step in steps if compared(a.steps[step]) != compared(b.steps[step]))
+    last = next(differ, steps[-1])
+    recorded = changed_fields(compared(a.steps[last]), compared(b.steps[last]))
     log(f"recorded at step {last}: {list_changes(recorded)}")
-    same = f"replayed, step {last} has" if recorded else f"{count(len(steps), 'step')} have"
-    found = _compare(lambda: [Replay(run, last, codes, log=log) for run in (a, b)], last, same, log)
+    same = f"in the replays up to step {last}" if recorded else f"for {count(len(steps), 'step')}"
+    found = _compare([(a, {}), (b, {})], last, last, codes, same, log)
     return {"changes": changes, "recorded": recorded, **found}
 
 
@@ -52,37 +51,46 @@ def diff_change(
         change: `settings` and `new_code` of `Replay`.
 
     Returns:
-        Nothing if all bits are the same; else the `step` after which they differ first, the first `tensor` in
-        the model's order, and the `largest` absolute difference, None if the shape has changed.
+        `as_recorded`, whether what was replayed without a change had the run's rows; and if bits differ, the
+        first `step` after which they do, the first `tensor` in the model's order, and the `largest` absolute
+        difference, None if the shape has changed.
     """
     first, last = run.begins_at + 1, min(run.begins_at + num_steps, run.last_step)
-    same = f"{count(last - first + 1, 'step')} have"
-    hows: list[dict[str, Any]] = [{}, change]
-    return _compare(
-        lambda: [Replay(run, first, codes, log=log, **how) for how in hows], last, same, log
-    )
+    same = f"for {count(last - first + 1, 'step')}"
+    return _compare([(run, {}), (run, change)], first, last, codes, same, log)
 
 
-def _compare(make: Callable[[], list[Replay]], last: int, same: str, log: Log) -> dict[str, Any]:
-    """Train two replays up to step `last` or until they differ."""
+def _compare(
+    pair: list[tuple[RunProvenance, dict[str, Any]]],
+    first: int,
+    last: int,
+    codes: Sequence[Code],
+    same: str,
+    log: Log,
+) -> dict[str, Any]:
+    """Train two replays to step `last` or until they differ, and from an earlier step if they start so."""
 
-    def find() -> dict[str, Any]:
-        replays = one, other = make()
-        rows = [replay.rows(last) for replay in replays]
-        while True:
-            if one.step == other.step and (found := _difference(one.model, other.model)):
-                return {"step": one.step, **found}
+    def find(first: int) -> dict[str, Any]:
+        one, other = (Replay(run, first, codes, log=log, **how) for run, how in pair)
+        start = max(one.step, other.step)
+        running = [(replay, replay.rows(last)) for replay in (one, other)]
+        while one.step != other.step or not (found := _difference(one.model, other.model)):
             if (behind := min(one.step, other.step)) == last:
-                return {}
-            for replay, its_rows in zip(replays, rows, strict=True):
+                return {"as_recorded": one.as_recorded and other.as_recorded}
+            for replay, rows in running:
                 if replay.step == behind:
-                    next(its_rows)
+                    next(rows)
+        if one.step == start > max(run.begins_at for run, _ in pair):
+            return find(start)
+        as_recorded = one.as_recorded and other.as_recorded
+        return {"as_recorded": as_recorded, "step": one.step, **found}
 
-    if found := in_local_mode(find):
+    found = in_local_mode(lambda: find(first))
+    if "step" in found:
         size = "another shape" if found["largest"] is None else f"{found['largest']:.0e}"
         log(f"step {found['step']}, {found['tensor']}, {size}")
     else:
-        log(f"{same} the same bits")
+        log(f"the same bits {same}")
     return found
 
 

@@ -20,13 +20,13 @@ import ray.train.torch
 import torch
 from torch import Tensor, nn
 
-from raytrain_gpt.checkpoint.catalog import Catalog, resume_step
+from raytrain_gpt.checkpoint.catalog import CODE_FILE, Catalog, resume_step
 from raytrain_gpt.checkpoint.code_check import check_executable
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.resolved import RunPlan
-from raytrain_gpt.config.schema import changed_fields
+from raytrain_gpt.config.schema import changed_fields, field_section
 from raytrain_gpt.core.accumulation import FloatAccumulator
 from raytrain_gpt.core.device import seed_everything
 from raytrain_gpt.core.loop import MicroBatch, StepResult, train_steps
@@ -35,7 +35,7 @@ from raytrain_gpt.core.optim import learning_rate
 from raytrain_gpt.data.locations import recorded
 from raytrain_gpt.data.order import Ids
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.format import Log
+from raytrain_gpt.format import Log, shell
 from raytrain_gpt.ingest.feed import TrainFeed, to_device
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, chunks_in_process, rank_chunks
 from raytrain_gpt.tracking.run_files import Row, finite
@@ -43,6 +43,8 @@ from raytrain_gpt.train.model_setup import set_up_training
 from raytrain_gpt.train.provenance import RunProvenance
 
 COMPARED = ("step", "train/loss", "optim/lr", "optim/grad_norm")
+_REPLAYED = ("model", "data", "optim", "train")
+_NOT_REPLAYED = ("data_path", "parallel", "gradient_dtype")
 _CHOSEN_AT_START = ("precision", "micro_batch_sequences", "activation_checkpointing")
 
 
@@ -50,14 +52,15 @@ class Replay:
     """A run from the checkpoint before step `first` on; made and used in local mode.
 
     Args:
-        codes: User code, of which the run's is used.
+        codes: User code; the one with the run's hash is used, or the first if the run has no checkpoint.
         new_code: At most one, to use instead.
         settings: Changed configuration fields.
         masked: Ids of sequences that no loss counts.
-        log: Is told of the first row that is not as recorded, unless a change was declared.
+        log: Gets the first row that is not as recorded, unless a change was declared.
 
     Attributes:
         step: Steps done.
+        as_recorded: Whether all rows so far were.
     """
 
     def __init__(
@@ -72,8 +75,6 @@ class Replay:
         log: Log,
     ) -> None:
         source.batch_of(first)  # checks that it exists
-        if "data_path" in (settings or {}):
-            raise ConfigError("a replay reads the data of its run, so data_path cannot change")
         catalog = Catalog(source.dir)
         start = catalog.pick("before", log, first)
         if start is None and source.begins_at:
@@ -82,7 +83,8 @@ class Replay:
             )
         self.step, self._masked, self._code = resume_step(start), masked, next(iter(codes), None)
         self._source, self._log = source, log
-        self._recorded = {} if new_code or settings or masked else source.steps()
+        self._recorded = {} if new_code or settings or masked else source.steps
+        self.as_recorded = True
         # The attempt that trained the step; each may have had other workers.
         begun = next((a.row for a in source.attempts if first in a.kept), {})
         self._threads = int(begun.get("threads", torch.get_num_threads()))
@@ -93,15 +95,27 @@ class Replay:
         if (saved := start or source.newest) is not None:
             sha256 = saved.state.code_sha256
             self._code = next((code for code in codes if code.sha256 == sha256), None)
+            if codes and sha256 and not self._code:
+                code = shell(saved.path / CODE_FILE)
+                raise ConfigError(
+                    f"no given code is that of the run; if you trust it, give {code} too"
+                )
             with self._context():
                 check_executable(saved, log)
         self._code = next(iter(new_code), self._code)
         with self._context():
             config = recorded(start.state.config, str(start.path)) if start else source.config
+            for name in settings or {}:
+                if field_section(name) not in _REPLAYED or name in _NOT_REPLAYED:
+                    raise ConfigError(f"a replay does not use {name}, so it cannot change it")
             config = config.updated(fields).updated(settings or {})
-            train = config.train
+            train, sequences = config.train, config.batch_sequences // self._num_workers
             micro, mode = train.micro_batch_sequences, train.activation_checkpointing
-            assert micro != "auto", "a run that has taken a step has recorded it"
+            if micro == "auto" or mode == "auto" or sequences % micro:
+                raise ConfigError(
+                    f"micro_batch_sequences={micro}, activation_checkpointing={mode}: a replay has no auto, "
+                    f"and its micro-batches divide a worker's {sequences} sequences; set such values"
+                )
             self._plan = RunPlan.of(config, 1, micro, mode)
             first_batch = start.state.next_batch if start else 0
             ingest = IngestSpec.of(self._plan, source.data)
@@ -157,7 +171,7 @@ class Replay:
                 self._log(
                     f"step {self.step} does not come out as recorded: {list_changes(changes)}"
                 )
-                self._recorded = {}
+                self._recorded, self.as_recorded = {}, False
             yield row
 
     def sequence_gradients(self, ids: Sequence[int]) -> Iterator[tuple[float, list[Tensor]]]:
@@ -168,7 +182,8 @@ class Replay:
         for sequence in tokens:
             with self._context(), self._setup.autocast():
                 loss = self.model(*to_device(sequence[None], self._setup.device))
-                yield float(loss.detach()), [*torch.autograd.grad(loss, trained)]
+                gradient = [*torch.autograd.grad(loss, trained)]
+            yield float(loss.detach()), gradient
 
     def _without_masked(self, micro_batch: MicroBatch, ids: Ids) -> MicroBatch:
         inputs, targets = micro_batch
@@ -230,5 +245,5 @@ def list_changes(changes: Mapping[str, str]) -> str:
 
 def sha256(tensor: Tensor) -> str:
     """Return the SHA-256 (hex) of a tensor's bytes."""
-    content = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+    content = tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy()
     return hashlib.sha256(content.tobytes()).hexdigest()

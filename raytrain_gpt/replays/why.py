@@ -43,10 +43,10 @@ def explain_step(
     """
     if step is None:
         spikes = {int(row["step"]) for row in run.rows if row.get("event") in BAD_STEP_EVENTS}
-        if (step := max(spikes & {*run.steps()}, default=None)) is None:
+        if (step := max(spikes & run.steps.keys(), default=None)) is None:
             raise ConfigError(f"run {run.dir} has no recorded spike; give the step as --step")
     sequences = run.step(step)
-    rows = [row for at, row in run.steps().items() if step - _STEPS_BEFORE <= at < step]
+    rows = [row for at, row in run.steps.items() if step - _STEPS_BEFORE <= at < step]
     before = {
         name: median([row[key] for row in rows if row[key] is not None] or [math.nan])
         for name, key in (("loss", "train/loss"), ("grad_norm", "optim/grad_norm"))
@@ -58,14 +58,13 @@ def explain_step(
 def _measured(replay: Replay, sequences: list[TrainedSequence], step: int) -> dict[str, Any]:
     deque(replay.rows(step - 1), maxlen=0)
     losses, norms, num = list[float](), list[float](), len(sequences)
-    total, worst, highest = list[Tensor](), list[Tensor](), -math.inf
+    total = list[Tensor]()
     for loss, gradient in replay.sequence_gradients([one.id for one in sequences]):
         losses.append(loss)
         norms.append(_norm(gradient))
         total = [*torch._foreach_add(total, gradient)] if total else gradient
-        if not (loss <= highest or math.isnan(highest)):
-            worst, highest = gradient, loss
     ranks = sorted(range(num), key=lambda at: (math.isfinite(losses[at]), -losses[at]))
+    ((_, worst),) = replay.sequence_gradients([sequences[ranks[0]].id])
     others, rest = [*torch._foreach_sub(total, worst)], max(1, num - 1)
     return {
         **_measure(sum(losses) / num, _norm(total) / num),

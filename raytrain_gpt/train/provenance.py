@@ -24,7 +24,7 @@ from raytrain_gpt.errors import ConfigError, DataError
 from raytrain_gpt.format import count, preview
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.goodput import read_attempts
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, Row, read_rows
+from raytrain_gpt.tracking.run_files import CONFIG_FILE, read_rows
 from raytrain_gpt.tracking.runs import find_run
 from raytrain_gpt.train.resume import read_skipped
 
@@ -57,6 +57,10 @@ class RunProvenance:
         name: Run name in `storage`, or path.
         data: Dataset as in `data_path`, or None for the one recorded in the run's files.
 
+    Attributes:
+        begins_at: Steps of the run that this one branched from.
+        steps: Step -> its recorded row.
+
     Raises:
         CheckpointError: there is no such run.
         ConfigError: its configuration is damaged.
@@ -82,41 +86,34 @@ class RunProvenance:
             )
         self.skipped = read_skipped(self.dir, newest)
         self._branch = read_branch(self.dir)
-        self._base = (self._branch.step, self._branch.next_batch) if self._branch else (0, 0)
+        branch = self._branch
+        self.begins_at, self._first = (branch.step, branch.next_batch) if branch else (0, 0)
         counts = [p.manifest.row_group_sequences("train", self.seq_len) for p in self.data.datasets]
         self._starts = [np.cumsum(sequences) - sequences for sequences in counts]
         self.rows = read_rows(sync.work_dir)
         self.attempts = read_attempts(self.rows)
-        self.last_step = max((row["step"] for row in self.rows if "train/loss" in row), default=0)
+        self.steps = {int(row["step"]): row for row in self.rows if "train/loss" in row}
+        self.last_step = max(self.steps, default=0)
         self._tokenizer = read_tokenizer(self.data.first.directory)
-
-    def steps(self) -> dict[int, Row]:
-        """Return the recorded row of every step."""
-        return {row["step"]: row for row in self.rows if "train/loss" in row}
-
-    @property
-    def begins_at(self) -> int:
-        """Steps of the run that this one branched from."""
-        return self._base[0]
 
     def batches(self) -> Iterator[tuple[int, int]]:
         """Yield every step of this run with its global batch."""
-        step, first = self._base
-        for start, stop in batches_to_read(first, self.last_step - step, self.skipped):
+        step = self.begins_at
+        for start, stop in batches_to_read(self._first, self.last_step - step, self.skipped):
             for batch in range(start, stop):
                 step += 1
                 yield step, batch
 
     def batch_of(self, step: int) -> int:
         """Return the global batch of a step; raises ConfigError if the run has no such step."""
-        before, first = self._base
+        before = self.begins_at
         if not before < step <= self.last_step:
             earlier = f"; earlier steps belong to {self._branch.checkpoint}" if self._branch else ""
             raise ConfigError(
                 f"step {step}: run {self.dir} has trained steps {before + 1} to "
                 f"{self.last_step}{earlier}; set --step to one of them"
             )
-        return batches_to_read(first, step - before, self.skipped)[-1][1] - 1
+        return batches_to_read(self._first, step - before, self.skipped)[-1][1] - 1
 
     def step(self, step: int, worker: int | None = None) -> list[TrainedSequence]:
         """Return the sequences of a step, or of one worker in it.

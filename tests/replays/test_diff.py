@@ -16,6 +16,7 @@ from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.provenance import RunProvenance
 from tests.conftest import RunCli
+from tests.faults.gates import Faults, gated
 from tests.runs import MakeConfig
 
 pytestmark = pytest.mark.slow
@@ -106,8 +107,10 @@ def test_a_change_of_the_math_is_found(name: str, own: RunProvenance) -> None:
 @pytest.mark.parametrize("name", REFACTORS)
 def test_a_refactor_has_the_same_bits(name: str, own: RunProvenance) -> None:
     said, new = list[str](), [Code("new.py", changed(*REFACTORS[name]))]
-    assert diff_change(own, 12, [Code("old.py", OLD)], said.append, new_code=new) == {}
-    assert said == ["12 steps have the same bits"]
+    assert diff_change(own, 12, [Code("old.py", OLD)], said.append, new_code=new) == {
+        "as_recorded": True
+    }
+    assert said == ["the same bits for 12 steps"]
 
 
 def test_the_command_needs_the_code_of_the_run(
@@ -120,8 +123,9 @@ def test_the_command_needs_the_code_of_the_run(
     code, shown, _ = run_cli(*command, "--code", new, "--old_code", old, "--steps", 2, "--json")
     assert (code, json.loads(shown.splitlines()[-1])["tensor"]) == (1, "wte.weight")
     assert "if you trust it" in run_cli.refuses(*command, "--setting", "peak_lr=2e-3")
+    assert "if you trust it" in run_cli.refuses(*command, "--code", new)
     shown = run_cli.succeeds(*command, "--code", old, "--steps", 2)
-    assert shown == "2 steps have the same bits\n"
+    assert shown == "the same bits for 2 steps\n"
     assert "give two runs, or one with" in run_cli.refuses(*command)
 
 
@@ -131,7 +135,7 @@ def test_of_two_runs_and_of_a_setting(make_config: MakeConfig, run_cli: RunCli) 
     late_run = train(late, str)
     shown = run_cli.succeeds("runs", "diff", a.run_dir, same.run_dir)
     assert shown.splitlines() == [
-        "runs: the same", "recorded at step 50: the same", "50 steps have the same bits",
+        "runs: the same", "recorded at step 50: the same", "the same bits for 50 steps",
     ]  # fmt: skip
     code, shown, _ = run_cli("runs", "diff", a.run_dir, late_run.run_dir, "--json")
     runs, recorded, found, facts = shown.splitlines()
@@ -141,3 +145,43 @@ def test_of_two_runs_and_of_a_setting(make_config: MakeConfig, run_cli: RunCli) 
     assert json.loads(facts)["changes"] == {"grad_clip": "1.0 -> 0.5"}
     code, shown, _ = run_cli("runs", "diff", a.run_dir, "--setting", "beta2=0.9")
     assert (code, shown.startswith("step 1, ")) == (1, True)
+
+
+def test_a_setting_that_a_replay_cannot_use_is_refused(
+    make_config: MakeConfig, run_cli: RunCli
+) -> None:
+    run = train(make_config(run_name="diff-settings", max_steps=10), str)
+    for setting in ("num_workers=2", "spike_detection=false", "data_path=x", "parallel=fsdp"):
+        said = run_cli.refuses("runs", "diff", run.run_dir, "--setting", setting)
+        assert f"a replay does not use {setting.split('=')[0]}" in said
+    for setting in ("micro_batch_sequences=auto", "micro_batch_sequences=5"):
+        said = run_cli.refuses("runs", "diff", run.run_dir, "--setting", setting)
+        assert "divide a worker's 12 sequences" in said
+
+
+def test_the_first_step_is_found_behind_later_checkpoints(
+    make_config: MakeConfig, run_cli: RunCli
+) -> None:
+    """Rows show a difference of weights one step later, when a checkpoint may already have it."""
+    fields = {"max_steps": 10, "checkpoint_every_steps": 1, "keep_checkpoints": 10}
+    runs = [
+        train(make_config(run_name=f"diff-{decay}", weight_decay=decay, **fields), str).run_dir
+        for decay in (0.1, 0.101)
+    ]
+    code, shown, _ = run_cli("runs", "diff", *runs)
+    _, recorded, found = shown.splitlines()
+    assert code == 1
+    assert not recorded.startswith("recorded at step 1: ")
+    assert found.startswith("step 1, ")
+
+
+def test_a_run_that_does_not_come_out_as_recorded_fails(
+    make_config: MakeConfig, run_cli: RunCli
+) -> None:
+    run = train(
+        make_config(run_name="diff-spoiled", max_steps=10), str, gated(Faults(spiked_batches=(5,)))
+    )
+    code, shown, _ = run_cli(
+        "runs", "diff", run.run_dir, "--setting", "keep_checkpoints=3", "--json"
+    )
+    assert (code, json.loads(shown.splitlines()[-1])) == (1, {"as_recorded": False})
