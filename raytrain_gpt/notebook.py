@@ -135,10 +135,9 @@ def batch_at(
     Raises:
         UserError: the run, step or dataset does not exist.
     """
-    from raytrain_gpt.storage.location import Location
     from raytrain_gpt.train.provenance import RunProvenance
 
-    return RunProvenance(str(run), Location.of(storage_path), data).step(step)
+    return RunProvenance(str(run), storage_path, data).step(step)
 
 
 def replay(
@@ -149,14 +148,15 @@ def replay(
     storage_path: str = "runs",
     data: str | None = None,
     code: Sequence[str | Path] = (),
+    new_code: Sequence[str | Path] = (),
     **change: Any,
 ) -> list[tuple[dict[str, Any], dict[str, str]]]:
     """Train the steps `first` to `last` of a run again, in this process.
 
     Args:
         run: As in `batch_at`, like `storage_path` and `data`.
-        code: Files with the run's user code.
-        change: `new_code`, `settings` or `masked`, as in `Replay`.
+        code: Files with the run's user code; `new_code`: those to use instead.
+        change: `settings` or `masked`, as in `Replay`.
 
     Returns:
         For each step the values that a run records of its math, and of each parameter the SHA-256 after it.
@@ -164,20 +164,19 @@ def replay(
     Raises:
         UserError: the run, a step, its data or its code does not exist.
     """
-    from raytrain_gpt.replays.steps import Replay, read_code, sha256
-    from raytrain_gpt.storage.location import Location
+    from raytrain_gpt.data.locations import read_code
+    from raytrain_gpt.replays.steps import Replay, sha256
     from raytrain_gpt.train.local_mode import in_local_mode
     from raytrain_gpt.train.provenance import RunProvenance
 
-    source = RunProvenance(str(run), Location.of(storage_path), data)
+    source = RunProvenance(str(run), storage_path, data)
     source.batch_of(last)  # checks that it exists
 
     def steps() -> list[tuple[dict[str, Any], dict[str, str]]]:
-        again = Replay(source, first, read_code(code), log=say, **change)
-        return [
-            (row, {name: sha256(p) for name, p in again.model.named_parameters()})
-            for row in again.rows(last)
-            if again.step >= first
-        ]
+        changed = {**change, "new_code": read_code(new_code)}
+        again = Replay(source, first, last, read_code(code), **changed, log=say)
+        again.run_to(first - 1)
+        parameters = dict(again.model.named_parameters())
+        return [(row, {name: sha256(p) for name, p in parameters.items()}) for row in again.rows]
 
     return in_local_mode(steps)

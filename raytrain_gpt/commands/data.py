@@ -9,10 +9,10 @@ from pydantic import Field
 
 from raytrain_gpt.commands.flags import (
     CommandGroup,
+    DataOptions,
     JsonOptions,
     ProgressOptions,
     RunOptions,
-    StorageOptions,
     command,
 )
 from raytrain_gpt.config.call_options import Metavar, PrepareOptions
@@ -38,24 +38,20 @@ class DatasetOptions(JsonOptions):
     """A dataset: directory or s3://bucket/prefix."""
 
 
-class AtOptions(RunOptions):
+class AtOptions(DataOptions, RunOptions):
     step: int | None = Field(None, ge=1)
     """Step to show (default: none)."""
     batch: int | None = Field(None, ge=0)
     """Global batch to show, even if a rollback has skipped it (default: none)."""
     worker: int | None = Field(None, ge=0)
     """Worker whose sequences to show (default: all)."""
-    data: Annotated[str | None, Metavar("DIR")] = None
-    """Dataset of the run (default: the one it was trained on)."""
 
 
-class FindOptions(StorageOptions):
+class FindOptions(DataOptions):
     text: Annotated[str, Metavar("TEXT", positional=True)]
     """Text to find in documents."""
     run: Annotated[str, Metavar("RUN", positional=True)]
     """Name or directory of a run."""
-    data: Annotated[str | None, Metavar("DIR")] = None
-    """Dataset of the run (default: the one it was trained on)."""
 
 
 @command("prepare", PrepareFlags)
@@ -114,10 +110,9 @@ def _describe(options: DatasetOptions, *, verified: bool) -> None:
 @command("at", AtOptions)
 def at(options: AtOptions) -> None:
     """Show the sequences that a run trained on at a step."""
-    from raytrain_gpt.storage.location import Location
-    from raytrain_gpt.train.provenance import RunProvenance, describe_sequence
+    from raytrain_gpt.train.provenance import describe_sequence
 
-    run = RunProvenance(options.run, Location.of(options.storage_path), options.data)
+    run = options.open_run(options.run)
     step, batch = options.step, options.batch
     if step is not None and batch is None:
         sequences, batch = run.step(step, options.worker), run.batch_of(step)
@@ -136,10 +131,7 @@ def at(options: AtOptions) -> None:
 @command("find", FindOptions)
 def find(options: FindOptions) -> None:
     """Find the steps of a run that trained on a text."""
-    from raytrain_gpt.storage.location import Location
-    from raytrain_gpt.train.provenance import RunProvenance
-
-    run = RunProvenance(options.run, Location.of(options.storage_path), options.data)
+    run = options.open_run(options.run)
     facts = run.find(options.text)
     for step in facts["steps"]:
         rows = [f"{one['dataset']} {one['shard']} row {one['row']}" for one in step["sequences"]]

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, cast
 
 from pydantic import Field, field_validator
 from pydantic.fields import FieldInfo
@@ -22,6 +22,9 @@ from raytrain_gpt.config.schema import FIELDS, Config
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.redact import say
+
+if TYPE_CHECKING:
+    from raytrain_gpt.train.provenance import RunProvenance
 
 OptionsT = TypeVar("OptionsT", bound=Options)
 Groups = dict[str, dict[str, FieldInfo]]
@@ -85,6 +88,17 @@ class StorageOptions(JsonOptions):
 class RunOptions(StorageOptions):
     run: Annotated[str, Metavar("RUN", positional=True)]
     """Name or directory of a run."""
+
+
+class DataOptions(StorageOptions):
+    data: Annotated[str | None, Metavar("DIR")] = None
+    """Dataset of the run (default: the one it was trained on)."""
+
+    def open_run(self, name: str) -> RunProvenance:
+        """Read the files of a run; raises UserError if it or its data does not exist."""
+        from raytrain_gpt.train.provenance import RunProvenance  # slow to import
+
+        return RunProvenance(name, self.storage_path, self.data)
 
 
 class ProgressOptions(Options):

@@ -14,6 +14,7 @@ from raytrain_gpt.commands.flags import (
     CodeOptions,
     CommandGroup,
     ConfigOptions,
+    DataOptions,
     Groups,
     JsonOptions,
     ProgressOptions,
@@ -214,17 +215,12 @@ class ReportOptions(StorageOptions):
     """Names or directories of runs."""
 
 
-class _ReplayOptions(CodeOptions, StorageOptions):
-    data: Annotated[str | None, Metavar("DIR")] = None
-    """Dataset (default: the one a run was trained on)."""
-
-
-class WhyOptions(_ReplayOptions, RunOptions):
+class WhyOptions(CodeOptions, DataOptions, RunOptions):
     step: int | None = Field(None, ge=1)
     """Step to explain (default: the run's last spike)."""
 
 
-class DiffOptions(_ReplayOptions):
+class DiffOptions(CodeOptions, DataOptions):
     runs: Annotated[list[str], Metavar("RUN", positional=True)]
     """Two runs, or one to replay with --code or --setting changed."""
     setting: Annotated[list[str], Metavar("NAME=VALUE")] = Field(default_factory=list)
@@ -266,16 +262,12 @@ def report(options: ReportOptions) -> None:
 @command("why", WhyOptions)
 def why(options: WhyOptions) -> None:
     """Replay a step of a run, and rank its sequences by their loss."""
-    from raytrain_gpt.replays.steps import read_code
-    from raytrain_gpt.replays.why import explain_step, explanation_lines
-    from raytrain_gpt.storage.location import Location
-    from raytrain_gpt.train.provenance import RunProvenance
+    from raytrain_gpt.data.locations import read_code
+    from raytrain_gpt.replays.why import explain_step
 
-    run = RunProvenance(options.run, Location.of(options.storage_path), options.data)
-    facts = explain_step(run, options.step, read_code(options.code), say)
-    for line in explanation_lines(facts):
-        say(line)
-    options.say_json(facts)
+    options.say_json(
+        explain_step(options.open_run(options.run), options.step, read_code(options.code), say)
+    )
 
 
 @command("diff", DiffOptions)
@@ -284,19 +276,16 @@ def diff(options: DiffOptions) -> None:
 
     Exits with 1 if there is one, or if a run does not come out as recorded.
     """
+    from raytrain_gpt.data.locations import read_code
     from raytrain_gpt.replays.diff import diff_change, diff_runs
-    from raytrain_gpt.replays.steps import read_code
-    from raytrain_gpt.storage.location import Location
-    from raytrain_gpt.train.provenance import RunProvenance
 
-    storage, code = Location.of(options.storage_path), read_code(options.code)
-    a, *others = (RunProvenance(run, storage, options.data) for run in options.runs)
-    codes = [*read_code(options.old_code), *code]
-    change = {"new_code": code, "settings": dict(p.partition("=")[::2] for p in options.setting)}
-    if len(others) == 1 and not options.setting:
-        facts = diff_runs(a, others[0], codes, say)
-    elif not others and any(change.values()):
-        facts = diff_change(a, options.steps, codes, say, **change)
+    a, *others = map(options.open_run, options.runs)
+    code, settings = read_code(options.code), dict(p.partition("=")[::2] for p in options.setting)
+    old = read_code(options.old_code) or code
+    if len(others) == 1 and not settings:
+        facts = diff_runs(a, others[0], (old, code), say)
+    elif not others and (code or settings):
+        facts = diff_change(a, options.steps, old, say, new_code=code, settings=settings)
     else:
         raise ConfigError("give two runs, or one with --code FILE or --setting NAME=VALUE")
     options.say_json(facts)

@@ -42,12 +42,17 @@ def file_on_disk(
         yield copy
 
 
-def use_code(files: Sequence[str | Path], may_differ: bool = False) -> None:
-    """Use the code in files or at URLs, or none, without executing it; may raise ConfigError."""
+def read_code(files: Sequence[str | Path], may_differ: bool = False) -> Code | None:
+    """Read the code in files or at URLs, if any, without executing it; may raise ConfigError."""
     with contextlib.ExitStack() as downloads:
         paths = [downloads.enter_context(file_on_disk(file, "code")) for file in files]
         read = [path for path in paths if path is not None]
-        kinds.set_user_code(Code.read(*read, may_differ=may_differ) if read else None)
+        return Code.read(*read, may_differ=may_differ) if read else None
+
+
+def use_code(files: Sequence[str | Path], may_differ: bool = False) -> None:
+    """Use the code in files or at URLs, or none; see `read_code`."""
+    kinds.set_user_code(read_code(files, may_differ))
 
 
 def data_is_there(config: Config) -> bool:

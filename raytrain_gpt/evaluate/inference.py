@@ -41,10 +41,7 @@ if TYPE_CHECKING:
 
 
 def open_checkpoint(
-    path: LocationLike,
-    device: torch.device | None = None,
-    on_skip: Log = say,
-    average: int = 1,
+    path: LocationLike, device: str | None = None, on_skip: Log = say, average: int = 1
 ) -> tuple[Checkpoint, Config, GPT, tiktoken.Encoding, torch.device]:
     """Load a verified checkpoint, with its configuration, model, tokenizer and device.
 
@@ -63,7 +60,7 @@ def open_checkpoint(
     checkpoint = newest or resolve_checkpoint(place, on_skip)
     check_executable(checkpoint, on_skip)
     config = recorded(checkpoint.state.config, str(checkpoint.path))
-    device = best_device() if device is None else device
+    placed = best_device() if device is None else torch.device(device)
     tokenizer, num_ids = read_tokenizer(checkpoint.path), checkpoint.state.vocab_size
     if TOKENIZER_FILE not in checkpoint.file_names or tokenizer.max_token_value + 1 != num_ids:
         raise CheckpointError(
@@ -75,7 +72,7 @@ def open_checkpoint(
         load_model(directory, model)
     if average > 1:
         _average(model, checkpoint, average, on_skip)
-    return checkpoint, config, model.to(device), tokenizer, device
+    return checkpoint, config, model.to(placed), tokenizer, placed
 
 
 @torch.no_grad()

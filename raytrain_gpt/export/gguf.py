@@ -54,9 +54,7 @@ def export_gguf(
     is_directory = str(out).endswith("/") or place.path.is_dir() or not place.name.endswith(_SUFFIX)
     if not is_directory:
         _check_new(place)
-    checkpoint, config, model, encoding, _ = open_checkpoint(
-        path, torch.device("cpu"), log, average
-    )
+    checkpoint, config, model, encoding, _ = open_checkpoint(path, "cpu", log, average)
     if is_directory:
         place /= f"{config.run.run_name}{_SUFFIX}"
         _check_new(place)

@@ -78,9 +78,7 @@ def export_checkpoint(
         raise ConfigError(f"{out} is a URL; export to a local directory and copy it there")
     place = Location.of(out)
     _check_free(place)
-    checkpoint, config, model, encoding, _ = open_checkpoint(
-        path, torch.device("cpu"), log, average
-    )
+    checkpoint, config, model, encoding, _ = open_checkpoint(path, "cpu", log, average)
     torch_name = str(_DTYPES[dtype]).removeprefix("torch.")
     with kinds.kind("architecture", model.shape.architecture).errors_as_line():
         config_files = hf_config_files(model.shape, encoding.eot_token, torch_name)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -21,9 +22,9 @@ _ENVIRONMENT = ("device", "threads", "num_workers", "precision", "micro_batch_se
 
 
 def diff_runs(
-    a: RunProvenance, b: RunProvenance, codes: Sequence[Code], log: Log
+    a: RunProvenance, b: RunProvenance, codes: Sequence[Code | None], log: Log
 ) -> dict[str, Any]:
-    """Find what differs between two runs, and the first step and tensor that do.
+    """Find what differs between two runs with the code of each, and the first step and tensor that do.
 
     Returns:
         `changes` of settings, data, code and environment, and of the values `recorded` at the first step that
@@ -37,13 +38,12 @@ def diff_runs(
     last = next(differ, steps[-1])
     recorded = changed_fields(compared(a.steps[last]), compared(b.steps[last]))
     log(f"recorded at step {last}: {list_changes(recorded)}")
-    same = f"in the replays up to step {last}" if recorded else f"for {count(len(steps), 'step')}"
-    found = _compare([(a, {}), (b, {})], last, last, codes, same, log)
-    return {"changes": changes, "recorded": recorded, **found}
+    pair = [partial(Replay, run, code=code) for run, code in zip((a, b), codes, strict=True)]
+    return {"changes": changes, "recorded": recorded, **_compare(pair, last, last, log)}
 
 
 def diff_change(
-    run: RunProvenance, num_steps: int, codes: Sequence[Code], log: Log, **change: Any
+    run: RunProvenance, num_steps: int, code: Code | None, log: Log, **change: Any
 ) -> dict[str, Any]:
     """Find the first step and tensor that differ if a run's first steps are replayed with a change.
 
@@ -55,43 +55,34 @@ def diff_change(
         first `step` after which they do, the first `tensor` in the model's order, and the `largest` absolute
         difference, None if the shape has changed.
     """
-    first, last = run.begins_at + 1, min(run.begins_at + num_steps, run.last_step)
-    same = f"for {count(last - first + 1, 'step')}"
-    return _compare([(run, {}), (run, change)], first, last, codes, same, log)
+    last = min(run.begins_at + num_steps, run.last_step)
+    pair = [partial(Replay, run, code=code, **how) for how in ({}, change)]
+    return _compare(pair, run.begins_at + 1, last, log)
 
 
 def _compare(
-    pair: list[tuple[RunProvenance, dict[str, Any]]],
-    first: int,
-    last: int,
-    codes: Sequence[Code],
-    same: str,
-    log: Log,
+    pair: Sequence[Callable[..., Replay]], first: int, last: int, log: Log
 ) -> dict[str, Any]:
-    """Train two replays to step `last` or until they differ, and from an earlier step if they start so."""
+    """Replay both from before step `first`, or from earlier checkpoints if they start different."""
 
     def find(first: int) -> dict[str, Any]:
-        one, other = (Replay(run, first, codes, log=log, **how) for run, how in pair)
-        start = max(one.step, other.step)
-        running = [(replay, replay.rows(last)) for replay in (one, other)]
-        while one.step != other.step or not (found := _difference(one.model, other.model)):
-            if (behind := min(one.step, other.step)) == last:
-                return {"as_recorded": one.as_recorded and other.as_recorded}
-            for replay, rows in running:
-                if replay.step == behind:
-                    next(rows)
-        if one.step == start > max(run.begins_at for run, _ in pair):
-            return find(start)
-        as_recorded = one.as_recorded and other.as_recorded
-        return {"as_recorded": as_recorded, "step": one.step, **found}
+        one, other = replays = [make(first=first, last=last, log=log) for make in pair]
+        start = max(replay.step for replay in replays)
+        for step in range(start, last + 1):
+            for replay in replays:
+                replay.run_to(step)
+            if found := _difference(one.model, other.model):
+                if step == start > max(replay.source.begins_at for replay in replays):
+                    return find(start)
+                size = "another shape" if found["largest"] is None else f"{found['largest']:.0e}"
+                log(f"step {step}, {found['tensor']}, {size}")
+                found["step"] = step
+                break
+        else:
+            log(f"the same bits for {count(last - start, 'step')}, {start + 1} to {last}")
+        return {"as_recorded": all(replay.as_recorded for replay in replays), **found}
 
-    found = in_local_mode(lambda: find(first))
-    if "step" in found:
-        size = "another shape" if found["largest"] is None else f"{found['largest']:.0e}"
-        log(f"step {found['step']}, {found['tensor']}, {size}")
-    else:
-        log(f"the same bits {same}")
-    return found
+    return in_local_mode(lambda: find(first))
 
 
 def _difference(one: nn.Module, other: nn.Module) -> dict[str, Any]:

@@ -11,12 +11,11 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import tee
-from pathlib import Path
+from functools import reduce
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import ray.train.torch
 import torch
 from torch import Tensor, nn
 
@@ -25,35 +24,34 @@ from raytrain_gpt.checkpoint.code_check import check_executable
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
-from raytrain_gpt.config.resolved import RunPlan
+from raytrain_gpt.config.resolved import RunPlan, check_shares
 from raytrain_gpt.config.schema import changed_fields, field_section
 from raytrain_gpt.core.accumulation import FloatAccumulator
 from raytrain_gpt.core.device import seed_everything
-from raytrain_gpt.core.loop import MicroBatch, StepResult, train_steps
+from raytrain_gpt.core.loop import MicroBatch, train_steps
 from raytrain_gpt.core.loss import IGNORE_INDEX
 from raytrain_gpt.core.optim import learning_rate
 from raytrain_gpt.data.locations import recorded
-from raytrain_gpt.data.order import Ids
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import Log, shell
-from raytrain_gpt.ingest.feed import TrainFeed, to_device
+from raytrain_gpt.ingest.feed import to_device
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, chunks_in_process, rank_chunks
 from raytrain_gpt.tracking.run_files import Row, finite
 from raytrain_gpt.train.model_setup import set_up_training
 from raytrain_gpt.train.provenance import RunProvenance
 
-COMPARED = ("step", "train/loss", "optim/lr", "optim/grad_norm")
+_COMPARED = ("step", "train/loss", "optim/lr", "optim/grad_norm")
 _REPLAYED = ("model", "data", "optim", "train")
-_NOT_REPLAYED = ("data_path", "parallel", "gradient_dtype")
-_CHOSEN_AT_START = ("precision", "micro_batch_sequences", "activation_checkpointing")
+_FITTED = ("micro_batch_sequences", "activation_checkpointing")
+_NOT_REPLAYED = ("data_path", "parallel", "gradient_dtype", *_FITTED)
 
 
 class Replay:
-    """A run from the checkpoint before step `first` on; made and used in local mode.
+    """The steps `first` to `last` of a run, from the checkpoint before; made and used in local mode.
 
     Args:
-        codes: User code; the one with the run's hash is used, or the first if the run has no checkpoint.
-        new_code: At most one, to use instead.
+        code: The run's user code.
+        new_code: User code to use instead.
         settings: Changed configuration fields.
         masked: Ids of sequences that no loss counts.
         log: Gets the first row that is not as recorded, unless a change was declared.
@@ -61,70 +59,59 @@ class Replay:
     Attributes:
         step: Steps done.
         as_recorded: Whether all rows so far were.
+        rows: Trains a step; yields its `step`, `train/loss`, `optim/lr` and `optim/grad_norm`.
     """
 
     def __init__(
         self,
         source: RunProvenance,
         first: int,
-        codes: Sequence[Code],
+        last: int,
+        code: Code | None,
         *,
-        new_code: Sequence[Code] = (),
-        settings: Mapping[str, Any] | None = None,
+        new_code: Code | None = None,
+        settings: Mapping[str, Any] = MappingProxyType({}),
         masked: Sequence[int] = (),
         log: Log,
     ) -> None:
         source.batch_of(first)  # checks that it exists
-        catalog = Catalog(source.dir)
-        start = catalog.pick("before", log, first)
+        start = Catalog(source.dir).pick("before", log, first)
         if start is None and source.begins_at:
             raise ConfigError(
-                f"run {source.dir} keeps no checkpoint before step {first}; give a later one"
+                f"{source.dir} keeps no checkpoint before step {first}; give a later one"
             )
-        self.step, self._masked, self._code = resume_step(start), masked, next(iter(codes), None)
-        self._source, self._log = source, log
+        self.step, self.source, self._masked, self._log = resume_step(start), source, masked, log
         self._recorded = {} if new_code or settings or masked else source.steps
         self.as_recorded = True
-        # The attempt that trained the step; each may have had other workers.
-        begun = next((a.row for a in source.attempts if first in a.kept), {})
+        begun = source.attempt_of(first)
         self._threads = int(begun.get("threads", torch.get_num_threads()))
         self._num_workers = int(begun.get("num_workers", 1))
         on_gpu = torch.cuda.is_available() and "cpu" not in str(begun.get("device", "cpu")).lower()
-        fields = {name: begun[name] for name in _CHOSEN_AT_START if name in begun}
-        fields |= {"num_workers": 0, "cpus_per_worker": self._threads, "use_gpu": on_gpu}
-        if (saved := start or source.newest) is not None:
-            sha256 = saved.state.code_sha256
-            self._code = next((code for code in codes if code.sha256 == sha256), None)
-            if codes and sha256 and not self._code:
-                code = shell(saved.path / CODE_FILE)
-                raise ConfigError(
-                    f"no given code is that of the run; if you trust it, give {code} too"
-                )
-            with self._context():
+        micro, mode = int(begun.get(_FITTED[0], 1)), str(begun.get(_FITTED[1], "none"))
+        here = {"num_workers": 0, "cpus_per_worker": self._threads, "use_gpu": on_gpu}
+        here["precision"] = begun.get("precision", "auto")
+        self._code = code
+        with self._context():
+            if saved := start or source.newest:
+                if code and saved.state.code_sha256 not in (None, code.sha256):
+                    theirs = shell(saved.path / CODE_FILE)
+                    raise ConfigError(
+                        f"{code.file_name} is not the run's code; if you trust it, give {theirs} too"
+                    )
                 check_executable(saved, log)
-        self._code = next(iter(new_code), self._code)
+        self._code = new_code or code
         with self._context():
             config = recorded(start.state.config, str(start.path)) if start else source.config
-            for name in settings or {}:
+            for name in settings:
                 if field_section(name) not in _REPLAYED or name in _NOT_REPLAYED:
                     raise ConfigError(f"a replay does not use {name}, so it cannot change it")
-            config = config.updated(fields).updated(settings or {})
-            train, sequences = config.train, config.batch_sequences // self._num_workers
-            micro, mode = train.micro_batch_sequences, train.activation_checkpointing
-            if micro == "auto" or mode == "auto" or sequences % micro:
-                raise ConfigError(
-                    f"micro_batch_sequences={micro}, activation_checkpointing={mode}: a replay has no auto, "
-                    f"and its micro-batches divide a worker's {sequences} sequences; set such values"
-                )
-            self._plan = RunPlan.of(config, 1, micro, mode)
-            first_batch = start.state.next_batch if start else 0
-            ingest = IngestSpec.of(self._plan, source.data)
-            self._ingest = replace(ingest, first_batch=first_batch, skipped=source.skipped)
-            seed_everything(train.seed, 0)
-            device = ray.train.torch.get_device() if on_gpu else torch.device("cpu")
-            alone = Collectives(0, 1)
-            self._setup = set_up_training(self._plan.config, source.data, start, device, alone)
+            self._plan = RunPlan.of(config.updated({**here, **settings}), 1, micro, mode)
+            check_shares(self._plan.config, self._num_workers)
+            device, ranks = torch.device("cuda" if on_gpu else "cpu"), Collectives(0, 1)
+            seed_everything(config.train.seed, 0)
+            self._setup = set_up_training(self._plan.config, source.data, start, device, ranks)
         self.model = self._setup.raw_model
+        self.rows = self._rows(start.state.next_batch if start else 0, last)
 
     @contextmanager
     def _context(self) -> Iterator[None]:
@@ -138,21 +125,20 @@ class Replay:
             kinds.set_user_code(code)
             torch.set_num_threads(threads)
 
-    def rows(self, last: int) -> Iterator[Row]:
-        """Train up to step `last`; yield `step`, `train/loss`, `optim/lr` and `optim/grad_norm` of each."""
+    def run_to(self, step: int) -> None:
+        """Train until `step` steps are done."""
+        while self.step < step:
+            next(self.rows)
+
+    def _rows(self, first_batch: int, last: int) -> Iterator[Row]:
         setup, config, per_step = self._setup, self._plan.config, self._plan.micro_batches_per_step
-        chunks = rank_chunks(chunks_in_process(self._ingest, last - self.step, 0), self._ingest, 0)
-        next(chunks)  # the validation sequences
-        chunks, same = tee(chunks)
-        ids = (part for chunk in same for batch in chunk.ids for part in np.split(batch, per_step))
-        feed = TrainFeed(chunks, config.train.micro_batch_sequences, setup.device)
         accumulation = setup.strategy.accumulation(setup.model, per_step)
         if self._num_workers > 1 and isinstance(accumulation, FloatAccumulator):
             accumulation = _InTurn(self.model, per_step, self._num_workers)
         results = train_steps(
             setup.model,
             setup.optimizer,
-            map(self._without_masked, feed.micro_batches(), ids),
+            self._micro_batches(first_batch, last - self.step),
             accumulation,
             first_step=self.step,
             max_steps=last,
@@ -166,18 +152,36 @@ class Replay:
             with self._context():
                 if (result := next(results, None)) is None:
                     return
-            self.step, row = result.step, _row(result)
+            self.step, norm = result.step, float(result.grad_norm.float())
+            values = (result.step, finite(float(result.loss)), result.lr, finite(norm))
+            row = dict(zip(_COMPARED, values, strict=True))
             if changes := changed_fields(compared(self._recorded.get(self.step, row)), row):
-                self._log(
-                    f"step {self.step} does not come out as recorded: {list_changes(changes)}"
-                )
+                what = "does not come out as recorded"
+                self._log(f"step {self.step} {what}: {list_changes(changes)}")
                 self._recorded, self.as_recorded = {}, False
             yield row
+
+    def _micro_batches(self, first_batch: int, num_batches: int) -> Iterator[MicroBatch]:
+        spec, per_step = (
+            IngestSpec.of(self._plan, self.source.data),
+            self._plan.micro_batches_per_step,
+        )
+        spec = replace(spec, first_batch=first_batch, skipped=self.source.skipped)
+        chunks = rank_chunks(chunks_in_process(spec, num_batches, 0), spec, 0)
+        next(chunks)  # the validation sequences
+        for chunk in chunks:
+            for batch in zip(chunk.tokens, chunk.ids, strict=True):
+                for tokens, ids in zip(*(np.split(part, per_step) for part in batch), strict=True):
+                    inputs, targets = to_device(tokens, self._setup.device)
+                    hit = torch.from_numpy(np.isin(ids, self._masked)).to(targets.device)
+                    if hit.all():
+                        raise ConfigError("all of a micro-batch is masked; mask fewer sequences")
+                    yield inputs, torch.where(hit[:, None], IGNORE_INDEX, targets)
 
     def sequence_gradients(self, ids: Sequence[int]) -> Iterator[tuple[float, list[Tensor]]]:
         """Yield loss and gradient of each sequence, with the present weights and without dropout."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        tokens, _ = self._source.data.read("train", self._source.seq_len, np.array(ids, np.int64))
+        tokens, _ = self.source.data.read("train", self.source.seq_len, np.array(ids, np.int64))
         self.model.eval()
         for sequence in tokens:
             with self._context(), self._setup.autocast():
@@ -185,57 +189,42 @@ class Replay:
                 gradient = [*torch.autograd.grad(loss, trained)]
             yield float(loss.detach()), gradient
 
-    def _without_masked(self, micro_batch: MicroBatch, ids: Ids) -> MicroBatch:
-        inputs, targets = micro_batch
-        hit = torch.from_numpy(np.isin(ids, self._masked)).to(targets.device)
-        if hit.all():
-            raise ConfigError(f"all {len(ids)} sequences of a micro-batch are masked; mask fewer")
-        return inputs, torch.where(hit[:, None], IGNORE_INDEX, targets)
-
 
 class _InTurn(FloatAccumulator):
     """Float sums of several ranks, one after another, added like DDP's: exactly those of two."""
 
     def __init__(self, model: nn.Module, micro_batches_per_step: int, num_ranks: int) -> None:
         super().__init__(model, micro_batches_per_step)
-        self._per_rank = micro_batches_per_step // num_ranks
-        self._ranks = [FloatAccumulator(model, self._per_rank, rank) for rank in range(num_ranks)]
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._sums = list[Tensor]()
-        self._done = 0
+        self._per_rank = micro_batches_per_step // num_ranks
+        self._of_rank = FloatAccumulator(model, self._per_rank)
+        self._gradients: list[list[Tensor]] = []
 
     def random_stream(self, micro_batch: int) -> int | None:
         return None if micro_batch % self._per_rank else micro_batch // self._per_rank
 
-    def backward(self, loss: Tensor, factor: Tensor | None) -> None:
-        self._ranks[self._done // self._per_rank].backward(loss, factor)
-        self._done += 1
-        if self._done % self._per_rank == 0:
-            gradients = [p.grad / len(self._ranks) for p in self._parameters if p.grad is not None]
-            self._sums = [*torch._foreach_add(self._sums, gradients)] if self._sums else gradients
+    @contextmanager
+    def synchronized(self, micro_batch: int) -> Iterator[None]:
+        yield
+        if (micro_batch + 1) % self._per_rank == 0:
+            self._losses.append(self._of_rank.finish())
+            self._gradients.append([p.grad for p in self._parameters if p.grad is not None])
             for parameter in self._parameters:
                 parameter.grad = None
 
+    def backward(self, loss: Tensor, factor: Tensor | None) -> None:
+        self._of_rank.backward(loss, factor)
+
     def finish(self) -> Tensor:
-        for parameter, total in zip(self._parameters, self._sums, strict=True):
-            parameter.grad = total
-        self._sums, self._done = [], 0
-        return torch.stack([rank.finish() for rank in self._ranks]).double().mean()
-
-
-def read_code(files: Sequence[str | Path]) -> list[Code]:
-    """Read files as one code, or none; raises ConfigError if one is missing or not UTF-8."""
-    return [Code.read(*map(Path, files))] if files else []
-
-
-def _row(result: StepResult) -> Row:
-    values = (finite(float(result.loss)), result.lr, finite(float(result.grad_norm.float())))
-    return dict(zip(COMPARED, (result.step, *values), strict=True))
+        losses, self._losses, gradients, self._gradients = self._losses, [], self._gradients, []
+        for parameter, *parts in zip(self._parameters, *gradients, strict=True):
+            parameter.grad = reduce(torch.add, [part / len(losses) for part in parts])
+        return torch.stack(losses).double().mean()
 
 
 def compared(row: Row) -> Row:
     """Return the values of a step's row that follow from its math."""
-    return {name: row.get(name) for name in COMPARED}
+    return {name: row.get(name) for name in _COMPARED}
 
 
 def list_changes(changes: Mapping[str, str]) -> str:
@@ -245,5 +234,5 @@ def list_changes(changes: Mapping[str, str]) -> str:
 
 def sha256(tensor: Tensor) -> str:
     """Return the SHA-256 (hex) of a tensor's bytes."""
-    content = tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy()
-    return hashlib.sha256(content.tobytes()).hexdigest()
+    flat = tensor.detach().cpu().reshape(-1).contiguous()
+    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()

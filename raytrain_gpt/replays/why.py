@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import median
 from typing import Any
@@ -17,18 +15,18 @@ from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import Log, number, table
 from raytrain_gpt.replays.steps import Replay
 from raytrain_gpt.tracking.goodput import BAD_STEP_EVENTS
-from raytrain_gpt.tracking.run_files import Row, finite
+from raytrain_gpt.tracking.run_files import finite
 from raytrain_gpt.train.local_mode import in_local_mode
-from raytrain_gpt.train.provenance import RunProvenance, TrainedSequence, describe_sequence
+from raytrain_gpt.train.provenance import RunProvenance, describe_sequence
 
 _STEPS_BEFORE = 50
 _SHOWN = 10
 
 
 def explain_step(
-    run: RunProvenance, step: int | None, codes: Sequence[Code], log: Log
+    run: RunProvenance, step: int | None, code: Code | None, log: Log
 ) -> dict[str, Any]:
-    """Replay a run to just before a step, and measure each of the step's sequences without dropout.
+    """Replay a run to just before a step, measure the step's sequences without dropout, and log a table.
 
     Args:
         step: The last spike that the run recorded and kept if None.
@@ -45,62 +43,60 @@ def explain_step(
         spikes = {int(row["step"]) for row in run.rows if row.get("event") in BAD_STEP_EVENTS}
         if (step := max(spikes & run.steps.keys(), default=None)) is None:
             raise ConfigError(f"run {run.dir} has no recorded spike; give the step as --step")
-    sequences = run.step(step)
     rows = [row for at, row in run.steps.items() if step - _STEPS_BEFORE <= at < step]
-    before = {
-        name: median([row[key] for row in rows if row[key] is not None] or [math.nan])
-        for name, key in (("loss", "train/loss"), ("grad_norm", "optim/grad_norm"))
-    }
-    facts = in_local_mode(lambda: _measured(Replay(run, step, codes, log=log), sequences, step))
-    return {"run": str(run.dir), "step": step, "before": _measure(**before), **facts}
-
-
-def _measured(replay: Replay, sequences: list[TrainedSequence], step: int) -> dict[str, Any]:
-    deque(replay.rows(step - 1), maxlen=0)
-    losses, norms, num = list[float](), list[float](), len(sequences)
-    total = list[Tensor]()
-    for loss, gradient in replay.sequence_gradients([one.id for one in sequences]):
-        losses.append(loss)
-        norms.append(_norm(gradient))
-        total = [*torch._foreach_add(total, gradient)] if total else gradient
-    ranks = sorted(range(num), key=lambda at: (math.isfinite(losses[at]), -losses[at]))
-    ((_, worst),) = replay.sequence_gradients([sequences[ranks[0]].id])
-    others, rest = [*torch._foreach_sub(total, worst)], max(1, num - 1)
-    return {
-        **_measure(sum(losses) / num, _norm(total) / num),
-        "without": _measure(sum(losses[at] for at in ranks[1:]) / rest, _norm(others) / rest),
-        "sequences": [
-            asdict(sequences[at])
-            | _measure(losses[at], norms[at])
-            | {"share": finite(norms[at] / sum(norms))}
-            for at in ranks
-        ],
-    }
-
-
-def _measure(loss: float, grad_norm: float) -> Row:
-    return {"loss": finite(loss), "grad_norm": finite(grad_norm)}
-
-
-def _norm(tensors: list[Tensor]) -> float:
-    return float(torch.stack(torch._foreach_norm(tensors)).norm())
-
-
-def explanation_lines(facts: dict[str, Any]) -> list[str]:
-    """Format what `explain_step` found as a table, with the ten sequences of the highest losses."""
-    named = [
-        (f"step {facts['step']}", facts),
-        ("the steps before (medians)", facts["before"]),
-        ("the step without the first sequence below", facts["without"]),
-        *((describe_sequence(one), one) for one in facts["sequences"][:_SHOWN]),
+    before = [
+        median([row[key] for row in rows if row[key] is not None] or [math.nan])
+        for key in ("train/loss", "optim/grad_norm")
     ]
-    rows = [
+    facts: dict[str, Any] = {"run": str(run.dir), "step": step, "before": _measure(*before)}
+    facts |= in_local_mode(lambda: _measured(run, step, code, log))
+    compared = {
+        f"step {step}": facts,
+        "the steps before (medians)": facts["before"],
+        "the step without the first sequence below": facts["without"],
+        **{describe_sequence(one): one for one in facts["sequences"][:_SHOWN]},
+    }
+    lines = [
         (
             number(of["loss"], ".4f"),
             number(of["grad_norm"], ".3g"),
             number(of["share"], ".1%") if "share" in of else "",
             name,
         )
-        for name, of in named
+        for name, of in compared.items()
     ]
-    return table(("loss", "grad norm", "share", ""), (), rows)
+    for line in table(("loss", "grad norm", "share", ""), (), lines):
+        log(line)
+    return facts
+
+
+def _measured(run: RunProvenance, step: int, code: Code | None, log: Log) -> dict[str, Any]:
+    sequences, replay = run.step(step), Replay(run, step, step, code, log=log)
+    replay.run_to(step - 1)
+    losses, norms, total = list[float](), list[float](), list[Tensor]()
+    for loss, gradient in replay.sequence_gradients([one.id for one in sequences]):
+        losses.append(loss)
+        norms.append(_norm(gradient))
+        total = [*torch._foreach_add(total, gradient)] if total else gradient
+    num = len(sequences)
+    worst, *others = sorted(range(num), key=lambda at: (math.isfinite(losses[at]), -losses[at]))
+    ((_, its_gradient),) = replay.sequence_gradients([sequences[worst].id])
+    rest, rest_norm = max(1, num - 1), _norm([*torch._foreach_sub(total, its_gradient)])
+    return {
+        **_measure(sum(losses) / num, _norm(total) / num),
+        "without": _measure(sum(losses[at] for at in others) / rest, rest_norm / rest),
+        "sequences": [
+            asdict(sequences[at])
+            | _measure(losses[at], norms[at])
+            | {"share": finite(norms[at] / sum(norms))}
+            for at in (worst, *others)
+        ],
+    }
+
+
+def _measure(loss: float, grad_norm: float) -> dict[str, Any]:
+    return {"loss": finite(loss), "grad_norm": finite(grad_norm)}
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    return float(torch.stack(torch._foreach_norm(tensors)).norm())

@@ -22,9 +22,9 @@ from raytrain_gpt.data.tokenizer import decode_tokens, token_to_bytes
 from raytrain_gpt.data.tokenizer_file import read_tokenizer
 from raytrain_gpt.errors import ConfigError, DataError
 from raytrain_gpt.format import count, preview
-from raytrain_gpt.storage.location import Location
+from raytrain_gpt.storage.location import Location, LocationLike
 from raytrain_gpt.tracking.goodput import read_attempts
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, read_rows
+from raytrain_gpt.tracking.run_files import CONFIG_FILE, Row, read_rows
 from raytrain_gpt.tracking.runs import find_run
 from raytrain_gpt.train.resume import read_skipped
 
@@ -67,8 +67,8 @@ class RunProvenance:
         DataError: its dataset is missing or has changed.
     """
 
-    def __init__(self, name: str, storage: Location, data: str | None = None) -> None:
-        sync = find_run(name, storage)
+    def __init__(self, name: str, storage: LocationLike, data: str | None = None) -> None:
+        sync = find_run(name, Location.of(storage))
         self.dir = sync.run_dir
         stored = load_config_file(sync.work_dir / CONFIG_FILE)
         self.config = recorded(stored.model_dump(), str(self.dir))
@@ -85,8 +85,7 @@ class RunProvenance:
                 "has now; restore the old dataset, or pass it as --data"
             )
         self.skipped = read_skipped(self.dir, newest)
-        self._branch = read_branch(self.dir)
-        branch = self._branch
+        self._branch = branch = read_branch(self.dir)
         self.begins_at, self._first = (branch.step, branch.next_batch) if branch else (0, 0)
         counts = [p.manifest.row_group_sequences("train", self.seq_len) for p in self.data.datasets]
         self._starts = [np.cumsum(sequences) - sequences for sequences in counts]
@@ -115,6 +114,10 @@ class RunProvenance:
             )
         return batches_to_read(self._first, step - before, self.skipped)[-1][1] - 1
 
+    def attempt_of(self, step: int) -> Row:
+        """Return what was recorded as the attempt of a step began, empty if nothing was."""
+        return next((attempt.row for attempt in self.attempts if step in attempt.kept), {})
+
     def step(self, step: int, worker: int | None = None) -> list[TrainedSequence]:
         """Return the sequences of a step, or of one worker in it.
 
@@ -123,7 +126,7 @@ class RunProvenance:
         """
         ids = self.order.batch_ids(self.batch_of(step))
         if worker is not None:
-            num = next((int(a.row["num_workers"]) for a in self.attempts if step in a.kept), 0)
+            num = int(self.attempt_of(step).get("num_workers", 0))
             if worker >= num:
                 had = f"had {count(num, 'worker')}; set it to 0 to {num - 1}"
                 none = f"has no event in {self.dir} that records its workers; omit --worker"

@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -81,5 +80,5 @@ def test_a_damaged_checkpoint_is_used_or_refused(
 
 def card(directory: Path) -> str:
     """Return the model card of an export."""
-    checkpoint, config, model, tokenizer, _ = open_checkpoint(directory, torch.device("cpu"))
+    checkpoint, config, model, tokenizer, _ = open_checkpoint(directory, "cpu")
     return model_card(checkpoint, config, tokenizer.name, model.shape, 1, "fp32")

@@ -49,7 +49,7 @@ def test_llama_3_trains_resumes_and_exports(
     run_cli.succeeds("export", run, "--out", tmp_path / "hf", *code)
     run_cli.succeeds("export", run, "--out", tmp_path / "l.gguf", "--format", "gguf", *code)
     kinds.set_user_code(Code.read(LLAMA))
-    _, _, model, _, _ = open_checkpoint(run, torch.device("cpu"))
+    _, _, model, _, _ = open_checkpoint(run, "cpu")
     model.document_end = None  # neither of the others separates documents
     ids = load_tokenizer("bytes").encode_ordinary("To be, or not to be")
 
