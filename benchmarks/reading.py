@@ -76,7 +76,7 @@ def read_through_ray(args: argparse.Namespace) -> None:
         fixed = {"num_workers": args.workers, "cpus_per_worker": 1, "use_gpu": False}
         share = BATCH_SEQUENCES // args.workers
         plan = RunPlan.of(config.updated(fixed), args.workers, share, "none")
-        spec = IngestSpec.of(plan, mixture)
+        spec = IngestSpec(plan, mixture)
         steps = EPOCHS * spec.order().batches_per_epoch
         dataset = ingest_dataset(spec, steps)
         dataset.context.execution_options = ExecutionOptions(preserve_order=True)
@@ -99,7 +99,7 @@ def consume(shard: object, spec: IngestSpec, rank: int) -> tuple[float, float]:
     """Return the times of the first and last micro-batch."""
     chunks = rank_chunks(ray_chunks(shard, spec), spec, rank)
     next(chunks)
-    feed = TrainFeed(chunks, spec.micro_batch_sequences, torch.device("cpu"))
+    feed = TrainFeed(chunks, spec.plan.config.train.micro_batch_sequences, torch.device("cpu"))
     first = None
     for inputs, _ in feed.micro_batches():
         first = first or time.perf_counter()

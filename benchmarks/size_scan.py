@@ -15,6 +15,7 @@ from typing import Any
 from harness import flags, report, run_rows
 
 from raytrain_gpt.config.load import load_config_file
+from raytrain_gpt.scaling.law import Law
 from raytrain_gpt.scaling.law_file import LAW_FILE, LawFile, read_result
 from raytrain_gpt.scaling.plan import size_near
 from raytrain_gpt.storage.location import Location
@@ -29,7 +30,7 @@ def main() -> None:
     law = read_result(LawFile, Location.of(args.study / LAW_FILE))
     base = load_config_file(args.study / BASE_FILE)
     vocab_size, batch = expected_vocab_size(base), base.train.global_batch_tokens
-    best, _ = law.law.optimal(args.compute)
+    best, _ = Law.optimal(law, args.compute)
 
     def trained(factor: float) -> dict[str, Any]:
         size = size_near(base, vocab_size, factor * best)

@@ -219,7 +219,7 @@ def peer_curve(config: Config, arm: str) -> Curve:
     device, size = torch.device("cpu"), config.batch_sequences
     bf16 = config.train.precision == "bf16"
     plan = RunPlan.of(config.updated({"use_gpu": False}), 1, size, "none")
-    spec = IngestSpec.of(plan, data)
+    spec = IngestSpec(plan, data)
     chunks = rank_chunks(chunks_in_process(spec, num_steps, 0), spec, 0)
     val = next(chunks)
     held_out = EvalFeed(val.tokens[0], val.ids[0], data, size, device)

@@ -7,10 +7,9 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
@@ -114,5 +113,6 @@ def environment(cluster: str) -> dict[str, str]:
 
 def ingest_of(config: Config, data: Mixture, world_size: int) -> IngestSpec:
     """Return what the ranks of a configuration read; its micro-batch is a number."""
-    plan: Any = SimpleNamespace(config=config, world_size=world_size)
-    return IngestSpec.of(plan, data)
+    resolved = config.updated({"num_workers": 0, "cpus_per_worker": 1, "use_gpu": False})
+    micro = int(config.train.micro_batch_sequences)
+    return IngestSpec(RunPlan.of(resolved, world_size, micro, "none"), data)

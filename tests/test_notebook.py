@@ -13,7 +13,7 @@ import nbclient
 import nbformat
 import pytest
 
-from raytrain_gpt.config.load import resolve
+from raytrain_gpt.config.load import start_of
 from raytrain_gpt.errors import ConfigError, TrainingFailed
 from raytrain_gpt.notebook import TrainedRun
 from tests.conftest import raises_line
@@ -45,9 +45,9 @@ def test_a_curve_has_the_steps_of_its_metric() -> None:
 def test_a_preset_and_a_file_exclude_each_other(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("train: {max_steps: 7}")
-    assert resolve(None, file, {"seed": 3}).field_values()["run_name"] == "mine"
+    assert start_of(None, file, {"seed"})[1].field_values()["run_name"] == "mine"
     with raises_line(ConfigError, "preset quickstart", str(file)):
-        resolve("quickstart", file, {})
+        start_of("quickstart", file, {})
 
 
 def test_an_error_of_the_users_is_shown_as_one_line() -> None:

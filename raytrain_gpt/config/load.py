@@ -93,11 +93,6 @@ def start_of(preset: str | None, file: Path | None, named: Container[str]) -> tu
     return f"configuration {file}", base
 
 
-def resolve(preset: str | None, file: Path | None, fields: Mapping[str, Any]) -> Config:
-    """Combine defaults < preset or file < fields; raises like `start_of`, and for an invalid field."""
-    return start_of(preset, file, fields)[1].updated(fields)
-
-
 def given_fields(file: Path | None, fields: Mapping[str, Any]) -> set[str]:
     """Return the names set in `fields` or the file, not by a preset; raises like `load_config_file`."""
     config = Config() if file is None else load_config_file(file)

@@ -50,14 +50,13 @@ def task_file(directory: LocationLike, task: int, suffix: _NoteSuffix) -> Locati
 def read_result(directory: LocationLike, task: int) -> dict[str, Any] | None:
     """Read what `write_result` returned for a task, or None if the task must run."""
     directory = Location.of(directory)
-    if not (file := task_file(directory, task, ".json")).exists():
-        return None
     try:
-        result: dict[str, Any] = parse_json(file.read_bytes())
+        result: dict[str, Any] = parse_json(task_file(directory, task, ".json").read_bytes())
         shards = [Shard.model_validate(shard) for shard in result["shards"]]
-        is_done = result["task"] == task and all(_is_intact(directory, shard) for shard in shards)
-    except (ValueError, KeyError, TypeError):
-        return None  # truncated by a crash, or damaged
+        sizes = [(directory / shard.path).size_bytes() for shard in shards]
+        is_done = result["task"] == task and sizes == [shard.file_bytes for shard in shards]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None  # not done, truncated by a crash, or damaged
     return result if is_done else None
 
 
@@ -80,13 +79,6 @@ def write_result(
     }
     task_file(directory, task, ".json").write_text(json.dumps(result))
     return result
-
-
-def _is_intact(directory: Location, shard: Shard) -> bool:
-    try:
-        return (directory / shard.path).size_bytes() == shard.file_bytes
-    except FileNotFoundError:
-        return False
 
 
 def prepared_tokenizer(directory: LocationLike, plan: Plan, name: str) -> tiktoken.Encoding | None:

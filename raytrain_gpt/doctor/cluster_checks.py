@@ -105,7 +105,7 @@ class Examination:
         if self.fitted is None or self.data is None or any(node.data for node in self.nodes):
             return None
         # Any micro-batch reads the same data.
-        return IngestSpec.of(RunPlan.of(*self.fitted, 1, "none"), self.data)
+        return IngestSpec(RunPlan.of(*self.fitted, 1, "none"), self.data)
 
     @cached_property
     def group(self) -> GroupFacts:
@@ -294,7 +294,9 @@ def check_all_reduce(exam: Examination) -> str:
         raise Skipped("not all ranks have a device")
     if not ranks[0].all_reduce_s:
         raise Failed(f"did not finish: {group.error}; {_BETWEEN_NODES}")
-    exam.all_reduce_bytes_per_s = speeds = group.all_reduce_bytes_per_s
+    # By the slowest rank's time.
+    speeds = {n: n / max(rank.all_reduce_s[n] for rank in ranks) for n in ranks[0].all_reduce_s}
+    exam.all_reduce_bytes_per_s = speeds
     each = ", ".join(f"{size / 1e6:g} MB {speed / 1e9:.2f} GB/s" for size, speed in speeds.items())
     seen = f"{count(len(ranks), 'rank')} over {ranks[0].backend}, tensor bytes / time: {each}"
     if wrong := sum(rank.wrong_sums for rank in ranks):

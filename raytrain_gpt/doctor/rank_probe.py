@@ -108,12 +108,6 @@ class GroupFacts:
         """Ranks, their devices and nodes, in words."""
         return ", ".join(f"rank {r.rank} {r.device} on {r.node}" for r in self.ranks)
 
-    @property
-    def all_reduce_bytes_per_s(self) -> dict[int, float]:
-        """Tensor bytes -> algorithm bandwidth (bytes/s), by the slowest rank's time."""
-        sizes = self.ranks[0].all_reduce_s if self.ranks else ()
-        return {size: size / max(rank.all_reduce_s[size] for rank in self.ranks) for size in sizes}
-
 
 @dataclass(frozen=True)
 class _RankSpec:

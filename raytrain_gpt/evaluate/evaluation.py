@@ -164,7 +164,8 @@ class Evaluation:
         ]
         sums = self._collectives.all_reduce_sum(torch.stack(own))  # (datasets, 4)
         weights = torch.tensor([float(weight) for weight in feed.data.weights]).double()
-        metrics = loss_metrics(mixed_sums(sums, weights))
+        factors = weights * sums[:, 1].sum() / sums[:, 1]  # each has its share of the mixture
+        metrics = loss_metrics((sums * factors[:, None]).sum(0))
         if feed.data.is_mixed:
             for name, part in zip(feed.data.names, sums, strict=True):
                 alone = loss_metrics(part)
@@ -223,13 +224,3 @@ def loss_metrics(sums: Tensor) -> dict[str, float | int]:
         "val/bits_per_byte": text_nats / math.log(2) / max(1, round(text_bytes)),
         "val/tokens": round(tokens),
     }
-
-
-def mixed_sums(sums: Tensor, weights: Tensor) -> Tensor:
-    """Weight the sums of several datasets by each one's share of the mixture; float64 (4,).
-
-    `sums` are float64 (datasets, 4) from `evaluation_sums`; `weights`, float64 (datasets,), sum to 1.
-    """
-    tokens = sums[:, 1]
-    factors = weights * tokens.sum() / tokens
-    return (sums * factors[:, None]).sum(0)

@@ -24,6 +24,7 @@ import pyarrow as pa
 import ray.data
 
 from raytrain_gpt.config.resolved import RunPlan
+from raytrain_gpt.data.locations import make_order
 from raytrain_gpt.data.mixture import BatchOrder, Mixture
 from raytrain_gpt.data.order import BatchRanges, Ids, batches_to_read, sequence_hashes, skip_past
 from raytrain_gpt.data.reader import read_ahead
@@ -43,49 +44,32 @@ class IngestSpec:
     """Data that the ranks of a run read.
 
     Attributes:
-        micro_batch_sequences: Sequences per rank and forward pass in validation.
-        eval_tokens: Maximum number of validation tokens.
         first_batch: Global batch to start with, unless it is skipped.
         skipped: Ranges of skipped global batches, (first, stop).
     """
 
+    plan: RunPlan
     data: Mixture
-    world_size: int
-    seq_len: int
-    batch_sequences: int
-    micro_batch_sequences: int
-    seed: int
-    eval_tokens: int
     first_batch: int = 0
     skipped: BatchRanges = ()
 
-    @classmethod
-    def of(cls, plan: RunPlan, data: Mixture) -> IngestSpec:
-        """Take the numbers of a plan, from the first global batch."""
-        config = plan.config
-        return cls(
-            data=data,
-            world_size=plan.world_size,
-            seq_len=config.data.seq_len,
-            batch_sequences=config.batch_sequences,
-            micro_batch_sequences=config.train.micro_batch_sequences,
-            seed=config.train.seed,
-            eval_tokens=config.eval.eval_tokens,
-        )
+    @property
+    def seq_len(self) -> int:
+        return self.plan.config.data.seq_len
 
     def order(self) -> BatchOrder:
-        return self.data.order(self.batch_sequences, self.seq_len, self.seed)
+        return make_order(self.plan.config, self.data)
 
     def eval_ids(self) -> Ids:
         """Return validation sequences in equal shares of full micro-batches: int64 (1, world_size · share).
 
         Each dataset is padded with −1, so that a micro-batch is the same whichever rank evaluates it.
         """
-        micro = self.micro_batch_sequences
-        ids = self.data.val_ids(self.seq_len, self.eval_tokens)
+        micro = self.plan.config.train.micro_batch_sequences
+        ids = self.data.val_ids(self.seq_len, self.plan.config.eval.eval_tokens)
         ends = np.searchsorted(ids, self.data.val_ends(self.seq_len))
         by_dataset = [padded(dataset_ids, micro) for dataset_ids in np.split(ids, ends[:-1])]
-        return padded(np.concatenate(by_dataset), micro * self.world_size)[None]
+        return padded(np.concatenate(by_dataset), micro * self.plan.world_size)[None]
 
 
 def padded(ids: Ids, multiple: int) -> Ids:
@@ -166,7 +150,7 @@ def planned_reads(spec: IngestSpec, num_batches: int) -> list[ReadRange]:
     chunks = [
         chunk
         for first, stop in ranges
-        for chunk in joined(order.chunks(first, stop), windows_per_row(spec.world_size))
+        for chunk in joined(order.chunks(first, stop), windows_per_row(spec.plan.world_size))
     ]
     return [ReadRange("val", 0, 1), *(ReadRange("train", first, stop) for first, stop in chunks)]
 
@@ -192,7 +176,7 @@ def ingest_dataset(spec: IngestSpec, num_batches: int) -> ray.data.Dataset:
             partial(_read_chunk, spec=spec),
             batch_size=1,
             batch_format="pyarrow",
-            concurrency=min(num_readers(spec.world_size), len(rows)),
+            concurrency=min(num_readers(spec.plan.world_size), len(rows)),
         )
         .repartition(target_num_rows_per_block=1)
     )
@@ -203,7 +187,9 @@ def num_readers(world_size: int) -> int:
 
 
 def _read_chunk(table: pa.Table, spec: IngestSpec) -> pa.Table:
-    return read_chunk(spec, ReadRange(**table.to_pylist()[0]), range(spec.world_size)).to_table()
+    return read_chunk(
+        spec, ReadRange(**table.to_pylist()[0]), range(spec.plan.world_size)
+    ).to_table()
 
 
 def read_chunk(spec: IngestSpec, read: ReadRange, ranks: range) -> RankChunk:
@@ -214,9 +200,9 @@ def read_chunk(spec: IngestSpec, read: ReadRange, ranks: range) -> RankChunk:
         order = spec.order()
         ids = np.stack([order.batch_ids(batch) for batch in range(read.first, read.stop)])
     num_batches, size = ids.shape
-    share = size // spec.world_size
+    share = size // spec.plan.world_size
     # (rank, batch, sequence)
-    by_rank = ids.reshape(num_batches, spec.world_size, share).swapaxes(0, 1)[ranks]
+    by_rank = ids.reshape(num_batches, spec.plan.world_size, share).swapaxes(0, 1)[ranks]
     tokens, delivered = spec.data.read(read.split, spec.seq_len, by_rank.reshape(-1))
     return RankChunk(
         split=read.split,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import reduce
 from types import MappingProxyType
 from typing import Any
@@ -162,11 +161,8 @@ class Replay:
             yield row
 
     def _micro_batches(self, first_batch: int, num_batches: int) -> Iterator[MicroBatch]:
-        spec, per_step = (
-            IngestSpec.of(self._plan, self.source.data),
-            self._plan.micro_batches_per_step,
-        )
-        spec = replace(spec, first_batch=first_batch, skipped=self.source.skipped)
+        spec = IngestSpec(self._plan, self.source.data, first_batch, self.source.skipped)
+        per_step = self._plan.micro_batches_per_step
         chunks = rank_chunks(chunks_in_process(spec, num_batches, 0), spec, 0)
         next(chunks)  # the validation sequences
         for chunk in chunks:

@@ -7,11 +7,9 @@ point. The objective is theirs, too: the Huber loss of log-loss errors with thre
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import NonNegativeFloat, PositiveFloat
 
 from raytrain_gpt.config.kinds import Strict
 from raytrain_gpt.errors import DataError
@@ -38,21 +36,17 @@ _HELD_OUT_QUANTILE, _HELD_OUT_FACTOR = 0.9, 2.0
 100% of larger runs, and 90% bootstraps covered 0 to 14%."""
 
 
-AtLeast0 = Annotated[float, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-
-
 class Law(Strict, alias_generator=str.lower, populate_by_name=True):
     """L(N, D) = E + A·N^-α + B·D^-β in nats per token; files have `e`, `a` and `b`."""
 
-    E: AtLeast0
-    A: AtLeast0
-    B: AtLeast0
-    alpha: Positive
-    beta: Positive
-    objective: AtLeast0
+    E: NonNegativeFloat
+    A: NonNegativeFloat
+    B: NonNegativeFloat
+    alpha: PositiveFloat
+    beta: PositiveFloat
+    objective: NonNegativeFloat
     """Mean Huber loss of the fit."""
-    half_width: AtLeast0 | None = None
+    half_width: NonNegativeFloat | None = None
     """Half of the interval, or None if too few runs are small enough for a hold-out."""
 
     def predict(self, parameters: Floats | float, tokens: Floats | float) -> Floats:

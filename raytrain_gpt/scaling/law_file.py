@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-from pydantic import ValidationError
+from pydantic import NonNegativeFloat, PositiveFloat
 
 from raytrain_gpt.config.kinds import Strict
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import data_is_there, read_data
-from raytrain_gpt.errors import ConfigError, DataError, problem, reason
+from raytrain_gpt.errors import ConfigError, DataError, damage_as
 from raytrain_gpt.parsing import parse_json
-from raytrain_gpt.scaling.law import AtLeast0, Floats, Law, Positive, fit_law
+from raytrain_gpt.scaling.law import Floats, Law, fit_law
 from raytrain_gpt.scaling.plan import RunResult, StudyPlan, check_extrapolation
 from raytrain_gpt.scaling.rates import RateRule
 from raytrain_gpt.storage.location import Location
@@ -38,9 +38,9 @@ class _Scope(Strict):
 class LawFile(Law, _Scope, extra="ignore"):
     """`law.json`: without times, so the same after any number of restarts."""
 
-    largest_compute: Positive
+    largest_compute: PositiveFloat
     """FLOPs of the largest run in the law."""
-    rate_coefficient: Positive
+    rate_coefficient: PositiveFloat
     rate_exponent: float
     runs: list[RunResult]
 
@@ -124,11 +124,11 @@ def to_json(result: Strict) -> str:
 class Verdict(Strict):
     """`forecast.json`, and after the run `validation.json`, which has `seen` and `inside`."""
 
-    parameters: Positive
-    tokens: Positive
-    times: Positive
+    parameters: PositiveFloat
+    tokens: PositiveFloat
+    times: PositiveFloat
     predicted: float
-    half_width: AtLeast0
+    half_width: NonNegativeFloat
     values: dict[str, Any]
     law_sha256: str
     seen: float | None = None
@@ -149,9 +149,5 @@ FileT = TypeVar("FileT", bound=Strict)
 
 def read_result(kind: type[FileT], file: Location) -> FileT:
     """Read a `law.json` or `validation.json`; raises a ConfigError if it is missing or damaged."""
-    try:
+    with damage_as(ConfigError, file):
         return kind.model_validate(parse_json(file.read_bytes()))
-    except ValidationError as error:
-        raise ConfigError(f"{file} is not a study's file: {problem(error.errors())}") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {file}: {reason(error)}") from None

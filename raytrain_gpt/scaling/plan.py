@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from pydantic import PositiveFloat
+
 from raytrain_gpt.config.kinds import Strict
 from raytrain_gpt.config.schema import Config, check_kinds
 from raytrain_gpt.core.model import GPTShape
@@ -21,7 +23,6 @@ from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.data.locations import data_is_there, read_data
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import amount, count, table
-from raytrain_gpt.scaling.law import Positive
 from raytrain_gpt.scaling.study_file import LEAST, SET_BY_STUDY, Study
 from raytrain_gpt.sweep.cost import one_worker_for_auto, time_line
 from raytrain_gpt.train.preflight import expected_vocab_size
@@ -117,9 +118,9 @@ class RunResult(Strict):
 
     name: str
     role: str
-    parameters: Positive
-    tokens: Positive
-    peak_lr: Positive
+    parameters: PositiveFloat
+    tokens: PositiveFloat
+    peak_lr: PositiveFloat
     loss: float | None = None
     left_out: str = ""
 

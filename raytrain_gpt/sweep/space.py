@@ -22,8 +22,9 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar, cast
 
 import simpleeval  # type: ignore[import-untyped]
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, PositiveFloat, TypeAdapter, ValidationError
 
+from raytrain_gpt.config.kinds import Strict
 from raytrain_gpt.config.schema import FIELDS, field_section
 from raytrain_gpt.config.wording import MAX_SHOWN
 from raytrain_gpt.errors import ConfigError, problem, reason
@@ -38,20 +39,13 @@ def _ascending(ends: tuple[_Number, _Number]) -> tuple[_Number, _Number]:
     return ends
 
 
-_Positive = Annotated[float, Field(gt=0)]
-
-
-class _Domain(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Grid(_Domain):
+class Grid(Strict):
     """Values that are all tried, with every value of the other grids."""
 
     grid: tuple[Any, ...]
 
 
-class Choice(_Domain):
+class Choice(Strict):
     """One of the values, all equally likely."""
 
     choice: tuple[Any, ...]
@@ -60,7 +54,7 @@ class Choice(_Domain):
         return self.choice[min(int(fraction * len(self.choice)), len(self.choice) - 1)]
 
 
-class Uniform(_Domain):
+class Uniform(Strict):
     uniform: Annotated[tuple[float, float], AfterValidator(_ascending)]
 
     def at(self, fraction: float) -> float:
@@ -68,17 +62,17 @@ class Uniform(_Domain):
         return min(low + fraction * (high - low), high)
 
 
-class LogUniform(_Domain):
+class LogUniform(Strict):
     """A number between two ends above 0, as likely from 1 to 10 as from 10 to 100."""
 
-    loguniform: Annotated[tuple[_Positive, _Positive], AfterValidator(_ascending)]
+    loguniform: Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(_ascending)]
 
     def at(self, fraction: float) -> float:
         low, high = self.loguniform
         return min(low * math.exp(fraction * math.log(high / low)), high) if fraction < 1 else high
 
 
-class RandInt(_Domain):
+class RandInt(Strict):
     """An integer between two ends, both included."""
 
     randint: Annotated[tuple[int, int], AfterValidator(_ascending)]
@@ -88,7 +82,7 @@ class RandInt(_Domain):
         return min(low + int(fraction * (high - low + 1)), high)
 
 
-class Expression(_Domain):
+class Expression(Strict):
     """Arithmetic on other fields of the trial."""
 
     expression: str

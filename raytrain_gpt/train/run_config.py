@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from raytrain_gpt.config.load import describe, given_fields, load_config_file, resolve, start_of
+from raytrain_gpt.config.load import describe, given_fields, load_config_file, start_of
 from raytrain_gpt.config.schema import Config, check_kinds, parse_config
 from raytrain_gpt.config.sections import SHAPE_FIELDS
 from raytrain_gpt.data.locations import file_on_disk, location, run_location
@@ -37,15 +37,14 @@ def run_config(
         fields = {"min_workers": None, **fields}  # of the start
     if preset is None and file is None and (run := _existing_run(fields)) is not None:
         start, base = f"as run {run.name}, {run / CONFIG_FILE}", _remembered(run, fields)
-        config = base.updated(fields)
     else:
         with file_on_disk(file) as path:
             if "init_from" in given_fields(path, fields):
                 fields = {**fields_of_init_from(preset, path, fields), **fields}
-            config = resolve(preset, path, fields)
             start, base = start_of(preset, path, fields)
-        if file is not None:
-            start, base = f"configuration {file}", Config()
+    config = base.updated(fields)
+    if file is not None:
+        start, base = f"configuration {file}", Config()
     check_kinds(config)
     return config, describe(start, base, config)
 
@@ -106,7 +105,7 @@ def fields_of_init_from(
 
     # Other fields may be valid only with these sizes.
     named = {name: fields[name] for name in ("init_from", *_PLACE) if name in fields}
-    config = resolve(preset, file, named)
+    config = start_of(preset, file, named)[1].updated(named)
     given = given_fields(file, fields)
     rest: dict[str, Any] = {}
     if preset is None and file is None:

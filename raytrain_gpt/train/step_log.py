@@ -85,7 +85,7 @@ class StepLog:
     ) -> None:
         self._order, self._collectives, self._feed = ingest.order(), collectives, feed
         self._datasets, self._seq_len = ingest.data.names, ingest.seq_len
-        self._batch_tokens = ingest.batch_sequences * ingest.seq_len
+        self._batch_tokens = ingest.plan.config.train.global_batch_tokens
         before = [
             (row["step"], row["train/loss"], row["optim/grad_norm"], row.get("optim/loss_scale"))
             for row in rows_before

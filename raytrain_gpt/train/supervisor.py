@@ -352,15 +352,11 @@ class Run:
         recorder = RecorderSpec(
             sync, TrackedRun(sync.work_dir, self.config, step, tags), details, saved
         )
+        next_batch = resumed.state.next_batch if resumed else 0
         return Attempt(
             spec=WorkerSpec(
-                plan=plan,
                 run_dir=self.run_dir,
-                ingest=replace(
-                    IngestSpec.of(plan, self.data),
-                    first_batch=resumed.state.next_batch if resumed else 0,
-                    skipped=self.rollbacks.skipped,
-                ),
+                ingest=IngestSpec(plan, self.data, next_batch, self.rollbacks.skipped),
                 resumed=resumed,
                 rows_before=rows_before,
                 attempt=self._attempts,

@@ -45,7 +45,6 @@ class WorkerSpec:
 
     __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)
 
-    plan: RunPlan
     run_dir: Location
     ingest: IngestSpec
     resumed: Checkpoint | None
@@ -55,6 +54,10 @@ class WorkerSpec:
     is_trial: bool
     recorder: Annotated[InstanceOf[RecorderHandle] | None, _NOT_SENT] = None
     control: Annotated[InstanceOf[RankControl] | None, _NOT_SENT] = None
+
+    @property
+    def plan(self) -> RunPlan:
+        return self.ingest.plan
 
 
 class _Backend(_TorchBackend):  # type: ignore[misc]

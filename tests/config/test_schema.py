@@ -17,7 +17,6 @@ from raytrain_gpt.config.load import (
     load_config_file,
     load_preset,
     preset_names,
-    resolve,
     start_of,
     without_removed,
 )
@@ -41,14 +40,14 @@ REFERENCE = {
 
 def test_a_start_says_where_its_values_come_from_and_what_differs(tmp_path: Path) -> None:
     start, base = start_of(None, None, {})
-    assert describe(start, base, resolve(None, None, {})) == "preset quickstart (no overrides)"
+    assert describe(start, base, base.updated({})) == "preset quickstart (no overrides)"
     start, base = start_of("gpt2-124m", None, {"seed"})
-    changed = resolve("gpt2-124m", None, {"seed": "3"})
+    changed = base.updated({"seed": "3"})
     assert describe(start, base, changed) == "preset gpt2-124m: seed 3"
     file = tmp_path / "mine.yaml"
     file.write_text("train: {max_steps: 7}\nmodel: {}")
     start, base = start_of(None, file, {"dropout"})
-    line = describe(start, base, resolve(None, file, {"dropout": "0.1"}))
+    line = describe(start, base, base.updated({"dropout": "0.1"}))
     assert line == f"configuration {file}: dropout 0.1"
     assert given_fields(file, {"dropout": "0.1"}) == {"max_steps", "dropout"}
 

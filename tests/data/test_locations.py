@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_gpt.config.load import resolve
+from raytrain_gpt.config.load import start_of
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import file_on_disk, location
 from raytrain_gpt.errors import ConfigError
@@ -37,7 +37,7 @@ def test_the_next_command_names_an_endpoint_that_only_the_configuration_has(
 def test_a_configuration_is_read_from_a_store(bucket: Location) -> None:
     (bucket / "sweep" / "best.yaml").write_text("optim: {peak_lr: 0.5}\n")
     with file_on_disk(f"{bucket}/sweep/best.yaml") as file:
-        config = resolve(None, file, {})
+        _, config = start_of(None, file, {})
     assert (config.run.run_name, config.optim.peak_lr) == ("best", 0.5)
     missing = f"{bucket}/sweep/none.yaml"
     with raises_line(ConfigError, missing, "no such file"), file_on_disk(missing):

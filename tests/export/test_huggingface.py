@@ -20,7 +20,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from raytrain_gpt.checkpoint.catalog import Catalog
-from raytrain_gpt.config.load import resolve
+from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.registry import new_model, resolved_shape
@@ -314,7 +314,7 @@ def test_a_qwen3_of_more_rows_than_ids_is_imported_sampled_and_trained_further(
         f"fine-tune: raytrain-gpt train --init_from {place} --seq_len 64 --data_path DATA --run_name NAME"
     )
     sizes = fields_of_init_from(None, None, {"init_from": str(place), "num_heads": "4"})
-    whole = GPTShape.of(resolve(None, None, {"num_heads": 4, **sizes}), 300)
+    whole = GPTShape.of(load_preset("quickstart").updated({"num_heads": 4, **sizes}), 300)
     assert "num_heads" not in sizes
     assert {name: whole.fields[name] for name in UNTIED} == UNTIED
     out = run_cli.succeeds("sample", place, "--prompt", "To be", "--num_samples", 1)
@@ -457,7 +457,7 @@ def test_init_from_refuses_what_does_not_fit(
     manifest = read_manifest(dataset)
     # The quickstart preset's Qwen3 with a tied head would be refused: its shape must be fully replaced.
     sizes = fields_of_init_from(None, None, {"init_from": str(place), "seq_len": 32})
-    plain = resolve(None, None, {**sizes, "init_from": str(place), "seq_len": 32})
+    plain = Config().updated({**sizes, "init_from": str(place), "seq_len": 32})
     assert check_init_from(plain, manifest) == plain
     config = make_config(init_from=str(place), seq_len=32)
     assert check_init_from(config, manifest) == config

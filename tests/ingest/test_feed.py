@@ -46,7 +46,7 @@ def spec(config: Config) -> IngestSpec:
 def dealt(spec: IngestSpec, rank: int, *ranges: tuple[int, int]) -> Iterator[RankChunk]:
     """Yield chunks as Ray sends them to a rank: its validation share, then its share of global batches."""
     for read in (ReadRange("val", 0, 1), *(ReadRange("train", *one) for one in ranges)):
-        rows = read_chunk(spec, read, range(spec.world_size)).to_table()
+        rows = read_chunk(spec, read, range(spec.plan.world_size)).to_table()
         yield RankChunk.from_table(rows.slice(rank, 1), spec.seq_len, spec.data.dtype)
 
 
@@ -58,7 +58,7 @@ def test_the_ranks_get_every_sequence_of_the_planned_batches_once(spec: IngestSp
         assert next(chunks).first == 0  # the validation share
         feeds.append(TrainFeed(chunks, 2, CPU))
         tokens.append(list(feeds[-1].micro_batches()))
-    share = spec.batch_sequences // WORLD_SIZE
+    share = spec.plan.worker_sequences
     assert [len(own) for own in tokens] == [len(batches) * share // 2] * WORLD_SIZE
     for i, batch in enumerate(batches):
         ids = order.batch_ids(batch)

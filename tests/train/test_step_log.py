@@ -50,7 +50,7 @@ def feed(spec: IngestSpec, rank: int = 0, batches: int = 8, damage: int = 0) -> 
     chunks = rank_chunks([val, *given], spec, rank)
     next(chunks)
     made = TrainFeed(chunks, 1, CPU)
-    assert len(list(made.micro_batches())) == batches * spec.batch_sequences // spec.world_size
+    assert len(list(made.micro_batches())) == batches * spec.plan.worker_sequences
     return made
 
 
