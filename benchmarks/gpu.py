@@ -69,7 +69,7 @@ from raytrain_gpt.core.device import (
 from raytrain_gpt.core.loop import train_steps
 from raytrain_gpt.core.memory import MemoryModel
 from raytrain_gpt.core.model import GPT, GPT2_VOCAB_SIZE, GPTShape
-from raytrain_gpt.core.parallel import mesh_of, shard
+from raytrain_gpt.core.parallel import shard
 from raytrain_gpt.core.registry import build_optimizer, count_model, new_model
 
 MODES = ["compiled", "eager"]
@@ -241,7 +241,7 @@ def core_case(args: argparse.Namespace, compiled: bool) -> dict[str, Any]:
     if args.parallel == "fsdp":
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        shard(gpt, mesh_of(device), matmul_dtype(args.precision))
+        shard(gpt, device, matmul_dtype(args.precision))
     steps = train_steps(
         gpt,
         build_optimizer(gpt, args.optim, matmul_dtype(args.precision)),

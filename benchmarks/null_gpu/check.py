@@ -38,7 +38,7 @@ from raytrain_gpt.core.device import make_autocast, set_cuda_defaults
 from raytrain_gpt.core.loop import MicroBatch, train_steps, warm_up_ddp_buckets
 from raytrain_gpt.core.memory import MemoryModel
 from raytrain_gpt.core.model import GPT, GPTShape
-from raytrain_gpt.core.parallel import mesh_of, shard
+from raytrain_gpt.core.parallel import shard
 from raytrain_gpt.core.registry import build_optimizer, new_model
 from raytrain_gpt.ingest.feed import to_device
 
@@ -240,7 +240,7 @@ def distributed(model: GPT, case: Case, device: torch.device) -> tuple[torch.nn.
     store = dist.HashStore()
     dist.init_process_group("nccl", store=store, rank=0, world_size=case.ranks, device_id=device)
     if case.parallel == "fsdp":
-        shard(model, mesh_of(device), torch.bfloat16)
+        shard(model, device, torch.bfloat16)
         return model, dist.group.WORLD
     options = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
     return torch.nn.parallel.DistributedDataParallel(model, **options), dist.group.WORLD

@@ -152,8 +152,7 @@ class MemoryModel:
         """
         counts = count_model(self.shape)
         embeddings = counts.embedding_parameters * _FP32_BYTES
-        block = sum(map(math.prod, counts.block_matrices))
-        block *= _BF16_BYTES if self.bf16 else _FP32_BYTES
+        block = counts.block_elements * (_BF16_BYTES if self.bf16 else _FP32_BYTES)
         step = replace(
             unsharded,
             weights=unsharded.weights // self.num_shards + embeddings + 2 * block,

@@ -231,7 +231,7 @@ def learning_rate(step: int, config: OptimSection, max_steps: int) -> float:
     if kind.is_built_in:
         return float(kind.resolve()(step, max_steps, config))
     if step < config.warmup_steps:
-        return _rising(step, config)
+        return constant(step, max_steps, config)
     factor = kind.call(step, max_steps, config.settings(kind.settings))
     if not isinstance(factor, int | float) or not 0 <= factor < math.inf:
         raise ConfigError(
@@ -241,13 +241,9 @@ def learning_rate(step: int, config: OptimSection, max_steps: int) -> float:
     return config.peak_lr * factor
 
 
-def _rising(step: int, config: OptimSection) -> float:
-    return config.peak_lr * min(1.0, (step + 1) / max(1, config.warmup_steps))
-
-
 def constant(step: int, max_steps: int, config: OptimSection) -> float:
-    """`peak_lr`."""
-    return _rising(step, config)
+    """Return `peak_lr`, after a linear warm-up."""
+    return config.peak_lr * min(1.0, (step + 1) / max(1, config.warmup_steps))
 
 
 def cosine(step: int, max_steps: int, config: OptimSection) -> float:
@@ -256,7 +252,7 @@ def cosine(step: int, max_steps: int, config: OptimSection) -> float:
     Source: Loshchilov, Hutter, "SGDR" (2017).
     """
     if step < config.warmup_steps:
-        return _rising(step, config)
+        return constant(step, max_steps, config)
     if step >= max_steps:
         return config.min_lr
     progress = (step - config.warmup_steps) / (max_steps - config.warmup_steps)
@@ -272,7 +268,7 @@ def wsd(step: int, max_steps: int, config: OptimSection) -> float:
     decay_steps = max(1, round(config.settings(WsdSettings).decay_fraction * max_steps))
     drop = config.peak_lr - config.min_lr
     falling = config.min_lr + drop * min(1.0, max(0, max_steps - step) / decay_steps)
-    return min(_rising(step, config), falling)
+    return min(constant(step, max_steps, config), falling)
 
 
 def update(

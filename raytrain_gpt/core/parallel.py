@@ -16,38 +16,33 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_gpt.core.model import GPT
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
-
-def mesh_of(device: torch.device, group: dist.ProcessGroup | None = None) -> DeviceMesh:
-    """Return the mesh of a group's ranks, or of the default group's, along one dimension."""
-    from torch.distributed.device_mesh import DeviceMesh
-
-    ranks = group or dist.group.WORLD
-    assert ranks is not None, "torch.distributed must be initialized"
-    return DeviceMesh.from_group(ranks, device.type)
-
-
-def shard(model: GPT, mesh: DeviceMesh, matmul_dtype: torch.dtype | None = None) -> None:
-    """Split a model's parameters among the ranks of a mesh, in place.
+def shard(
+    model: GPT,
+    device: torch.device,
+    matmul_dtype: torch.dtype | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Split a model's parameters among the ranks of a group, by default all, in place.
 
     Args:
         model: Unsharded, the same on all ranks, on any device.
         matmul_dtype: Type of matrix products under autocast, or None without autocast.
     """
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    ranks = group or dist.group.WORLD
+    assert ranks is not None, "torch.distributed must be initialized"
+    mesh = DeviceMesh.from_group(ranks, device.type)
     linear_policy = MixedPrecisionPolicy(
         param_dtype=matmul_dtype,
         reduce_dtype=None if matmul_dtype is None else torch.float32,
@@ -60,14 +55,6 @@ def shard(model: GPT, mesh: DeviceMesh, matmul_dtype: torch.dtype | None = None)
     for block in model.h:
         others = set(block.parameters()) - linear
         fully_shard(block, mesh=mesh, mp_policy=linear_policy, ignored_params=others)
-
-
-def send_narrow_gradients(model: DistributedDataParallel) -> None:
-    """Round the gradients to bf16 before the ranks add them, and widen the sums."""
-    # torch refuses the hook itself with gloo, which can add bf16 too.
-    model.register_comm_hook(
-        None, lambda _, bucket: bf16_compress_hook(model.process_group, bucket)
-    )
 
 
 def keeps_gradients(model: nn.Module) -> bool:

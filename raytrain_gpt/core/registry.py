@@ -10,12 +10,10 @@ import functools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from raytrain_gpt.config import kinds
@@ -95,14 +93,14 @@ class ModelCounts:
         flops_per_token: FLOPs of forward and backward for one token, `6·N + 12·layers·embd_size·seq_len`,
             where N excludes embeddings that are only looked up. Causal attention counts in full;
             recomputed activations do not count. Source: Chowdhery et al., "PaLM" (2022), appendix B.
-        block_matrices: (rows, columns) of each matrix in the largest block.
+        block_elements: Elements of the matrices in the largest block.
         matrices: (rows, columns, fused projections) -> number of such matrices in all blocks.
     """
 
     num_parameters: int
     embedding_parameters: int
     flops_per_token: int
-    block_matrices: tuple[tuple[int, int], ...]
+    block_elements: int
     matrices: Counter[tuple[int, int, int]]
 
 
@@ -125,13 +123,11 @@ def _count(shape: GPTShape, kind: Kind) -> ModelCounts:
         num_parameters=num_parameters,
         embedding_parameters=embedding_parameters,
         flops_per_token=6 * matmul_parameters + attention_flops,
-        block_matrices=max(map(_matrices, model.h), key=lambda sizes: sum(map(prod, sizes))),
+        block_elements=max(
+            sum(p.numel() for p in block.parameters() if p.dim() == 2) for block in model.h
+        ),
         matrices=Counter({size: times * n for size, n in Counter(_with_maps(model)).items()}),
     )
-
-
-def _matrices(module: nn.Module) -> tuple[tuple[int, int], ...]:
-    return tuple((p.shape[0], p.shape[1]) for p in module.parameters() if p.dim() == 2)
 
 
 def _with_maps(model: GPT) -> Iterator[tuple[int, int, int]]:

@@ -138,7 +138,7 @@ def estimate(config: Config, facts: Facts) -> Estimate:
         micro_batch_sequences=fit.sequences,
         activation_checkpointing=fit.activation_checkpointing,
         checkpoint_bytes=checkpoint_bytes(shape, config.optim),
-        memory=search.memory.predict(fit.sequences, fit.activation_checkpointing),
+        memory=search.predict(fit.sequences, fit.activation_checkpointing),
         device=device,
         fits=None if device is None else fitting is not None,
         remedy=None if fitting else search.advice,

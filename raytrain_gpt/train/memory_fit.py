@@ -66,30 +66,23 @@ class MemoryFit:
     needed_bytes: float = 0
 
 
-@dataclass(frozen=True)
-class MemorySearch:
+class MemorySearch(MemoryModel):
     """Search for the fit of a run whose `auto` is unresolved; `use_gpu` must be resolved."""
-
-    memory: MemoryModel
 
     @classmethod
     def of(cls, config: Config, world_size: int, vocab_size: int, bf16: bool) -> MemorySearch:
-        return cls(MemoryModel(config, GPTShape.of(config, vocab_size), bf16, world_size))
-
-    @property
-    def config(self) -> Config:
-        return self.memory.config
+        return cls(config, GPTShape.of(config, vocab_size), bf16, world_size)
 
     @property
     def sizes(self) -> list[int]:
         """Allowed sequences per micro-batch, ascending."""
-        world_size = self.memory.world_size
+        world_size = self.world_size
         micro = micro_batch_for(self.config, world_size)
         if micro != "auto":
             return [micro]
         most_tokens = MAX_CPU_TOKENS
         if self.config.cluster.use_gpu:
-            most_tokens = min(MAX_GPU_TOKENS, _MAX_LOGITS // self.memory.shape.padded_vocab_size)
+            most_tokens = min(MAX_GPU_TOKENS, _MAX_LOGITS // self.shape.padded_vocab_size)
         most = max(1, most_tokens // self.config.data.seq_len)
         share = self.config.batch_sequences // world_size
         return [sequences for sequences in divisors(share) if sequences <= most]
@@ -100,24 +93,20 @@ class MemorySearch:
         mode = self.config.train.activation_checkpointing
         return MODES if mode == "auto" else (mode,)
 
-    def predict(self, sequences: int, mode: ActivationCheckpointing) -> float:
-        """Return the predicted bytes of a candidate."""
-        return self.memory.predict(sequences, mode).total
-
     def smallest(self) -> MemoryFit:
         """Return the candidate with the lowest memory, whether or not it fits."""
         sequences, mode = self.sizes[0], self.modes[-1]
-        return MemoryFit(sequences, mode, self.predict(sequences, mode))
+        return MemoryFit(sequences, mode, self.predict(sequences, mode).total)
 
     def largest(self, limit_bytes: float) -> MemoryFit | None:
         """Return the first mode that fits enough sequences, else the one that fits most, if any."""
         sizes, best = self.sizes, None
         enough = min(MIN_EFFICIENT_TOKENS / self.config.data.seq_len, sizes[-1])
         for mode in self.modes:
-            fitting = bisect_right(sizes, limit_bytes, key=lambda n: self.predict(n, mode))
+            fitting = bisect_right(sizes, limit_bytes, key=lambda n: self.predict(n, mode).total)
             if fitting and (best is None or sizes[fitting - 1] > best.sequences):
                 sequences = sizes[fitting - 1]
-                best = MemoryFit(sequences, mode, self.predict(sequences, mode))
+                best = MemoryFit(sequences, mode, self.predict(sequences, mode).total)
             if best is not None and best.sequences >= enough:
                 break
         return best
@@ -126,7 +115,7 @@ class MemorySearch:
         """Return the largest candidate that fits, or raise a ClusterError that names the `room`."""
         if (found := self.largest(limit_bytes)) is not None:
             return found
-        least, shape = self.smallest(), self.memory.shape
+        least, shape = self.smallest(), self.shape
         raise ClusterError(
             f"{least.sequences} × {shape.seq_len} tokens in a micro-batch do not fit: "
             f"{amount(count_model(shape).num_parameters)} parameters with activation_checkpointing="
@@ -142,7 +131,7 @@ class MemorySearch:
             ways.append(f"set micro_batch_sequences to {1 if train.exact else 'auto'}")
         if self.modes[-1] != MODES[-1]:
             ways.append("set activation_checkpointing to auto")
-        if self.memory.num_shards < self.memory.world_size and not train.exact:
+        if self.num_shards < self.world_size and not train.exact:
             ways.append("set parallel to fsdp")
         return ", ".join([*ways, "lower num_layers"])
 

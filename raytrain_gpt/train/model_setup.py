@@ -16,6 +16,7 @@ import tiktoken
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint, read_checkpoint
@@ -30,8 +31,6 @@ from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.optim import LossScale, Optimizer, loss_scale_for
 from raytrain_gpt.core.parallel import (
     gathered_weights,
-    mesh_of,
-    send_narrow_gradients,
     shard,
     unsharded_twin,
 )
@@ -79,7 +78,9 @@ class Strategy:
             model, move_to_device=self.device, parallel_strategy_kwargs=options
         )
         if self.narrow_gradients and isinstance(replica, DistributedDataParallel):
-            send_narrow_gradients(replica)
+            # torch refuses the hook itself with gloo, which can add bf16 too.
+            group = replica.process_group
+            replica.register_comm_hook(None, lambda _, bucket: bf16_compress_hook(group, bucket))
         return replica
 
     def accumulation(self, model: nn.Module, micro_batches_per_step: int) -> Accumulation:
@@ -119,7 +120,7 @@ class Sharded(Strategy):
     """A shard of every parameter on every rank."""
 
     def prepare(self, model: GPT) -> nn.Module:
-        shard(model, mesh_of(self.device, self.group), self.matmul_dtype)
+        shard(model, self.device, self.matmul_dtype, self.group)
         return model
 
     def eval_model(self, model: GPT) -> GPT:

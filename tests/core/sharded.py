@@ -20,7 +20,7 @@ from raytrain_gpt.core.device import make_autocast, matmul_dtype
 from raytrain_gpt.core.loop import Autocast, MicroBatch, warm_up_ddp_buckets
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.optim import loss_scale_for
-from raytrain_gpt.core.parallel import full_tensor, gathered_weights, mesh_of, shard, unsharded_twin
+from raytrain_gpt.core.parallel import full_tensor, gathered_weights, shard, unsharded_twin
 from raytrain_gpt.core.registry import build_optimizer, new_model
 from raytrain_gpt.core.state import HostSnapshot, load_model, load_optimizer
 from tests.core.conftest import QWEN3
@@ -85,7 +85,7 @@ class Trained:
             load_model(from_checkpoint, self.raw_model)
         self.model: nn.Module = self.raw_model
         if sharded:
-            shard(self.raw_model, mesh_of(CPU), matmul_dtype(case.precision))
+            shard(self.raw_model, CPU, matmul_dtype(case.precision))
         else:
             self.model = DistributedDataParallel(self.raw_model, gradient_as_bucket_view=True)
         self.optimizer = build_optimizer(

@@ -24,7 +24,6 @@ from raytrain_gpt.core.attention import SPARSE_BLOCK_TOKENS, block_sparse_attent
 from raytrain_gpt.core.loop import MicroBatch, warm_up_ddp_buckets
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.parallel import (
-    mesh_of,
     shard,
 )
 from raytrain_gpt.core.registry import new_model
@@ -166,7 +165,7 @@ def test_a_sharded_model_has_one_graph_for_all_blocks(
     shape = replace(SHAPES[architecture], num_layers=12)
     model = made(shape, recompute)
     model.compile(backend=backend)
-    shard(model, mesh_of(CPU), torch.bfloat16)
+    shard(model, CPU, torch.bfloat16)
 
     def step(number: int) -> None:
         with bf16():

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.optim import update
-from raytrain_gpt.core.parallel import full_tensor, gathered_weights, mesh_of, shard, unsharded_twin
+from raytrain_gpt.core.parallel import full_tensor, gathered_weights, shard, unsharded_twin
 from raytrain_gpt.core.registry import build_optimizer, new_model
 from tests.core.conftest import QWEN3, TINY
 
@@ -105,7 +105,7 @@ def test_512_ranks_shard_update_and_gather(
         model = model_of(architecture)
         shapes = {name: p.shape for name, p in model.named_parameters()}
         with as_rank(rank), Collectives() as called:
-            shard(model, mesh_of(CPU))
+            shard(model, CPU)
             norm = train(model, optimizer)
             assert norm.isfinite()
             for name, parameter in model.named_parameters():

@@ -34,8 +34,8 @@ def test_parameters_are_as_many_as_the_shape_says(name: str) -> None:
     with torch.device("meta"):
         model = Qwen3(shape)
     assert sum(p.numel() for p in model.parameters()) == count_model(shape).num_parameters
-    matrices = [tuple(p.shape) for p in model.h[0].parameters() if p.dim() == 2]
-    assert matrices == list(count_model(shape).block_matrices)
+    matrices = [p.numel() for p in model.h[0].parameters() if p.dim() == 2]
+    assert sum(matrices) == count_model(shape).block_elements
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytrain_gpt.checkpoint.catalog import Catalog
-from raytrain_gpt.config.resolved import ActivationCheckpointing, RunPlan
+from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.memory import MemoryModel
+from raytrain_gpt.core.memory import TrainingMemory
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.errors import ClusterError, TrainingFailed
 from raytrain_gpt.tracking.summary import RunSummary
@@ -111,7 +111,7 @@ def test_much_memory_needs_no_recomputing_and_little_is_one_line(
     assert len(lines) == 1
 
 
-PER_SEQUENCE: dict[ActivationCheckpointing, int] = {"none": 10, "selective": 6, "full": 3}
+PER_SEQUENCE: dict[str, int] = {"none": 10, "selective": 6, "full": 3}
 STATE = 20
 
 
@@ -123,16 +123,12 @@ def searched(**values: object) -> Config:
 class Table(MemorySearch):
     """Search with a made-up prediction, which grows with the sequences."""
 
-    def predict(self, sequences: int, mode: ActivationCheckpointing) -> float:
-        return STATE + sequences * PER_SEQUENCE[mode]
+    def predict(self, sequences: int, mode: str) -> TrainingMemory:
+        return TrainingMemory(STATE, 0, 0, sequences * PER_SEQUENCE[mode], 0)
 
 
 def table(config: Config, world_size: int = 1) -> Table:
-    return Table(model_of(config, world_size))
-
-
-def model_of(config: Config, world_size: int = 1) -> MemoryModel:
-    return MemoryModel(config, GPTShape.of(config, VOCAB_SIZE), True, world_size)
+    return Table(config, GPTShape.of(config, VOCAB_SIZE), True, world_size)
 
 
 def sizes(config: Config, world_size: int) -> list[int]:
@@ -168,7 +164,7 @@ def test_the_largest_that_fits_is_found_and_recomputes_only_if_it_is_small(
 ) -> None:
     search = table(auto(share, enough))
     largest = {
-        mode: max((n for n in search.sizes if search.predict(n, mode) <= limit), default=0)
+        mode: max((n for n in search.sizes if search.predict(n, mode).total <= limit), default=0)
         for mode in MODES
     }
     expected = next((m for m in MODES if largest[m] >= min(enough, share)), None)
@@ -178,15 +174,15 @@ def test_the_largest_that_fits_is_found_and_recomputes_only_if_it_is_small(
     if not largest[expected]:
         assert found is None
     else:
-        needed_bytes = search.predict(largest[expected], expected)
+        needed_bytes = search.predict(largest[expected], expected).total
         assert found == MemoryFit(largest[expected], expected, needed_bytes)
 
 
 def test_what_is_predicted_grows_and_the_least_is_what_fits_last() -> None:
     wanted = searched(activation_checkpointing="auto")
-    search = MemorySearch(model_of(wanted))
+    search = MemorySearch.of(wanted, 1, VOCAB_SIZE, bf16=True)
     for mode in MODES:
-        needs = [search.predict(n, mode) for n in search.sizes]
+        needs = [search.predict(n, mode).total for n in search.sizes]
         assert needs == sorted(needs)
     least = search.smallest()
     assert search.largest(least.needed_bytes) == least
@@ -206,7 +202,7 @@ def test_what_does_not_fit_is_answered_with_the_settings_that_can_still_save_mem
     values: dict[str, Any], num_workers: int, ways: str
 ) -> None:
     run = searched(**values)
-    search = MemorySearch(model_of(run, num_workers))
+    search = MemorySearch.of(run, num_workers, VOCAB_SIZE, bf16=True)
     assert search.advice.startswith(ways)
     assert "fsdp" not in search.advice or not run.train.exact
 
