@@ -170,7 +170,6 @@ def replay(
     from raytrain_gpt.train.provenance import RunProvenance
 
     source = RunProvenance(str(run), storage_path, data)
-    source.batch_of(last)  # checks that it exists
 
     def steps() -> list[tuple[dict[str, Any], dict[str, str]]]:
         changed = {**change, "new_code": read_code(new_code)}

@@ -11,14 +11,6 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ConfigError
 
 
-def fields_that_compile(config: Config, on_gpu: bool) -> list[str]:
-    """Return the enabled fields that need a compiler; on GPUs, document masks also compile a kernel."""
-    has_kernel = on_gpu and not config.model.dropout
-    has_kernel &= config.train.activation_checkpointing != "selective"
-    names = ("compile", "document_mask") if has_kernel else ("compile",)
-    return [name for name in names if config.field_values()[name]]
-
-
 def missing_compiler(on_gpu: bool) -> str:
     """Name the missing compiler or headers, or return an empty string."""
     variable, names = ("CC", ("gcc", "clang")) if on_gpu else ("CXX", ("g++", "clang++"))
@@ -30,7 +22,11 @@ def missing_compiler(on_gpu: bool) -> str:
 
 def check_compiler(config: Config, on_gpu: bool, where: str) -> None:
     """Raise ConfigError if this machine (`where` in the message) cannot compile what `config` needs."""
-    fields = fields_that_compile(config, on_gpu)
+    # On GPUs, document masks also compile a kernel.
+    has_kernel = on_gpu and not config.model.dropout
+    has_kernel &= config.train.activation_checkpointing != "selective"
+    names = ("compile", "document_mask") if has_kernel else ("compile",)
+    fields = [name for name in names if config.field_values()[name]]
     missing = missing_compiler(on_gpu) if fields else ""
     if missing:
         raise ConfigError(

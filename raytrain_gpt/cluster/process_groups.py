@@ -65,7 +65,10 @@ def join(
         if address is not None and (interface := _interface_of(address)):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-        store = _store_at(*meeting, rank, world_size)
+        listener = _open.pop() if rank == 0 else None
+        store = TCPStore(
+            *meeting, world_size, rank == 0, wait_for_workers=False, master_listen_fd=listener
+        )
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
@@ -106,14 +109,6 @@ def _check_own_file(path: str) -> None:
         raise ConnectionError(f"cannot open rank 0's rendezvous file: {error}") from None
     if not name.startswith(f"/memfd:{_FILE_NAME} ") or owner != os.getuid():
         raise ConnectionError(f"the rendezvous file is {name} of uid {owner}, not rank 0's")
-
-
-def _store_at(host: str, port: int, rank: int, world_size: int) -> Store:
-    if rank > 0:
-        return TCPStore(host, port, world_size)
-    return TCPStore(
-        host, port, world_size, True, wait_for_workers=False, master_listen_fd=_open.pop()
-    )
 
 
 def host() -> str:

@@ -218,11 +218,7 @@ class Muon(AdamW):
 
 
 def _num_maps(model: GPT, name: str, matrix: nn.Parameter, head_group: int) -> int:
-    """Return into how many matrices the rows of a block's weight are split to orthogonalize them.
-
-    A group that does not divide the projection's heads, such as few key-value heads, is lowered to the
-    greatest common divisor.
-    """
+    """Return into how many matrices a weight's rows are split; a group that does not divide is lowered."""
     fused = model.fused_projections.get(name, 1)
     if not head_group or name not in model.head_projections:
         return fused

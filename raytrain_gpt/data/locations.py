@@ -25,12 +25,10 @@ def location(config: Config, path: str) -> Location:
 
 
 @contextlib.contextmanager
-def file_on_disk(
-    file: str | Path | Location | None, what: str = "configuration"
-) -> Iterator[Path | None]:
+def file_on_disk(file: str | Path | Location, what: str = "configuration") -> Iterator[Path]:
     """Yield a file's local path, downloading a URL; may raise ConfigError, StorageError."""
-    if file is None or not is_url(str(file)):
-        yield None if file is None else Path(str(file))
+    if not is_url(str(file)):
+        yield Path(str(file))
         return
     source = file if isinstance(file, Location) else Location.of(str(file))
     with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as directory:
@@ -46,8 +44,7 @@ def read_code(files: Sequence[str | Path], may_differ: bool = False) -> Code | N
     """Read the code in files or at URLs, if any, without executing it; may raise ConfigError."""
     with contextlib.ExitStack() as downloads:
         paths = [downloads.enter_context(file_on_disk(file, "code")) for file in files]
-        read = [path for path in paths if path is not None]
-        return Code.read(*read, may_differ=may_differ) if read else None
+        return Code.read(*paths, may_differ=may_differ) if paths else None
 
 
 def use_code(files: Sequence[str | Path], may_differ: bool = False) -> None:

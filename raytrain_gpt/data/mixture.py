@@ -70,20 +70,16 @@ class Mixture:
         return hashlib.sha256(content.encode()).hexdigest()
 
     @property
-    def first(self) -> WeightedDataset:
-        return self.datasets[0]
-
-    @property
     def tokenizer(self) -> str:
-        return self.first.manifest.tokenizer
+        return self.datasets[0].manifest.tokenizer
 
     @property
     def vocab_hash(self) -> str:
-        return self.first.manifest.vocab_hash
+        return self.datasets[0].manifest.vocab_hash
 
     @property
     def vocab_size(self) -> int:
-        return self.first.manifest.vocab_size
+        return self.datasets[0].manifest.vocab_size
 
     @property
     def dtype(self) -> str:
@@ -128,7 +124,7 @@ class Mixture:
     def read(self, split: Split, seq_len: int, ids: Ids) -> tuple[Tokens, Ids]:
         """Read sequences by their ids over all datasets; see `read_sequences`."""
         if not self.is_mixed:
-            data = self.first
+            data = self.datasets[0]
             return read_sequences(data.directory, data.manifest, split, seq_len, ids)
         tokens: Tokens = np.zeros((len(ids), seq_len + 1), self.dtype)
         delivered = np.full(len(ids), -1, np.int64)
@@ -194,7 +190,7 @@ def read_mixture(weighted: Sequence[tuple[Location, Fraction]]) -> Mixture:
         raise DataError(
             f"{directory} is listed {count} times in data_path; list it once, with the sum of the weights"
         )
-    first = mixture.first
+    first = mixture.datasets[0]
     for data in mixture.datasets[1:]:
         if data.manifest.vocab_hash != first.manifest.vocab_hash:
             raise DataError(

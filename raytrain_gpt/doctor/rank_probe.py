@@ -15,6 +15,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 import ray
@@ -109,32 +110,17 @@ class GroupFacts:
         return ", ".join(f"rank {r.rank} {r.device} on {r.node}" for r in self.ranks)
 
 
-@dataclass(frozen=True)
-class _RankSpec:
-    """Input of every rank; `results` takes the facts of all ranks after each stage.
-
-    Attributes:
-        timed_vocab_size: Vocabulary of the model whose step is timed, or None to time none.
-    """
-
-    plan: RunPlan
-    ingest: IngestSpec | None
-    timed_vocab_size: int | None
-    results: Queue
-
-
 def ask_ranks(
     plan: RunPlan, ingest: IngestSpec | None, timed_vocab_size: int | None = None
 ) -> GroupFacts:
-    """Start a plan's workers and gather their facts, optionally by reading `ingest` and timing a step."""
+    """Start a plan's workers and gather their facts; optionally read `ingest`, and time a model's step."""
     cluster = plan.config.cluster
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     results = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
     # Only Ray's controller uses the directory, and it runs on this node.
     with tempfile.TemporaryDirectory(prefix="raytrain-gpt-doctor-") as directory:
         trainer = worker_group(
-            _probe_rank,
-            _RankSpec(plan, ingest, timed_vocab_size, results),
+            partial(_probe_rank, plan, ingest, timed_vocab_size, results),
             cluster,
             plan.world_size,
             name="doctor",
@@ -151,16 +137,18 @@ def ask_ranks(
     return GroupFacts(plan.world_size, cluster.use_gpu, error, *stages[-1:])
 
 
-def _probe_rank(spec: _RankSpec) -> None:
-    """Run all stages on one rank (Ray Train's `train_loop_per_worker`)."""
+def _probe_rank(
+    plan: RunPlan, ingest: IngestSpec | None, timed_vocab_size: int | None, results: Queue
+) -> None:
+    """Run all stages on one rank (Ray Train's `train_loop_per_worker`); rank 0 sends the facts of all."""
     context = ray.train.get_context()
-    rank, use_gpu = context.get_world_rank(), spec.plan.config.cluster.use_gpu
-    torch.set_num_threads(spec.plan.config.cluster.cpus_per_worker)
+    rank, use_gpu = context.get_world_rank(), plan.config.cluster.use_gpu
+    torch.set_num_threads(plan.config.cluster.cpus_per_worker)
 
     def share(facts: RankFacts) -> GroupFacts:
         ranks = all_gather_values(facts, RankFacts)
         if rank == 0:
-            spec.results.put(ranks)
+            results.put(ranks)
         return GroupFacts(len(ranks), use_gpu, ranks=ranks)
 
     facts = _device(rank, use_gpu)
@@ -170,21 +158,21 @@ def _probe_rank(spec: _RankSpec) -> None:
     if use_gpu:
         device = ray.train.torch.get_device()
         group = dist.new_group(timeout=timedelta(seconds=_GROUP_TIMEOUT_S), backend="nccl")
-    if spec.plan.world_size > 1:
+    if plan.world_size > 1:
         facts = _time_all_reduce(facts, device, group)
         share(facts)
-    if spec.timed_vocab_size is not None:
-        train = spec.plan.config.train
+    if timed_vocab_size is not None:
+        train = plan.config.train
         dtype = matmul_dtype(resolve_precision(train.precision, device))
         narrow = train.gradient_dtype == "bf16"
         strategy = strategy_class(train)(device, rank, dtype, narrow, group)
         seed_everything(train.seed, rank)
-        step_s = step_seconds(spec.plan, spec.timed_vocab_size, device, strategy)
+        step_s = step_seconds(plan, timed_vocab_size, device, strategy)
         share(replace(facts, step_s=step_s))
-    if spec.ingest is None:
+    if ingest is None:
         return
-    received = ray_chunks(ray.train.get_dataset_shard("train"), spec.ingest)
-    val, *chunks = rank_chunks(received, spec.ingest, rank)
+    received = ray_chunks(ray.train.get_dataset_shard("train"), ingest)
+    val, *chunks = rank_chunks(received, ingest, rank)
     read = {chunk.first + i: ids for chunk in chunks for i, ids in enumerate(chunk.ids)}
     share(replace(facts, has_read=True, val=val.ids[0], train=read))
 

@@ -28,7 +28,6 @@ from raytrain_gpt.core.loss import IGNORE_INDEX
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.data.tokenizer import bytes_per_id, decode_tokens, prompt_tokens
 from raytrain_gpt.errors import ConfigError, UserError, reason
-from raytrain_gpt.evaluate.hellaswag import DOWNLOAD
 from raytrain_gpt.format import Log
 from raytrain_gpt.tracking.run_files import Row, finite
 
@@ -44,14 +43,6 @@ def check_evaluations(config: Config) -> None:
     for selector, name in config.eval.chosen_names():
         if kinds.is_built_in(selector, name):
             kinds.kind(selector, name).resolve().check(config)
-
-
-def absolute_files(config: Config, absolute: Callable[[str, str], str]) -> dict[str, str]:
-    """Return the files of built-in evaluations with absolute paths, by a function of field and path."""
-    path = config.eval.hellaswag_path
-    if path is None or path == DOWNLOAD:
-        return {}
-    return {"hellaswag_path": absolute("hellaswag_path", path)}
 
 
 def watched(

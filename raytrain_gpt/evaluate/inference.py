@@ -203,13 +203,7 @@ def _validation_feed(
 
 
 def sample_checkpoint(
-    path: str | Path,
-    prompt: str,
-    log: Log,
-    *,
-    num_samples: int,
-    average: int = 1,
-    **options: Any,
+    path: str | Path, prompt: str, log: Log, *, num_samples: int, average: int = 1, **options: Any
 ) -> list[str]:
     """Return continuations of a prompt, which may be empty, with the prompt.
 

@@ -73,7 +73,7 @@ class Replay:
         masked: Sequence[int] = (),
         log: Log,
     ) -> None:
-        source.batch_of(first)  # checks that it exists
+        _ = source.batch_of(first), source.batch_of(last)  # checks that they exist
         start = Catalog(source.dir).pick("before", log, first)
         if start is None and source.begins_at:
             raise ConfigError(
@@ -107,7 +107,7 @@ class Replay:
             self._plan = RunPlan.of(config.updated({**here, **settings}), 1, micro, mode)
             check_shares(self._plan.config, self._num_workers)
             device, ranks = torch.device("cuda" if on_gpu else "cpu"), Collectives(0, 1)
-            seed_everything(config.train.seed, 0)
+            seed_everything(self._plan.config.train.seed, 0)
             self._setup = set_up_training(self._plan.config, source.data, start, device, ranks)
         self.model = self._setup.raw_model
         self.rows = self._rows(start.state.next_batch if start else 0, last)

@@ -52,7 +52,7 @@ def explain_step(
     facts |= in_local_mode(lambda: _measured(run, step, code, log))
     compared = {
         f"step {step}": facts,
-        "the steps before (medians)": facts["before"],
+        **({"the steps before (medians)": facts["before"]} if rows else {}),
         "the step without the first sequence below": facts["without"],
         **{describe_sequence(one): one for one in facts["sequences"][:_SHOWN]},
     }

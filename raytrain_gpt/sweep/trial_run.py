@@ -43,9 +43,9 @@ from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN
 from raytrain_gpt.sweep.scheduler import REPORTED_TOKENS
 from raytrain_gpt.tracking.run_files import Row, merge_rows, read_rows
 from raytrain_gpt.tracking.sync import RunSync
-from raytrain_gpt.train.attempt import RayBackend
+from raytrain_gpt.train.attempt import RayBackend, TrialHooks
 from raytrain_gpt.train.local_mode import InProcess, in_local_mode
-from raytrain_gpt.train.supervisor import Run, TrainLoop, TrialHooks
+from raytrain_gpt.train.supervisor import Run, TrainLoop
 
 END_KEY = "ended"
 """Key of a report without an evaluation: state and error of a trial that cannot continue."""

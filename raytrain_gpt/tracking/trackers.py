@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.format import Log, count
+from raytrain_gpt.redact import say
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, PROFILE_DIR, RUN_ID_FILE, SAMPLES_FILE, Row
 
 End = Literal["finished", "failed", "interrupted"]
@@ -28,10 +29,6 @@ BUFFER_S = 30.0
 """Time that a tracker may keep rows in memory only; wandb writes its file every 15 s."""
 _FINISH_S = 180.0  # beside other load, Ray's workers (nice 15) take minutes to import MLflow
 _ROWS_AT_ONCE = 64
-
-
-def _print(line: str) -> None:
-    print(line)  # not `print` itself, which Ray replaces, so that it could no longer be pickled
 
 
 @dataclass
@@ -51,7 +48,7 @@ class TrackedRun:
     step: int
     tags: dict[str, str]
     newest_checkpoint: str | None = None
-    log: Log = _print
+    log: Log = say
 
     @property
     def name(self) -> str:

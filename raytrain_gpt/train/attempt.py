@@ -10,7 +10,8 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -49,13 +50,26 @@ STOPPING = "stopping: saving a checkpoint first (press Ctrl+C twice more to stop
 
 
 @dataclass(frozen=True)
+class TrialHooks:
+    """Callbacks of a sweep into a run that is one of its trials.
+
+    Attributes:
+        evaluated: Called with every evaluation but the last while the ranks wait; to end the run it
+            sets the stop signal and returns.
+        killed: Set before the stop signal, unless the sweep ends the trial as complete.
+    """
+
+    evaluated: Callable[[Row], None]
+    killed: threading.Event
+    tracker_tags: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Attempt:
     """One attempt: created, trained by a `Backend`, closed.
 
     Attributes:
         work_dir: Local directory of the run's small files.
-        killed: Set if `stop` means an interrupted run; a sweep ends a trial without it.
-        evaluated: For a sweep's trial, called with every evaluation but the last, while the ranks wait.
     """
 
     spec: WorkerSpec
@@ -63,18 +77,17 @@ class Attempt:
     work_dir: Path
     train_loop: Callable[[WorkerSpec], None]
     stop: threading.Event
-    killed: threading.Event
     lease: Lease
     log: Log
-    evaluated: Callable[[Row], None] | None = None
+    trial: TrialHooks | None = None
 
     def drain_messages(self, within_s: float) -> None:
         """Print the console lines, and act on the evaluations, that arrive in this time."""
         for news in self.recorder.ask("drain_messages", within_s):
             if isinstance(news, str):
                 self.log(news)
-            elif self.evaluated is not None:
-                self.evaluated(news)
+            elif self.trial is not None:
+                self.trial.evaluated(news)
                 if not self.stop.is_set():
                     self.recorder.send("command", "continue_run")
 
@@ -91,7 +104,7 @@ class Attempt:
             **dict.fromkeys(("failed", "hung", "out_of_memory"), "failed"),
         }
         tracker_status = ends.get(end.kind, "interrupted")
-        if end.kind == "stopped" and not self.killed.is_set():
+        if end.kind == "stopped" and self.trial and not self.trial.killed.is_set():
             tracker_status = "finished"  # the sweep ended this trial as complete
         with contextlib.suppress(ray.exceptions.RayActorError):
             self.recorder.ask("close", tracker_status, str(newest.path) if newest else None)
@@ -148,8 +161,7 @@ class _WatchedFit:
         config = self._plan.config
         steps_left = config.train.max_steps - resume_step(spec.resumed)
         trainer = worker_group(
-            attempt.train_loop,
-            replace(spec, recorder=self._recorder),
+            partial(attempt.train_loop, replace(spec, recorder=self._recorder)),
             config.cluster,
             self._plan.world_size,
             name=f"{spec.attempt:03d}",

@@ -167,7 +167,7 @@ class InProcess:
     def train(self, attempt: Attempt) -> AttemptEnd:
         ended = threading.Event()
         error: BaseException | None = None
-        self.control = RankControl(attempt.stop, attempt.evaluated)
+        self.control = RankControl(attempt.stop, attempt.trial.evaluated if attempt.trial else None)
         spec = replace(attempt.spec, recorder=attempt.recorder, control=self.control)
         with ThreadPoolExecutor(1, "console") as console:
             shown = console.submit(_show, attempt, ended)

@@ -180,7 +180,7 @@ def set_up_training(
     dtype = matmul_dtype(precision)
     narrow_gradients = config.train.gradient_dtype == "bf16"
     strategy = strategy_class(config.train)(device, ranks.rank, dtype, narrow_gradients)
-    tokenizer = read_tokenizer(data.first.directory)
+    tokenizer = read_tokenizer(data.datasets[0].directory)
     model = configured_model(
         config,
         tokenizer.max_token_value + 1,

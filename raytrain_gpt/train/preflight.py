@@ -22,7 +22,7 @@ from raytrain_gpt.data.mixture import Mixture, check_val_split, check_vocabulary
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.data.verify import check_shards, check_tokenizer
 from raytrain_gpt.errors import ClusterError, ConfigError
-from raytrain_gpt.evaluate.evaluation import absolute_files
+from raytrain_gpt.evaluate.hellaswag import DOWNLOAD
 from raytrain_gpt.format import Log, count, size
 from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.redact import say
@@ -159,5 +159,6 @@ def absolute_paths(config: Config) -> Config:
             is_start = name == "init_from"
             path = start_path(config, values[name]) if is_start else values[name]
             changes[name] = absolute(name, path)
-    changes |= absolute_files(config, absolute) | absolute_stores(config, absolute)
-    return config.updated(changes)
+    if (path := values["hellaswag_path"]) not in (None, DOWNLOAD):
+        changes["hellaswag_path"] = absolute("hellaswag_path", path)
+    return config.updated(changes | absolute_stores(config, absolute))

@@ -93,7 +93,7 @@ class RunProvenance:
         self.attempts = read_attempts(self.rows)
         self.steps = {int(row["step"]): row for row in self.rows if "train/loss" in row}
         self.last_step = max(self.steps, default=0)
-        self._tokenizer = read_tokenizer(self.data.first.directory)
+        self._tokenizer = read_tokenizer(self.data.datasets[0].directory)
 
     def batches(self) -> Iterator[tuple[int, int]]:
         """Yield every step of this run with its global batch."""

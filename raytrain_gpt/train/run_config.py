@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def run_config(
     if preset is None and file is None and (run := _existing_run(fields)) is not None:
         start, base = f"as run {run.name}, {run / CONFIG_FILE}", _remembered(run, fields)
     else:
-        with file_on_disk(file) as path:
+        with nullcontext() if file is None else file_on_disk(file) as path:
             if "init_from" in given_fields(path, fields):
                 fields = {**fields_of_init_from(preset, path, fields), **fields}
             start, base = start_of(preset, path, fields)
@@ -72,7 +73,6 @@ def _remembered(run: Location, fields: Mapping[str, Any]) -> Config:
     place = {name: default[name] for name in ("storage_path", "s3_endpoint", "resume")}
     start = {"init_from": None} if "branch_from" in fields else {}
     with file_on_disk(run / CONFIG_FILE) as file:
-        assert file is not None
         config = load_config_file(file).updated({**place, **start})
     for name, value in config.field_values().items():
         parts = value.split(",") if isinstance(value, str) and name not in fields else []

@@ -14,11 +14,10 @@ Each attempt uses the largest number of workers that fits; below `min_workers` t
 from __future__ import annotations
 
 import gc
-import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import ray
@@ -59,7 +58,6 @@ from raytrain_gpt.tracking.run_files import (
     METRICS_FILE,
     SAMPLES_FILE,
     TRACKERS_DIR,
-    Row,
     merge_rows,
     read_rows,
 )
@@ -67,7 +65,7 @@ from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.tracking.sync import RunSync
 from raytrain_gpt.tracking.trackers import TrackedRun
 from raytrain_gpt.train import policy, preflight
-from raytrain_gpt.train.attempt import Attempt, Backend
+from raytrain_gpt.train.attempt import Attempt, Backend, TrialHooks
 from raytrain_gpt.train.memory_fit import MemorySearch, fit_memory
 from raytrain_gpt.train.resume import Rollbacks, read_skipped, resume_from
 from raytrain_gpt.train.worker_group import WorkerSpec
@@ -75,21 +73,6 @@ from raytrain_gpt.train.worker_group import WorkerSpec
 BEFORE_FIRST_STEP = "interrupted before the first step; nothing is half-written"
 
 TrainLoop = Callable[[WorkerSpec], None]
-
-
-@dataclass(frozen=True)
-class TrialHooks:
-    """Callbacks of a sweep into a run that is one of its trials.
-
-    Attributes:
-        evaluated: Called with every evaluation but the last while the ranks wait; to end the run it
-            sets the stop signal and returns.
-        killed: Set before the stop signal, unless the sweep ends the trial as complete.
-    """
-
-    evaluated: Callable[[Row], None]
-    killed: threading.Event
-    tracker_tags: dict[str, str] = field(default_factory=dict)
 
 
 class RunOutput:
@@ -367,10 +350,9 @@ class Run:
             work_dir=self.output.sync.work_dir,
             train_loop=self.train_loop,
             stop=self.signals.stop,
-            killed=self.trial.killed if self.trial else self.signals.stop,
             lease=lease,
             log=self.log,
-            evaluated=self.trial.evaluated if self.trial else None,
+            trial=self.trial,
         )
 
     def _interrupted_message(self, started_at: int) -> str:

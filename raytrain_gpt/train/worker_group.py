@@ -107,8 +107,7 @@ def start_fit(trainer: ray.train.torch.TorchTrainer) -> tuple[threading.Thread, 
 
 
 def worker_group(
-    train_loop: Callable[[Any], None],
-    spec: Any,
+    train_loop: Callable[[], None],
     cluster: Workers,
     world_size: int,
     *,
@@ -127,7 +126,6 @@ def worker_group(
     filesystem, path = directory.ray_filesystem()
     return ray.train.torch.TorchTrainer(
         train_loop,
-        train_loop_config=spec,
         torch_config=torch_config,
         scaling_config=ray.train.ScalingConfig(
             num_workers=world_size,

@@ -47,5 +47,3 @@ def test_a_configuration_is_read_from_a_store(bucket: Location) -> None:
 def test_a_local_configuration_is_read_where_it_is(tmp_path: Path) -> None:
     with file_on_disk(tmp_path / "a.yaml") as file:
         assert file == tmp_path / "a.yaml"
-    with file_on_disk(None) as file:
-        assert file is None

@@ -106,7 +106,7 @@ def test_names_are_the_ends_of_paths_that_tell_them_apart() -> None:
 
 
 def test_a_dataset_stands_there_once(mixture: Mixture) -> None:
-    web = mixture.first.directory
+    web = mixture.datasets[0].directory
     with pytest.raises(DataError, match="web is listed 2 times in data_path; list it once"):
         read_mixture([(web, Fraction(1, 2)), (web, Fraction(1, 2))])
 

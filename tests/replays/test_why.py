@@ -63,6 +63,7 @@ def test_a_garbage_sequence_ranks_first(
 def test_the_default_is_the_last_recorded_spike(make_config: MakeConfig, run_cli: RunCli) -> None:
     run = train(make_config(run_name="why-none", max_steps=10), str)
     assert "has no recorded spike" in run_cli.refuses("runs", "why", run.run_dir)
+    assert "not finite" not in run_cli.succeeds("runs", "why", run.run_dir, "--step", 1)
     fields = {"run_name": "why-spike", "spike_window_steps": 16}
     run = train(make_config(**fields), str, gated(Faults(spiked_batches=(29, 35))))
     shown = run_cli.succeeds("runs", "why", run.run_dir)

@@ -196,7 +196,7 @@ def test_a_directory_that_was_renamed_after_the_last_step_is_waited_for(
     spec: Any = SimpleNamespace(resumed=newest)
     stop = run.signals.stop
     with hold_lease(run.run_dir / LEASE_FILE, "run", pytest.fail) as lease:
-        attempt = Attempt(spec, recorder, away, pytest.fail, stop, stop, lease, pytest.fail)
+        attempt = Attempt(spec, recorder, away, pytest.fail, stop, lease, pytest.fail)
         monkeypatch.setattr(run, "_new_attempt", lambda *_: attempt)
         monkeypatch.setattr(lease_module.time, "sleep", lambda _: away.rename(directory))
         end = run._attempt(newest, lease)
@@ -227,7 +227,7 @@ def test_without_storage_or_lease_the_files_stay_as_they_are(
     spec: Any = SimpleNamespace(resumed=None)
     lease: Any = SimpleNamespace(verify=verify)
     stop = run.signals.stop
-    attempt = Attempt(spec, recorder, tmp_path, pytest.fail, stop, stop, lease, pytest.fail)
+    attempt = Attempt(spec, recorder, tmp_path, pytest.fail, stop, lease, pytest.fail)
     if where == "taken":
         with pytest.raises(ClusterError):
             run._settled(attempt, end)
