@@ -45,7 +45,7 @@ class CodeOptions(Options):
 
     @property
     def code_flags(self) -> tuple[str, ...]:
-        """Flags that repeat the code, for a command to copy."""
+        """Flags that repeat the code and how it is used, for a command to copy."""
         return tuple(word for file in self.code for word in ("--code", file))
 
 
@@ -60,7 +60,8 @@ class CheckpointOptions(CodeOptions):
 
     @property
     def code_flags(self) -> tuple[str, ...]:
-        return (*super().code_flags, *["--accept_changed_code"] * self.accept_changed_code)
+        flags = ["--accept_changed_code"] * self.accept_changed_code
+        return *super().code_flags, *flags, *[f"--average={self.average}"] * (self.average > 1)
 
     @field_validator("checkpoint")
     @classmethod

@@ -46,14 +46,13 @@ from raytrain_gpt.train.worker import train_worker
 
 @dataclass(frozen=True)
 class SweepSummary:
-    """Result of a sweep: all started trials by name, and the best one."""
+    """Result of a sweep: all started trials by name."""
 
     directory: Location
     trials: list[Trial]
-    best: Trial
     files: tuple[str, ...]
     failure: str | None
-    """Message if trials failed, so that `best` is the best of the others."""
+    """Message if trials failed, so that the best is that of the others."""
 
 
 def run_sweep(
@@ -117,4 +116,4 @@ def finish(sweep: Sweep, campaign: Campaign) -> SweepSummary:
     campaign.log(final_table(trials, objective, sweep.budget_tokens))
     if best is None:
         raise TrainingFailed(failure or f"all trials of {sweep.title} diverged")
-    return SweepSummary(directory, trials, best, tuple(files), failure)
+    return SweepSummary(directory, trials, tuple(files), failure)

@@ -41,7 +41,9 @@ def test_is_the_mean_and_the_same_whatever_wrote_the_checkpoints(
     loss = evaluate_checkpoint(runs[0], str, average=3)[1]["val/loss"]
     assert loss != evaluate_checkpoint(runs[0], str)[1]["val/loss"]
     sampling = ("--prompt", "a", "--num_samples", 1, "--max_new_tokens", 2, "--average", 3)
-    assert run_cli.succeeds("sample", runs[0], *sampling).startswith("a")
+    shown = run_cli.succeeds("sample", runs[0], *sampling)
+    assert shown.startswith("averaged: steps 30, 40, 50\na")
+    assert shown.endswith(" --average=3\n")
     until_30 = runs[0] / "checkpoints" / "step=00000030"
     line = f"average=4, but {runs[0]} has 3 checkpoints up to step 30"
     with raises_line(ConfigError, line, "keep_checkpoints"):

@@ -18,7 +18,7 @@ from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.storage.lease import LEASE_FILE, _holder
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.sweep.history import History
+from raytrain_gpt.sweep.history import History, best_trial
 from raytrain_gpt.sweep.spec import Sweep
 from raytrain_gpt.sweep.tune import run_sweep
 from raytrain_gpt.tracking.run_files import Row, read_rows
@@ -80,7 +80,7 @@ def test_a_sweep_stops_bad_trials_survives_failing_ones_and_finds_the_best(
     assert [t.state for t in summary.trials] == ["finished", "failed", "stopped", "stopped"]
     assert broken.error is not None
     assert "this rate is not for training" in broken.error
-    assert summary.best == good
+    assert best_trial(summary.trials) == good
     assert summary.failure is not None
     assert summary.failure.startswith("1 of 4 trials of sweep halving failed (001); 001: ")
     assert good.values == {"peak_lr": GOOD_LR, "min_lr": GOOD_LR / 10}
