@@ -55,6 +55,7 @@ def main() -> None:
 def deal(work: str, dealt: int, ranks: int, windows: int) -> dict[str, Any]:
     """Deal all windows to the ranks and return the rates."""
     fields = {"data_path": f"{work}/data", "seq_len": SEQ_LEN, "eval_tokens": SEQ_LEN}
+    fields |= {"num_workers": ranks, "cpus_per_worker": 1, "use_gpu": False}
     config = Config().updated({**fields, "global_batch_tokens": SEQ_LEN * BATCH_SEQUENCES})
     spec = IngestSpec(RunPlan.of(config, ranks, 1, "none"), read_data(config))
     chunks = [(i * WINDOW_BATCHES, (i + 1) * WINDOW_BATCHES) for i in range(dealt)]

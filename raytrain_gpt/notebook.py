@@ -173,7 +173,7 @@ def replay(
 
     def steps() -> list[tuple[dict[str, Any], dict[str, str]]]:
         changed = {**change, "new_code": read_code(new_code)}
-        again = Replay(source, first, last, read_code(code), **changed, log=say)
+        again = Replay(source, first, last, [read_code(code)], **changed, log=say)
         again.run_to(first - 1)
         parameters = dict(again.model.named_parameters())
         return [(row, {name: sha256(p) for name, p in parameters.items()}) for row in again.rows]

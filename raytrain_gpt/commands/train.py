@@ -226,7 +226,7 @@ class DiffOptions(CodeOptions, DataOptions):
     setting: Annotated[list[str], Metavar("NAME=VALUE")] = Field(default_factory=list)
     """Changed setting; may be repeated (default: none)."""
     old_code: Annotated[list[str], Metavar("FILE")] = Field(default_factory=list)
-    """Own code of the run, or of the first of two runs, if --code differs (default: as --code)."""
+    """Own code of the run, or of one of two runs, if --code differs (default: as --code)."""
     steps: int = Field(50, ge=1)
     """Steps to replay with a change."""
 
@@ -265,9 +265,8 @@ def why(options: WhyOptions) -> None:
     from raytrain_gpt.data.locations import read_code
     from raytrain_gpt.replays.why import explain_step
 
-    options.say_json(
-        explain_step(options.open_run(options.run), options.step, read_code(options.code), say)
-    )
+    run, codes = options.open_run(options.run), [read_code(options.code)]
+    options.say_json(explain_step(run, options.step, codes, say))
 
 
 @command("diff", DiffOptions)
@@ -281,11 +280,11 @@ def diff(options: DiffOptions) -> None:
 
     a, *others = map(options.open_run, options.runs)
     code, settings = read_code(options.code), dict(p.partition("=")[::2] for p in options.setting)
-    old = read_code(options.old_code) or code
+    codes = [read_code(options.old_code), code]
     if len(others) == 1 and not settings:
-        facts = diff_runs(a, others[0], (old, code), say)
+        facts = diff_runs(a, others[0], codes, say)
     elif not others and (code or settings):
-        facts = diff_change(a, options.steps, old, say, new_code=code, settings=settings)
+        facts = diff_change(a, options.steps, codes, say, new_code=code, settings=settings)
     else:
         raise ConfigError("give two runs, or one with --code FILE or --setting NAME=VALUE")
     options.say_json(facts)

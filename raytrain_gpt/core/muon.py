@@ -63,6 +63,7 @@ class Muon(AdamW):
         self._add_embedding_group(model)
         self._dtype = torch.bfloat16 if matmul_dtype == torch.bfloat16 else torch.float32
         self._group = group
+        self.num_shares = 1 if group is None else group.size()  # of every stack
         self._stacks: dict[tuple[torch.Size, int], list[nn.Parameter]] = {}
         for name, matrix in matrices.items():
             num_maps = _num_maps(model, name.partition(".")[2], matrix, settings.muon_head_group)
@@ -127,9 +128,8 @@ class Muon(AdamW):
         """Update all parameters; reads `grad_scale` and `found_inf` like a fused AdamW."""
         self.param_groups[-1]["lr"] *= self._embedding_lr_factor
         loss = super().step(closure)
-        num_ranks = 1 if self._group is None else self._group.size()
         for (shape, num_maps), stack in self._stacks.items():
-            size = matrices_per_stack(shape.numel(), num_ranks)
+            size = matrices_per_stack(shape.numel(), self.num_shares)
             for start in range(0, len(stack), size):
                 self._step_stack(stack[start : start + size], num_maps)
         return loss
@@ -184,10 +184,11 @@ class Muon(AdamW):
             maps = stack.reshape(len(stack) * num_maps, len(like) // num_maps, stack.shape[2])
             return newton_schulz(maps).reshape(stack.shape)
 
+        counts, shard_shape = _shares(len(stack), self.num_shares), stack.shape[1:]
         if self._group is None:
-            return orthogonal_maps(stack)
+            parts = [orthogonal_maps(part) for part in torch.split(stack, counts) if len(part)]
+            return torch.cat(parts) if len(parts) > 1 else parts[0]
         rank, num_ranks = self._group.rank(), self._group.size()
-        counts, shard_shape = _shares(len(stack), num_ranks), stack.shape[1:]  # matrices per rank
         if like is local_tensor(like):
             result = torch.empty_like(stack)
             shares = torch.split(result, counts)

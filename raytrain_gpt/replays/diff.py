@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torch import nn
-
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.schema import changed_fields
 from raytrain_gpt.errors import ConfigError
@@ -24,7 +22,7 @@ _ENVIRONMENT = ("device", "threads", "num_workers", "precision", "micro_batch_se
 def diff_runs(
     a: RunProvenance, b: RunProvenance, codes: Sequence[Code | None], log: Log
 ) -> dict[str, Any]:
-    """Find what differs between two runs with the code of each, and the first step and tensor that do.
+    """Find what differs between two runs, and the first step and tensor that do.
 
     Returns:
         `changes` of settings, data, code and environment, and of the values `recorded` at the first step that
@@ -38,12 +36,12 @@ def diff_runs(
     last = next(differ, steps[-1])
     recorded = changed_fields(compared(a.steps[last]), compared(b.steps[last]))
     log(f"recorded at step {last}: {list_changes(recorded)}")
-    pair = [partial(Replay, run, code=code) for run, code in zip((a, b), codes, strict=True)]
+    pair = [partial(Replay, run, codes=codes) for run in (a, b)]
     return {"changes": changes, "recorded": recorded, **_compare(pair, last, last, log)}
 
 
 def diff_change(
-    run: RunProvenance, num_steps: int, code: Code | None, log: Log, **change: Any
+    run: RunProvenance, num_steps: int, codes: Sequence[Code | None], log: Log, **change: Any
 ) -> dict[str, Any]:
     """Find the first step and tensor that differ if a run's first steps are replayed with a change.
 
@@ -56,7 +54,7 @@ def diff_change(
         difference, None if the shape has changed.
     """
     last = min(run.begins_at + num_steps, run.last_step)
-    pair = [partial(Replay, run, code=code, **how) for how in ({}, change)]
+    pair = [partial(Replay, run, codes=codes, **how) for how in ({}, change)]
     return _compare(pair, run.begins_at + 1, last, log)
 
 
@@ -71,12 +69,11 @@ def _compare(
         for step in range(start, last + 1):
             for replay in replays:
                 replay.run_to(step)
-            if found := _difference(one.model, other.model):
-                if step == start > max(replay.source.begins_at for replay in replays):
+            if found := _difference(one, other):
+                if step == start > max(replay.run.begins_at for replay in replays):
                     return find(start)
                 size = "another shape" if found["largest"] is None else f"{found['largest']:.0e}"
                 log(f"step {step}, {found['tensor']}, {size}")
-                found["step"] = step
                 break
         else:
             log(f"the same bits for {count(last - start, 'step')}, {start + 1} to {last}")
@@ -85,14 +82,15 @@ def _compare(
     return in_local_mode(lambda: find(first))
 
 
-def _difference(one: nn.Module, other: nn.Module) -> dict[str, Any]:
-    ours, theirs = dict(one.named_parameters()), dict(other.named_parameters())
+def _difference(one: Replay, other: Replay) -> dict[str, Any]:
+    ours, theirs = dict(one.model.named_parameters()), dict(other.model.named_parameters())
     for name in ours | theirs:
         a, b = ours.get(name), theirs.get(name)
         if a is None or b is None or a.shape != b.shape:
-            return {"tensor": name, "largest": None}
+            return {"step": one.step, "tensor": name, "largest": None}
         if sha256(a) != sha256(b):
-            return {"tensor": name, "largest": float((a - b).detach().abs().max())}
+            largest = float((a - b).detach().abs().max())
+            return {"step": one.step, "tensor": name, "largest": largest}
     return {}
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import reduce
 from types import MappingProxyType
 from typing import Any
 
@@ -23,12 +22,13 @@ from raytrain_gpt.checkpoint.code_check import check_executable
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
-from raytrain_gpt.config.resolved import RunPlan, check_shares
+from raytrain_gpt.config.resolved import RunPlan, check_shares, micro_batch_for
 from raytrain_gpt.config.schema import changed_fields, field_section
 from raytrain_gpt.core.accumulation import FloatAccumulator
 from raytrain_gpt.core.device import seed_everything
 from raytrain_gpt.core.loop import MicroBatch, train_steps
 from raytrain_gpt.core.loss import IGNORE_INDEX
+from raytrain_gpt.core.muon import Muon
 from raytrain_gpt.core.optim import learning_rate
 from raytrain_gpt.data.locations import recorded
 from raytrain_gpt.errors import ConfigError
@@ -49,7 +49,7 @@ class Replay:
     """The steps `first` to `last` of a run, from the checkpoint before; made and used in local mode.
 
     Args:
-        code: The run's user code.
+        codes: User code; that of the run is used, or the first if the run has no checkpoint.
         new_code: User code to use instead.
         settings: Changed configuration fields.
         masked: Ids of sequences that no loss counts.
@@ -63,52 +63,50 @@ class Replay:
 
     def __init__(
         self,
-        source: RunProvenance,
+        run: RunProvenance,
         first: int,
         last: int,
-        code: Code | None,
+        codes: Sequence[Code | None],
         *,
         new_code: Code | None = None,
         settings: Mapping[str, Any] = MappingProxyType({}),
         masked: Sequence[int] = (),
         log: Log,
     ) -> None:
-        _ = source.batch_of(first), source.batch_of(last)  # checks that they exist
-        start = Catalog(source.dir).pick("before", log, first)
-        if start is None and source.begins_at:
-            raise ConfigError(
-                f"{source.dir} keeps no checkpoint before step {first}; give a later one"
-            )
-        self.step, self.source, self._masked, self._log = resume_step(start), source, masked, log
-        self._recorded = {} if new_code or settings or masked else source.steps
+        _ = run.batch_of(first), run.batch_of(last)  # checks that they exist
+        start = Catalog(run.dir).pick("before", log, first)
+        if start is None and run.begins_at:
+            raise ConfigError(f"no checkpoint before step {first} in {run.dir}; give a later one")
+        self.step, self.run, self._masked, self._log = resume_step(start), run, masked, log
+        self._recorded = {} if new_code or settings or masked else run.steps
         self.as_recorded = True
-        begun = source.attempt_of(first)
-        self._threads = int(begun.get("threads", torch.get_num_threads()))
-        self._num_workers = int(begun.get("num_workers", 1))
-        on_gpu = torch.cuda.is_available() and "cpu" not in str(begun.get("device", "cpu")).lower()
-        micro, mode = int(begun.get(_FITTED[0], 1)), str(begun.get(_FITTED[1], "none"))
+        begun = run.attempt_of(first)
+        self._threads, self._num_workers = begun["threads"], begun["num_workers"]
+        on_gpu = torch.cuda.is_available() and "cpu" not in begun["device"].lower()
         here = {"num_workers": 0, "cpus_per_worker": self._threads, "use_gpu": on_gpu}
-        here["precision"] = begun.get("precision", "auto")
-        self._code = code
+        here |= {name: begun[name] for name in ("precision", *_FITTED)}
+        saved, given = start or run.newest, [code for code in codes if code]
+        sha256 = saved.state.code_sha256 if saved else None
+        self._code = next((code for code in given if sha256 in (None, code.sha256)), None)
+        if saved and given and not self._code:
+            theirs = shell(saved.path / CODE_FILE)
+            raise ConfigError(f"no given code is the run's; if you trust it, give {theirs} too")
         with self._context():
-            if saved := start or source.newest:
-                if code and saved.state.code_sha256 not in (None, code.sha256):
-                    theirs = shell(saved.path / CODE_FILE)
-                    raise ConfigError(
-                        f"{code.file_name} is not the run's code; if you trust it, give {theirs} too"
-                    )
+            if saved:
                 check_executable(saved, log)
-        self._code = new_code or code
+        self._code = new_code or self._code
         with self._context():
-            config = recorded(start.state.config, str(start.path)) if start else source.config
+            config = recorded(start.state.config, str(start.path)) if start else run.config
             for name in settings:
                 if field_section(name) not in _REPLAYED or name in _NOT_REPLAYED:
                     raise ConfigError(f"a replay does not use {name}, so it cannot change it")
-            self._plan = RunPlan.of(config.updated({**here, **settings}), 1, micro, mode)
-            check_shares(self._plan.config, self._num_workers)
-            device, ranks = torch.device("cuda" if on_gpu else "cpu"), Collectives(0, 1)
-            seed_everything(self._plan.config.train.seed, 0)
-            self._setup = set_up_training(self._plan.config, source.data, start, device, ranks)
+            config = config.updated({**here, **settings})
+            check_shares(config, self._num_workers)
+            micro = int(micro_batch_for(config, self._num_workers))
+            self._plan = RunPlan.of(config, 1, micro, begun["activation_checkpointing"])
+            device, ranks = torch.device("cuda:0" if on_gpu else "cpu"), Collectives(0, 1)
+            seed_everything(config.train.seed, 0)
+            self._setup = set_up_training(self._plan.config, run.data, start, device, ranks)
         self.model = self._setup.raw_model
         self.rows = self._rows(start.state.next_batch if start else 0, last)
 
@@ -126,14 +124,16 @@ class Replay:
 
     def run_to(self, step: int) -> None:
         """Train until `step` steps are done."""
-        while self.step < step:
-            next(self.rows)
+        while self.step < step and next(self.rows, None):
+            pass
 
     def _rows(self, first_batch: int, last: int) -> Iterator[Row]:
         setup, config, per_step = self._setup, self._plan.config, self._plan.micro_batches_per_step
         accumulation = setup.strategy.accumulation(setup.model, per_step)
         if self._num_workers > 1 and isinstance(accumulation, FloatAccumulator):
             accumulation = _InTurn(self.model, per_step, self._num_workers)
+            if isinstance(setup.optimizer, Muon):
+                setup.optimizer.num_shares = self._num_workers
         results = train_steps(
             setup.model,
             setup.optimizer,
@@ -161,7 +161,7 @@ class Replay:
             yield row
 
     def _micro_batches(self, first_batch: int, num_batches: int) -> Iterator[MicroBatch]:
-        spec = IngestSpec(self._plan, self.source.data, first_batch, self.source.skipped)
+        spec = IngestSpec(self._plan, self.run.data, first_batch, self.run.skipped)
         per_step = self._plan.micro_batches_per_step
         chunks = rank_chunks(chunks_in_process(spec, num_batches, 0), spec, 0)
         next(chunks)  # the validation sequences
@@ -177,7 +177,7 @@ class Replay:
     def sequence_gradients(self, ids: Sequence[int]) -> Iterator[tuple[float, list[Tensor]]]:
         """Yield loss and gradient of each sequence, with the present weights and without dropout."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        tokens, _ = self.source.data.read("train", self.source.seq_len, np.array(ids, np.int64))
+        tokens, _ = self.run.data.read("train", self.run.seq_len, np.array(ids, np.int64))
         self.model.eval()
         for sequence in tokens:
             with self._context(), self._setup.autocast():
@@ -192,9 +192,9 @@ class _InTurn(FloatAccumulator):
     def __init__(self, model: nn.Module, micro_batches_per_step: int, num_ranks: int) -> None:
         super().__init__(model, micro_batches_per_step)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._per_rank = micro_batches_per_step // num_ranks
+        self._num_ranks, self._per_rank = num_ranks, micro_batches_per_step // num_ranks
         self._of_rank = FloatAccumulator(model, self._per_rank)
-        self._gradients: list[list[Tensor]] = []
+        self._sums: list[Tensor] = []
 
     def random_stream(self, micro_batch: int) -> int | None:
         return None if micro_batch % self._per_rank else micro_batch // self._per_rank
@@ -204,7 +204,8 @@ class _InTurn(FloatAccumulator):
         yield
         if (micro_batch + 1) % self._per_rank == 0:
             self._losses.append(self._of_rank.finish())
-            self._gradients.append([p.grad for p in self._parameters if p.grad is not None])
+            gradients = [p.grad / self._num_ranks for p in self._parameters if p.grad is not None]
+            self._sums = [*torch._foreach_add(self._sums, gradients)] if self._sums else gradients
             for parameter in self._parameters:
                 parameter.grad = None
 
@@ -212,9 +213,9 @@ class _InTurn(FloatAccumulator):
         self._of_rank.backward(loss, factor)
 
     def finish(self) -> Tensor:
-        losses, self._losses, gradients, self._gradients = self._losses, [], self._gradients, []
-        for parameter, *parts in zip(self._parameters, *gradients, strict=True):
-            parameter.grad = reduce(torch.add, [part / len(losses) for part in parts])
+        losses, self._losses, sums, self._sums = self._losses, [], self._sums, []
+        for parameter, total in zip(self._parameters, sums, strict=True):
+            parameter.grad = total
         return torch.stack(losses).double().mean()
 
 

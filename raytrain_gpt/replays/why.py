@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import median
 from typing import Any
@@ -24,7 +25,7 @@ _SHOWN = 10
 
 
 def explain_step(
-    run: RunProvenance, step: int | None, code: Code | None, log: Log
+    run: RunProvenance, step: int | None, codes: Sequence[Code | None], log: Log
 ) -> dict[str, Any]:
     """Replay a run to just before a step, measure the step's sequences without dropout, and log a table.
 
@@ -49,13 +50,13 @@ def explain_step(
         for key in ("train/loss", "optim/grad_norm")
     ]
     facts: dict[str, Any] = {"run": str(run.dir), "step": step, "before": _measure(*before)}
-    facts |= in_local_mode(lambda: _measured(run, step, code, log))
-    compared = {
-        f"step {step}": facts,
-        **({"the steps before (medians)": facts["before"]} if rows else {}),
-        "the step without the first sequence below": facts["without"],
-        **{describe_sequence(one): one for one in facts["sequences"][:_SHOWN]},
-    }
+    facts |= in_local_mode(lambda: _measured(Replay(run, step, step, codes, log=log), step))
+    compared = [
+        (f"step {step}", facts),
+        *[("the steps before (medians)", facts["before"])] * bool(rows),
+        ("the step without the first sequence below", facts["without"]),
+        *((describe_sequence(one), one) for one in facts["sequences"][:_SHOWN]),
+    ]
     lines = [
         (
             number(of["loss"], ".4f"),
@@ -63,22 +64,22 @@ def explain_step(
             number(of["share"], ".1%") if "share" in of else "",
             name,
         )
-        for name, of in compared.items()
+        for name, of in compared
     ]
     for line in table(("loss", "grad norm", "share", ""), (), lines):
         log(line)
     return facts
 
 
-def _measured(run: RunProvenance, step: int, code: Code | None, log: Log) -> dict[str, Any]:
-    sequences, replay = run.step(step), Replay(run, step, step, code, log=log)
+def _measured(replay: Replay, step: int) -> dict[str, Any]:
     replay.run_to(step - 1)
+    sequences = replay.run.step(step)
     losses, norms, total = list[float](), list[float](), list[Tensor]()
     for loss, gradient in replay.sequence_gradients([one.id for one in sequences]):
         losses.append(loss)
         norms.append(_norm(gradient))
         total = [*torch._foreach_add(total, gradient)] if total else gradient
-    num = len(sequences)
+    num, shares = len(sequences), [finite(norm / sum(norms)) for norm in norms]
     worst, *others = sorted(range(num), key=lambda at: (math.isfinite(losses[at]), -losses[at]))
     ((_, its_gradient),) = replay.sequence_gradients([sequences[worst].id])
     rest, rest_norm = max(1, num - 1), _norm([*torch._foreach_sub(total, its_gradient)])
@@ -86,9 +87,7 @@ def _measured(run: RunProvenance, step: int, code: Code | None, log: Log) -> dic
         **_measure(sum(losses) / num, _norm(total) / num),
         "without": _measure(sum(losses[at] for at in others) / rest, rest_norm / rest),
         "sequences": [
-            asdict(sequences[at])
-            | _measure(losses[at], norms[at])
-            | {"share": finite(norms[at] / sum(norms))}
+            asdict(sequences[at]) | _measure(losses[at], norms[at]) | {"share": shares[at]}
             for at in (worst, *others)
         ],
     }

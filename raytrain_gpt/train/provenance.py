@@ -115,8 +115,11 @@ class RunProvenance:
         return batches_to_read(self._first, step - before, self.skipped)[-1][1] - 1
 
     def attempt_of(self, step: int) -> Row:
-        """Return what was recorded as the attempt of a step began, empty if nothing was."""
-        return next((attempt.row for attempt in self.attempts if step in attempt.kept), {})
+        """Return what was recorded as the attempt of a step began; raises ConfigError if nothing was."""
+        for attempt in self.attempts:
+            if step in attempt.kept:
+                return attempt.row
+        raise ConfigError(f"{self.dir} does not record the workers of step {step}; give another")
 
     def step(self, step: int, worker: int | None = None) -> list[TrainedSequence]:
         """Return the sequences of a step, or of one worker in it.
@@ -126,11 +129,10 @@ class RunProvenance:
         """
         ids = self.order.batch_ids(self.batch_of(step))
         if worker is not None:
-            num = int(self.attempt_of(step).get("num_workers", 0))
-            if worker >= num:
-                had = f"had {count(num, 'worker')}; set it to 0 to {num - 1}"
-                none = f"has no event in {self.dir} that records its workers; omit --worker"
-                raise ConfigError(f"--worker {worker}: step {step} {had if num else none}")
+            if worker >= (num := self.attempt_of(step)["num_workers"]):
+                raise ConfigError(
+                    f"--worker {worker}: step {step} had {count(num, 'worker')}; set it to 0 to {num - 1}"
+                )
             ids = np.split(ids, num)[worker]
         return self._described(ids)
 

@@ -98,7 +98,7 @@ def changed(before: str, after: str) -> str:
 def test_a_change_of_the_math_is_found(name: str, own: RunProvenance) -> None:
     before, after, step, tensor = CHANGES[name]
     said, new = list[str](), Code("new.py", changed(before, after))
-    found = diff_change(own, 12, Code("old.py", OLD), said.append, new_code=new)
+    found = diff_change(own, 12, [Code("old.py", OLD)], said.append, new_code=new)
     assert (found["step"], found["tensor"]) == (step, tensor)
     assert found["largest"] > 0
     assert said == [f"step {step}, {tensor}, {found['largest']:.0e}"]
@@ -107,7 +107,7 @@ def test_a_change_of_the_math_is_found(name: str, own: RunProvenance) -> None:
 @pytest.mark.parametrize("name", REFACTORS)
 def test_a_refactor_has_the_same_bits(name: str, own: RunProvenance) -> None:
     said, new = list[str](), Code("new.py", changed(*REFACTORS[name]))
-    assert diff_change(own, 12, Code("old.py", OLD), said.append, new_code=new) == {
+    assert diff_change(own, 12, [Code("old.py", OLD)], said.append, new_code=new) == {
         "as_recorded": True
     }
     assert said == ["the same bits for 12 steps, 1 to 12"]

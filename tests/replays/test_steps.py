@@ -47,8 +47,17 @@ def check_same(run: RunSummary, replayed: list[tuple[Row, dict[str, str]]]) -> N
 
 
 @pytest.mark.ray
-def test_of_a_run_with_two_workers(straight: Straight) -> None:
-    check_same(straight(2), replay(straight(2).run_dir.path, 15, 40))
+def test_of_a_run_with_two_workers(straight: Straight, make_config: MakeConfig) -> None:
+    """Products of more matrices have other bits, so each rank's share of Muon's matrices counts."""
+    plain = straight(2).run_dir.path
+    check_same(straight(2), replay(plain, 15, 40))
+    # Five sequences for each worker lower the micro-batch.
+    wider = {**MODERN, "num_layers": 4, "embd_size": 128, "global_batch_tokens": 10 * 32}
+    run = train(make_config(run_name="replayed-two", num_workers=2, **wider), print)
+    again = replay(run.run_dir.path, 1, 12)
+    check_same(run, again)
+    assert replay(plain, 1, 12, settings=wider) == again
+    assert replay(plain, 12, 11) == []
 
 
 @pytest.mark.parametrize("kind", CHANGES)
