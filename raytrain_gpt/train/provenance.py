@@ -115,7 +115,7 @@ class RunProvenance:
         return batches_to_read(self._first, step - before, self.skipped)[-1][1] - 1
 
     def attempt_of(self, step: int) -> Row:
-        """Return what was recorded as the attempt of a step began; raises ConfigError if nothing was."""
+        """Return the events that started a step's attempt, as one row; raises ConfigError without them."""
         for attempt in self.attempts:
             if step in attempt.kept:
                 return attempt.row
