@@ -89,7 +89,7 @@ def _difference(one: Replay, other: Replay) -> dict[str, Any]:
         if a is None or b is None or a.shape != b.shape:
             return {"step": one.step, "tensor": name, "largest": None}
         if sha256(a) != sha256(b):
-            largest = float((a - b).detach().abs().max())
+            largest = float((a.cpu() - b.cpu()).detach().abs().max())
             return {"step": one.step, "tensor": name, "largest": largest}
     return {}
 

@@ -99,7 +99,7 @@ class Replay:
             config = recorded(start.state.config, str(start.path)) if start else run.config
             for name in settings:
                 if field_section(name) not in _REPLAYED or name in _NOT_REPLAYED:
-                    raise ConfigError(f"a replay does not use {name}, so it cannot change it")
+                    raise ConfigError(f"a replay cannot change {name}; leave it out")
             config = config.updated({**here, **settings})
             check_shares(config, self._num_workers)
             micro = int(micro_batch_for(config, self._num_workers))

@@ -190,9 +190,10 @@ class StudyPlan:
             size, rate = self.sizes[number - 1], rates[number - 1]
             steps = self.steps(size, longest)
             every = _before_decay(self.steps(size, self.lengths[0]))
-            saved = dict[str, Any](
-                checkpoint_every_steps=every, keep_checkpoints=-(-steps // every)
-            )
+            saved: dict[str, Any] = {
+                "checkpoint_every_steps": every,
+                "keep_checkpoints": -(-steps // every),
+            }
             trunk = self._run(f"size-{number}-{longest}", size, steps, peak_lr=rate, **saved)
             trunks.append(trunk)
             for length in self.lengths[:-1]:
