@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -187,6 +188,7 @@ def batch_of(micro_batch: int, rank: int) -> MicroBatch:
 
 def in_ranks(rank: int, world_size: int, directory: Path, job: Callable[[Path], Any]) -> None:
     """Run a job as one rank in this process, and save its result in `rank-N.pt`."""
+    faulthandler.enable()  # a crash prints its lines
     torch.set_num_threads(1)
     rendezvous = f"file://{directory / 'rendezvous'}"
     dist.init_process_group("gloo", rendezvous, rank=rank, world_size=world_size)
