@@ -39,7 +39,7 @@ OLD = "\n".join((EXAMPLES / name).read_text() for name in ("llama3.py", "inverse
 OLD = OLD.replace(END, DROPOUT)
 SETTINGS = {
     "architecture": "llama3", "optimizer": "own_adam", "schedule": "inverse_sqrt",
-    "inverse_sqrt_steps": 8, "max_steps": 20,
+    "inverse_sqrt_steps": 8, "max_steps": 20, "grad_clip": 1e3,
 }  # fmt: skip
 NORM = "h.0.input_layernorm.weight"
 CHANGES = {
