@@ -8,9 +8,10 @@
 # make check-all     what CI runs: check, and all tests marked `long`
 #   test-ray-all     test-ray, further faults, and whole studies
 #   test-long        clusters of their own, `ray up` on hosts made of namespaces (root), the notebook, larger models
+# make test-gpus    commands on GPUs that are not there; the first time, downloads torch's CUDA build, 2 GB
 # make test-chaos    kill a random process in each of 20 runs (20 minutes, not in CI)
 # make test-readme   every command of README and getting-started, in a fresh clone and environment
-# make null-gpu      count what is launched on a GPU that is not there; downloads torch's CUDA build, 2 GB (not in CI)
+# make null-gpu      count what is launched on a GPU that is not there (not in CI)
 # make docs          a site of README and docs in build/site; checks their links
 # make wheel         what cluster files install on every node: dist/
 PYTHON ?= python3
@@ -21,11 +22,12 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 INSTALLED := $(VENV)/.installed
 # With what the tests need besides.
 TESTABLE := $(VENV)/.installed-dev
+NOT_CHECKED := build/gpus-not-checked
 # Bytecode is kept wherever make runs. Without it, every process compiles the package, every session the tests.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-fast test-slow test-ray test-ray-all test-long test-chaos test-readme test-readme-short
-.PHONY: null-gpu docs wheel check check-all checks checks-all format lint types clean
+.PHONY: demo test test-fast test-slow test-ray test-ray-all test-long test-gpus test-chaos test-readme
+.PHONY: test-readme-short null-gpu docs wheel check check-all checks checks-all format lint types clean
 
 demo: $(INSTALLED)
 	@$(BIN)/raytrain-gpt train
@@ -48,13 +50,20 @@ test-ray-all: $(TESTABLE)
 	$(BIN)/pytest -m ray
 
 test-long: $(TESTABLE)
-	$(BIN)/pytest -rs -m "long and not ray"
+	$(BIN)/pytest -rs -m "long and not (ray or gpus)"
+
+test-gpus: $(TESTABLE)
+	@rm -f $(NOT_CHECKED)
+	@benchmarks/null_gpu/run.sh; case $$? in \
+	0) $(BIN)/pytest -m gpus;; \
+	3) mkdir -p build && echo "GPUs were not checked: torch's CUDA build cannot be downloaded" | tee $(NOT_CHECKED);; \
+	*) exit 1;; esac
 
 test-chaos: $(TESTABLE)
 	$(BIN)/python -m tests.faults.chaos
 
-null-gpu:
-	benchmarks/null_gpu/run.sh
+null-gpu: $(TESTABLE)
+	benchmarks/null_gpu/run.sh benchmarks/null_gpu/check.py
 
 test-readme: $(TESTABLE)
 	$(BIN)/python -m tests.readme
@@ -75,11 +84,12 @@ wheel: $(INSTALLED)
 check check-all: $(TESTABLE)
 	@echo "two targets at a time; each prints its output when it ends"
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target $(@:check%=checks%)
+	@test ! -e $(NOT_CHECKED) || cat $(NOT_CHECKED)
 
 # Threads that wait must not spin: the other target uses the core.
 checks checks-all: export OMP_WAIT_POLICY := PASSIVE
 checks: format lint docs test-ray test-fast test-slow test-readme-short types
-checks-all: format lint docs test-ray-all test-long test-fast test-slow test-readme-short types
+checks-all: format lint docs test-ray-all test-gpus test-long test-fast test-slow test-readme-short types
 
 format: $(TESTABLE)
 	$(BIN)/ruff format --check .

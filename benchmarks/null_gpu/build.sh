@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
-# Build the null GPU: build.sh VENV OUT. VENV has torch's CUDA build; OUT gets libcuda.so.1.
+# Build the null GPU: build.sh PACKAGES OUT. PACKAGES has torch's CUDA build; OUT gets libcuda.so.1.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-venv=$(cd "$1" && pwd)
+packages=$(cd "$1" && pwd)
 mkdir -p "$2"
 cd "$2"
-packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 g++ -O1 -fPIC -std=c++17 -w -I"$packages"/nvidia/cu13/include -I"$packages/triton/backends/nvidia/include" \
   -c "$here/null_cuda.cpp" -o written.o
 nm written.o | awk '$2 == "T" { print $3 }' | sort -u > written.txt

@@ -31,21 +31,22 @@ class Collectives:
     """This process's rank, and collectives (gloo) that all ranks call in the same order.
 
     Args:
-        background_timeout_s: Timeout of the collectives in `background`.
+        timeouts_s: Longest waits, of these collectives and of those in `background`.
 
     Attributes:
         background: The same collectives in a separate group, for a background thread: two threads in one
             group would mix up their messages.
     """
 
-    def __init__(self, rank: int, world_size: int, background_timeout_s: float = 1800.0) -> None:
+    def __init__(self, rank: int, world_size: int, *timeouts_s: float) -> None:
         self.rank, self.world_size = rank, world_size
-        self._group = dist.new_group(backend="gloo") if world_size > 1 else None
+        self._group: dist.ProcessGroup | None = None
         self.background = self
         if world_size > 1:
             self.background = copy(self)
-            timeout = timedelta(seconds=background_timeout_s)
-            self.background._group = dist.new_group(timeout=timeout, backend="gloo")
+            for ranks, seconds in zip((self, self.background), timeouts_s, strict=True):
+                timeout = timedelta(seconds=seconds)
+                ranks._group = dist.new_group(timeout=timeout, backend="gloo")
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Sum over all ranks, on the CPU."""

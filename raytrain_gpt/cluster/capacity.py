@@ -92,8 +92,8 @@ def fit_to_process(config: Config, world_size: int, in_node: int, num_gpus: int)
     if use_gpu and num_gpus < in_node:
         raise ClusterError(
             f"{count(in_node, 'local-mode process', 'local-mode processes')} need{'s' * (in_node == 1)} "
-            f"{count(in_node, 'GPU')}, but this machine has {num_gpus}; start fewer processes, or set "
-            "use_gpu to false"
+            f"{count(in_node, 'GPU')}, but this one sees {num_gpus}; let each see all GPUs of its node (in "
+            "Slurm, --gpus-per-node instead of --gpus-per-task), start fewer, or set use_gpu to false"
         )
     if use_gpu and num_gpus > in_node:
         raise ConfigError(

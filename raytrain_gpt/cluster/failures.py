@@ -10,12 +10,16 @@ from raytrain_gpt.errors import ClusterError, RaytrainGptError
 from raytrain_gpt.redact import redacted
 
 _DISK_FULL = re.compile(r"No space left on device|os error 28", re.IGNORECASE)
+_NO_MEMORY = re.compile(r"(?i)torch.OutOfMemoryError|CUDA.*out of memory|STATUS_ALLOC_FAILED")
+"""Of torch; of CUDA, NCCL and Triton; of cuBLAS and cuDNN."""
+_CAUSE_IS_LAST = re.compile(r"^ +File \"|^The actor |^Last error:\n\S", re.MULTILINE)
+"""In tracebacks, in Ray's messages about dead actors, and in NCCL's."""
 _IN_TRACEBACK = re.compile(r"^raytrain_gpt\.errors\.(\w+): (.+)$", re.MULTILINE)
 
 
 def user_error_in(error: BaseException) -> RaytrainGptError | None:
     """Return the first error of this package in an exception's chain, or None."""
-    for cause in _causes(error):
+    for cause in causes(error):
         if type(cause).__module__ == errors.__name__ and isinstance(cause, RaytrainGptError):
             return cause
         # Ray Data drops the cause when it sends an exception to the driver; only its traceback remains.
@@ -23,7 +27,7 @@ def user_error_in(error: BaseException) -> RaytrainGptError | None:
             kind = getattr(errors, name, None)
             if isinstance(kind, type) and issubclass(kind, RaytrainGptError):
                 return kind(message)
-    if any(_DISK_FULL.search(str(cause)) for cause in _causes(error)):
+    if any(_DISK_FULL.search(str(cause)) for cause in causes(error)):
         return ClusterError(
             f"no space left on a disk that the run writes to ({root_cause(error)}); older checkpoints "
             "are intact: make room and run the same command again"
@@ -33,19 +37,26 @@ def user_error_in(error: BaseException) -> RaytrainGptError | None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device had too little memory for an exception's cause."""
-    names = [type(cause).__name__ for cause in _causes(error)]
-    texts = [str(cause) for cause in _causes(error)]
-    return "OutOfMemoryError" in names or any("torch.OutOfMemoryError" in text for text in texts)
+    return any(
+        type(cause).__name__ == "OutOfMemoryError" or _NO_MEMORY.search(str(cause))
+        for cause in causes(error)
+    )
 
 
 def root_cause(error: BaseException) -> str:
-    """Return the last line of the innermost exception's message, with secrets redacted."""
-    *_, innermost = _causes(error)
-    lines = redacted(str(innermost)).strip().splitlines()
-    return f"{type(innermost).__name__}: {lines[-1].strip()}" if lines else type(innermost).__name__
+    """Return the line of the innermost exception's message with the cause, with secrets redacted.
+
+    It is the first unless _CAUSE_IS_LAST, as CUDA, Ray Train and others add advice below it.
+    """
+    *_, innermost = causes(error)
+    text = redacted(str(innermost))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    goes_on = bool(lines) and lines[0].endswith(":")
+    shown = lines[-1:] if _CAUSE_IS_LAST.search(text) else lines[: 1 + goes_on]
+    return " ".join([f"{type(innermost).__name__}:", *shown]).removesuffix(":")
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
+def causes(error: BaseException) -> Iterator[BaseException]:
     """Yield an exception and its causes, also through Ray's wrappers."""
     seen: set[int] = set()
     waiting: list[object] = [error]
@@ -59,3 +70,4 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         waiting += [getattr(current, "cause", None), current.__cause__, current.__context__]
         waiting += list(getattr(current, "worker_failures", {}).values())
         waiting.append(getattr(current, "controller_failure", None))
+        waiting.append(getattr(current, "health_check_failure", None))

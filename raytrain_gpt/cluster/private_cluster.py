@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 from ray._common.utils import get_default_system_temp_dir
 
 from raytrain_gpt.errors import ClusterError, failure_as
@@ -55,7 +56,7 @@ def start_own_cluster(num_cpus: int, **options: Any) -> None:
         # Ray puts the path unquoted into the shell command of workers with environment variables.
         options["runtime_env"] = {"py_executable": python}
     base = get_default_system_temp_dir()
-    if len(base) > 30:  # Ray's socket paths below it, limited to 107 characters, would be too long
+    if len(base) > 25:  # Ray's socket paths below it, limited to 107 characters, would be too long
         base = "/tmp"
     # Ray makes its directories world-writable, so put them inside a private one.
     advice = "; make room there, or set TMPDIR to another directory"
@@ -68,6 +69,7 @@ def start_own_cluster(num_cpus: int, **options: Any) -> None:
             ray.init(
                 "local",
                 num_cpus=num_cpus,
+                num_gpus=torch.cuda.device_count(),  # Ray counts what CUDA_VISIBLE_DEVICES names
                 include_dashboard=False,
                 _temp_dir=str(directory / "ray"),
                 **options,

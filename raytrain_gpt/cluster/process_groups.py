@@ -11,6 +11,7 @@ two ranks. Therefore:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from datetime import timedelta
@@ -62,9 +63,8 @@ def join(
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
         store: Store = FileStore(meeting, -1)
     else:
-        if address is not None and (interface := _interface_of(address)):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        if address is not None:
+            use_interface_towards(address)
         listener = _open.pop() if rank == 0 else None
         store = TCPStore(
             *meeting, world_size, rank == 0, wait_for_workers=False, master_listen_fd=listener
@@ -119,9 +119,21 @@ def host() -> str:
     )
 
 
-def _interface_of(host: str) -> str | None:
-    """Return the name of the network interface with an IPv4 address, or None."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(one.family == socket.AF_INET and one.address == host for one in addresses):
-            return str(name)
-    return None
+def use_interface_towards(*hosts: str) -> None:
+    """Have gloo and NCCL use the interface to the first of `hosts` outside this one, unless the user chose.
+
+    gloo would take the address of the host's name, which is 127.0.1.1 on Debian and Ubuntu.
+    """
+    found = None
+    for host in hosts:
+        with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing
+            address = probe.getsockname()[0]
+            for name, addresses in psutil.net_if_addrs().items():
+                if any(one.address == address for one in addresses):
+                    found = str(name)
+        if found not in (None, "lo"):
+            break
+    if found is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", found)

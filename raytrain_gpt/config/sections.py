@@ -227,8 +227,13 @@ class ClusterSection(SafeSection):
     """Consecutive restarts without progress before the run fails."""
     max_preemptions: int | None = Field(None, ge=0)
     """Restarts after preemption before the run fails, not counted by max_failures; null: no limit."""
-    hang_timeout_s: float | None = Field(1800.0, gt=0)
+    hang_timeout_s: float | None = Field(480.0, gt=0)
     """Seconds without progress of a rank after which the workers restart; null: never."""
+
+    @property
+    def torch_timeout_s(self) -> float:
+        """Longest wait in a torch collective: the driver first sees which rank the others wait for."""
+        return 30 * 86400.0 if self.hang_timeout_s is None else self.hang_timeout_s + 120
 
     @property
     def is_local(self) -> bool:

@@ -4,7 +4,8 @@ Muon sets all singular values of the momentum update to about 1, by five Newtonâ
 steps have the root mean square of AdamW's, so both share one learning rate.
 
 - Matrices of one shape are stacked: few large products instead of many small ones.
-- The ranks split each stack. A sharded matrix is gathered on one rank, and its update is scattered.
+- The ranks split each stack, which may change rounding: on some CPUs a matrix alone has another kernel.
+  A sharded matrix is gathered on one rank, and its update is scattered.
 - A step with non-finite gradients leaves the state unchanged, without synchronizing with the host.
 - With NorMuon, each neuron's update is divided by the root of its mean square over time.
 

@@ -75,7 +75,7 @@ def log_text(row: Row) -> str:
         lines.append(f"{step} hellaswag {row['hellaswag/acc_norm']:.4f}")
     lines += [f"{step} {name} {number(score, '.4f')}" for name, score in own_scores(row).items()]
     if "event" in row:
-        lines.append(f"{step} {event_text(row)}")
+        lines += [f"{step} {event_text(row)}", *str(row.get("stderr", "")).splitlines()]
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -24,6 +24,7 @@ from raytrain_gpt.cluster.all_nodes import check_storage
 from raytrain_gpt.cluster.capacity import Pause, ScaleUp, wait_for_workers
 from raytrain_gpt.cluster.connection import cluster_resources
 from raytrain_gpt.cluster.failures import root_cause
+from raytrain_gpt.cluster.last_words import last_words
 from raytrain_gpt.cluster.orphans import kill_controllers, kill_process, remove_orphaned_groups
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.format import Log, count
@@ -43,9 +44,6 @@ START_TIMEOUT_S = 300.0
 """Longest time until every rank's process has reported; Ray grants resources within 60 s or not at all."""
 END_TIMEOUT_S = 120.0
 """Longest time from the ranks' exit to the end of `fit()`, after which its controller counts as hung."""
-_TORCH_TIMEOUT_S = 600
-"""Longest wait in a torch collective. Survivors of a dead rank would otherwise hang for torch's default of
-30 minutes before Ray Train sees them fail."""
 STOPPING = "stopping: saving a checkpoint first (press Ctrl+C twice more to stop without saving)"
 
 
@@ -93,7 +91,12 @@ class Attempt:
 
     def record_end(self, end: AttemptEnd, newest: Checkpoint | None) -> None:
         """Write the attempt's last event, unless the recorder is dead."""
-        details = {} if end.error is None else {"error": root_cause(end.error)}
+        details = {}
+        if end.error is not None:
+            details["error"] = root_cause(end.error)
+            if lines := last_words(end.error):
+                self.log(lines)
+                details["stderr"] = lines
         with contextlib.suppress(ray.exceptions.RayActorError):
             self.recorder.ask("add_event", resume_step(newest), end.kind, **details)
 
@@ -167,7 +170,7 @@ class _WatchedFit:
             name=f"{spec.attempt:03d}",
             directory=spec.run_dir / "ray",
             dataset=ingest_dataset(spec.ingest, steps_left),
-            torch_config=TorchConfig(timeout_s=_TORCH_TIMEOUT_S),
+            torch_config=TorchConfig(timeout_s=config.cluster.torch_timeout_s),
         )
         error = self._fit_and_watch(trainer)
         kill_controllers()
@@ -193,7 +196,7 @@ class _WatchedFit:
                 self._watch()
         except ray.exceptions.RayActorError as error:
             # The recorder is dead; the workers notice by their heartbeats and exit.
-            thread.join(_TORCH_TIMEOUT_S)
+            thread.join(END_TIMEOUT_S)
             raised.append(error)
         return raised[0] if raised and not self._controller_hung else None
 

@@ -29,7 +29,7 @@ from raytrain_gpt.checkpoint.collectives import all_gather_values
 from raytrain_gpt.cluster.all_nodes import storage_probe
 from raytrain_gpt.cluster.capacity import Pause, fit_to_process
 from raytrain_gpt.cluster.failures import root_cause
-from raytrain_gpt.cluster.process_groups import rendezvous_on_host
+from raytrain_gpt.cluster.process_groups import rendezvous_on_host, use_interface_towards
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import set_cuda_defaults
@@ -48,6 +48,8 @@ from raytrain_gpt.train.worker_group import WorkerSpec
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _WAIT_FOR_RANK_0 = timedelta(days=7)
+_OUTSIDE = "192.0.2.1"
+"""Address of no host, reached by the default route (RFC 5737)."""
 
 T = TypeVar("T")
 
@@ -59,14 +61,17 @@ def train_locally(
     here = InProcess.of_environment()
     if config.cluster.use_gpu is False and here.world_size > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else they use NCCL, which has no CPU tensors
+    # Before Ray makes LOCAL_RANK's device current, and ranks wait for each other.
+    fitted = fit_to_process(config, here.world_size, here.in_node, torch.cuda.device_count())
+    fitted = preflight.absolute_paths(fitted)
+    if here.in_node < here.world_size:
+        use_interface_towards(os.environ["MASTER_ADDR"], _OUTSIDE)
 
     def run() -> RunSummary:
         if here.in_node == here.world_size > 1:
             rendezvous_on_host()
         if here.rank:
             here.run_follower(train_loop, signals, log)
-        fitted = fit_to_process(config, here.world_size, here.in_node, torch.cuda.device_count())
-        fitted = preflight.absolute_paths(fitted)
         data = read_data(fitted)
         here.init_group()
         log(

@@ -144,13 +144,6 @@ class GpuFacts:
     total_bytes: float
     bf16: bool
 
-    @classmethod
-    def here(cls, precision: str) -> GpuFacts:
-        device = torch.device("cuda")
-        properties = torch.cuda.get_device_properties(device)
-        bf16 = resolve_precision(precision, device) != "fp32"
-        return cls(properties.name, properties.total_memory, bf16)
-
 
 def gpu_limit_bytes(total_bytes: float, world_size: int, share: float = 1.0) -> float:
     """Return the memory budget of a GPU, or of a worker's share of one, in bytes."""
@@ -210,13 +203,24 @@ def fit_from_checkpoint(
     return MemoryFit(micro, mode)
 
 
+def gpu_here(precision: str) -> GpuFacts:
+    """Return the facts of this process's GPU."""
+    device = torch.device("cuda")
+    properties = torch.cuda.get_device_properties(device)
+    bf16 = resolve_precision(precision, device) != "fp32"
+    return GpuFacts(properties.name, properties.total_memory, bf16)
+
+
+_gpu_there = ray.remote(max_retries=0, max_calls=1)(gpu_here)
+
+
 def gpu_facts(config: Config) -> GpuFacts:
     """Ask for the facts of this process's GPU in local mode, else of a worker's, by a task that waits."""
     c, precision = workers_of(config), config.train.precision
     if c.is_local:
-        return GpuFacts.here(precision)
+        return gpu_here(precision)
     needs = {"num_cpus": c.cpus_per_worker, "num_gpus": c.gpus_per_worker}
-    task = ray.remote(max_retries=0, max_calls=1, **needs)(GpuFacts.here).remote(precision)
+    task = _gpu_there.options(**needs).remote(precision)
     try:
         found: GpuFacts = ray.get(task, timeout=_GPU_TIMEOUT_S)
         return found

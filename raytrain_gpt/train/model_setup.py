@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import tempfile
 import uuid
@@ -69,9 +70,11 @@ class Strategy:
 
     def prepare(self, model: GPT) -> nn.Module:
         """Prepare a model, the same on all ranks, for the training loop; all ranks call it."""
+        known = inspect.signature(DistributedDataParallel).parameters
+        sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         options = {
             "gradient_as_bucket_view": True,
-            "broadcast_buffers": False,  # the same on all ranks, as training changes none
+            sync: False,  # buffers are the same on all ranks, as training changes none
             "process_group": self.group,
         }
         replica: nn.Module = ray.train.torch.prepare_model(

@@ -13,7 +13,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.accumulation import FloatAccumulator
 from raytrain_gpt.core.device import make_autocast, matmul_dtype, resolve_precision, synchronize
 from raytrain_gpt.core.loop import train_steps, warm_up_ddp_buckets
-from raytrain_gpt.core.registry import build_optimizer, configured_model
+from raytrain_gpt.core.registry import build_optimizer, configured_model, init_weights
 from raytrain_gpt.train.model_setup import Strategy
 
 _NUM_STEPS, _MAX_MICRO_BATCHES = 5, 4
@@ -38,11 +38,12 @@ def probe_steps(
     """
     precision = resolve_precision(config.train.precision, device)
     dtype, autocast = matmul_dtype(precision), make_autocast(precision, device)
-    with device:
-        # The choice of end-of-text token affects neither sizes nor times.
-        model = configured_model(config, vocab_size, vocab_size - 1, mode)
-        model.init_weights(config.train.seed)
-        tokens = torch.randint(vocab_size, (sequences, config.data.seq_len + 1))
+    # The choice of end-of-text token affects neither sizes nor times.
+    model = configured_model(config, vocab_size, vocab_size - 1, mode)
+    init_weights(model, config.train.seed)
+    if strategy is None:  # which otherwise moves or shards it
+        model.to(device)
+    tokens = torch.randint(vocab_size, (sequences, config.data.seq_len + 1), device=device)
     if config.train.compile:
         model.compile()
     prepared = model if strategy is None else strategy.prepare(model)

@@ -133,6 +133,7 @@ class Worker:
         self.collectives = Collectives(
             context.get_world_rank(),
             context.get_world_size(),
+            self.config.cluster.torch_timeout_s,
             self.config.run.retry_for_s + WRITE_TIMEOUT_S,
         )
         self.agreement = DelayedFlags(self.collectives)
@@ -149,7 +150,9 @@ class Worker:
         # In local mode Ray Train uses a GPU whenever it sees one.
         use_gpu = self.config.cluster.use_gpu
         device = ray.train.torch.get_device() if use_gpu else torch.device("cpu")
-        if use_gpu:  # one that shares its GPU must leave memory to the others
+        if use_gpu:
+            assert device.index == torch.cuda.current_device(), "Ray Train sets it in this thread"
+            # One that shares its GPU must leave memory to the others.
             torch.cuda.set_per_process_memory_fraction(self.config.cluster.memory_fraction)
         check_compiler(self.config, use_gpu, f"node {socket.gethostname()}")
         self.setup = set_up_training(

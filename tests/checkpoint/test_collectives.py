@@ -49,7 +49,7 @@ def rank_main(rank: int, directory: str) -> None:
     """Run the checks of one rank; a wrong value makes its process fail."""
     store = dist.FileStore(f"{directory}/store", WORLD_SIZE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=WITHIN)
-    ranks = Collectives(rank, WORLD_SIZE, WITHIN.total_seconds())
+    ranks = Collectives(rank, WORLD_SIZE, *[WITHIN.total_seconds()] * 2)
     assert ranks.all_reduce_sum(torch.tensor([1, rank])).tolist() == [2, 1]
     assert ranks.any_later(rank == 0, rank == 1, False)() == [True, True, False]
     assert ranks.all_gather_rows(torch.tensor([rank, 2**62])).tolist() == [[0, 2**62], [1, 2**62]]

@@ -151,8 +151,18 @@ def test_local_mode_takes_the_cores_and_gpus_of_its_processes(
     ("changes", "processes", "num_gpus", "words"),
     [
         ({}, 1, 8, ["would use 1 of 8 GPUs", "num_workers to 8", "--nproc_per_node=8"]),
-        ({}, 4, 2, ["4 local-mode processes need 4 GPUs", "has 2", "set use_gpu to false"]),
-        ({"use_gpu": True}, 1, 0, ["1 local-mode process needs 1 GPU", "has 0"]),
+        (
+            {},
+            4,
+            2,
+            [
+                "4 local-mode processes need 4 GPUs",
+                "sees 2",
+                "all GPUs of its node",
+                "set use_gpu to false",
+            ],
+        ),
+        ({"use_gpu": True}, 1, 0, ["1 local-mode process needs 1 GPU", "sees 0"]),
         ({}, 5, 5, ["5 workers", "global_batch_tokens"]),
     ],
 )

@@ -69,7 +69,7 @@ def test_values_of_secret_variables_are_hidden(monkeypatch: pytest.MonkeyPatch) 
     )
     for form in (quote(PASSWORD, safe=""), json.dumps(PASSWORD)):
         assert redacted(f"<{form}>").strip('<">') == "***"
-    assert root_cause(ValueError(f"no\n{PASSWORD} is wrong")) == "ValueError: *** is wrong"
+    assert root_cause(ValueError(f"{PASSWORD} is wrong\nsee")) == "ValueError: *** is wrong"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -90,6 +91,21 @@ def test_a_killed_worker_costs_no_step(
     assert lost.lost_steps <= len(gates) * config.train.checkpoint_every_steps
     for checkpoint in catalog.complete():
         checkpoint.verify()
+
+
+def dies_with_a_word(spec: WorkerSpec) -> None:
+    """Train, but abort rank 1 in the first attempt, as NCCL's watchdog does."""
+    if spec.attempt == 1 and ray.train.get_context().get_world_rank() == 1:
+        os.write(2, b"[rank1] watchdog: rank 0 left a collective\n")
+        os.abort()
+    train_worker(spec)
+
+
+def test_the_last_words_of_a_dead_worker_are_in_the_log(make_config: MakeConfig) -> None:
+    summary = train(make_config(num_workers=2, run_name="words"), print, dies_with_a_word)
+    log = (summary.run_dir.path / "log.txt").read_text()
+    assert re.search(r"last lines of process \d+:\n\[rank1\] watchdog: rank 0 left a", log)
+    assert "Fatal Python error: Aborted" in log
 
 
 @pytest.mark.fault(
