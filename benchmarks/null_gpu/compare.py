@@ -27,11 +27,11 @@ def main() -> int:
             match line.split("\t"):
                 case _, _, "CALL", group, rank, _, what:
                     calls[group][int(rank)].append(what)
-                case process, _, "INIT", group, rank, device, _:
+                case _, _, "INIT", group, rank, device, _:
                     calls[group][int(rank.split()[1])] += []
-                    devices[process].add(device)
-                case process, _, "CONTEXT", device:
-                    contexts[process].add(device.rpartition(" physical")[0])
+                    devices[file.stem].add(device)
+                case _, _, "CONTEXT", device:
+                    contexts[file.stem].add(device.rpartition(" physical")[0])
                 case _, _, "VIOLATION" | "BLOCKED", _:
                     problems.append(line)
     for group, ranks in calls.items():

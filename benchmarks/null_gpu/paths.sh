@@ -69,9 +69,9 @@ class Raises(torch.optim.SGD):
         return super().step(closure)
 
 
-@optimizer
-def raises(params, config):
-    return Raises(params)
+@optimizer("raises")
+def raises(parameters, settings, peak_lr):
+    return Raises(parameters, lr=peak_lr)
 END
 torchrun torchrun-rank-raises 2 2 --code=raises.py --optimizer=raises
 torchrun torchrun-2-of-8 8 2
