@@ -28,13 +28,6 @@ GUIDES = sorted((ROOT / "docs").glob("*.md"))
 """Pages for readers: all but the notebook."""
 NOTEBOOK = sorted((ROOT / "docs" / "notebook").glob("*.md"))
 
-MAX_README_WORDS, MAX_PAGE_WORDS, MAX_DOCS_WORDS, MAX_NOTEBOOK_WORDS = 800, 1200, 14_000, 4000
-MAX_TABLE_SHARE = 1 / 3
-"""Largest share of a page's words in tables, except on pages of reference."""
-WORD = re.compile(r"\S*\w\S*")
-GENERATED = re.compile(r"<!-- (\w+) -->.*?<!-- end of \1 -->", re.DOTALL)
-"""Tables of configuration.md that are generated from the code."""
-
 ROOMS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 NOT_MODULES = {"data/order_hash", "data/stdlib", "train/loss"}
 """Metric keys and data paths that look like modules."""
@@ -80,18 +73,6 @@ def links_of(page: Path) -> list[str]:
     """Return the targets of a page's links and images, except in code."""
     text = CODE.sub("", page.read_text("utf-8"))
     return ["".join(groups) for groups in LINK.findall(text)]
-
-
-def num_words(page: Path, lines: str = "") -> int:
-    """Count the words of a page without code, generated tables and link targets.
-
-    Args:
-        lines: What the lines to count start with.
-    """
-    text = GENERATED.sub("", CODE.sub("", page.read_text("utf-8")))
-    text = re.sub(r"^\[[^\]]+\]: \S+$", "", text, flags=re.MULTILINE)
-    text = "\n".join(line for line in text.splitlines() if line.startswith(lines))
-    return len(WORD.findall(re.sub(r"\]\([^)\s]*\)", "]", text)))
 
 
 def by_name(page: Path) -> str:
@@ -173,21 +154,6 @@ def test_the_readme_links_every_page_and_the_notebook() -> None:
     links = {link.partition("#")[0] for link in links_of(ROOT / "README.md")}
     assert {f"docs/{page.name}" for page in GUIDES} <= links
     assert any(link.startswith("docs/notebook/") for link in links)
-
-
-def test_pages_are_short() -> None:
-    lengths = {page.name: num_words(page) for page in GUIDES}
-    assert {name: words for name, words in lengths.items() if words > MAX_PAGE_WORDS} == {}
-    assert sum(lengths.values()) <= MAX_DOCS_WORDS, lengths
-    assert sum(num_words(page) for page in NOTEBOOK) <= MAX_NOTEBOOK_WORDS
-    assert num_words(ROOT / "README.md") <= MAX_README_WORDS
-
-
-def test_pages_explain_more_than_they_list() -> None:
-    reference = (ROOT / "mkdocs.yml").read_text("utf-8").split("- Reference:")[1]
-    pages = [page for page in GUIDES if f"- {page.name}\n" not in reference]
-    shares = {page.name: num_words(page, "|") / num_words(page) for page in pages}
-    assert {name: share for name, share in shares.items() if share > MAX_TABLE_SHARE} == {}
 
 
 def test_no_line_of_the_readme_is_long() -> None:
