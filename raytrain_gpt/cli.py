@@ -151,7 +151,7 @@ def _use_code(argv: Sequence[str]) -> None:
         given, _ = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise UserError(f"{error}") from None
-    if None not in given.code and given.code:
+    if None not in given.code and (given.code or given.accept_changed_code):
         from raytrain_gpt.data.locations import use_code  # slow to import
 
         use_code(given.code, given.accept_changed_code)

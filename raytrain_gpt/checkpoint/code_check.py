@@ -1,7 +1,8 @@
-"""The user's code of a checkpoint: what affects the weights must not change unnoticed.
+"""The user's code of a checkpoint: it must not change unnoticed.
 
-A checkpoint stores the text as `code.py`. Anyone may have written that file, so it is never executed.
-Only files that the user names are executed, after a comparison where they must be the same.
+Code may act in any way when it is executed, so every change but of comments and docstrings needs
+`--accept_changed_code`. A checkpoint stores the text as `code.py`. Anyone may have written that file, so it
+is never executed. Only files that the user names are, after a comparison where they must be the same.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 from raytrain_gpt.checkpoint.catalog import CODE_FILE, Checkpoint
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
-from raytrain_gpt.config.schema import Config, parse_config
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import CheckpointError, ConfigError
 from raytrain_gpt.format import Log, shell
 
@@ -47,48 +48,50 @@ def replaced_code(config: Config, resumed: Checkpoint | None) -> tuple[str, ...]
 
 
 def check_unchanged(config: Config, checkpoint: Checkpoint, log: Log) -> None:
-    """Compare the code with that of a checkpoint to continue.
-
-    Raises:
-        CheckpointError: it differs, and a kind that affects the weights comes from it.
-    """
+    """Compare the code with that of a checkpoint to continue; raises CheckpointError if it may not."""
     if not (change := change_of_code(checkpoint, config.code)):
         return
-    trained = parse_config(checkpoint.state.config, str(checkpoint.path))
-    own = [f"{selector} {name}" for one in (trained, config) for selector, name in _own_math(one)]
-    if own and not _decides_alike(checkpoint, config.code):
+    if not may_replace(_stored(checkpoint), config.code):
+        before = f"--code {shell(checkpoint.path / CODE_FILE)}"
+        back = f"pass {before}" if checkpoint.state.code_sha256 else "leave out --code"
         raise CheckpointError(
-            f"{checkpoint.path} cannot continue with changed code {change}, as {own[0]} comes from it; pass "
-            f"--code {shell(checkpoint.path / CODE_FILE)}, or accept the change with --accept_changed_code"
+            f"{checkpoint.path} cannot continue with changed {change}; {back}, or accept the change with "
+            "--accept_changed_code"
         )
-    log(f"changed since that checkpoint: code {change}")
+    log(f"changed since that checkpoint: {change}")
 
 
 def change_of_code(checkpoint: Checkpoint, used: Code | None) -> str:
     """Describe a difference from a checkpoint's code; empty if there is none."""
-    before, now = checkpoint.state.code_sha256, used.sha256 if used else None
-    return "" if before == now else f"{_short(before)} -> {_short(now)}"
+    before = checkpoint.state.code_sha256
+    if before == (used.sha256 if used else None):
+        return ""
+    return describe_change(before, _stored(checkpoint), used)
 
 
-def _decides_alike(checkpoint: Checkpoint, used: Code | None) -> bool:
-    """Whether the user accepts any code, or the checkpoint's differs only in what never affects weights."""
-    if used is None or used.may_differ:
-        return used is not None
+def describe_change(sha256: str | None, before: Code | None, used: Code | None) -> str:
+    """Describe how code differs from that of a SHA-256, whose text is unknown if `before` is empty."""
+    lines = f" ({used.changed_lines(before)})" if used and before else ""
+    return f"code {_short(sha256)} -> {_short(used.sha256 if used else None)}{lines}"
+
+
+def may_replace(before: Code | None, used: Code | None) -> bool:
+    """Whether code acts like the code before it, or the user accepts any."""
+    if used is not None and used.may_differ:
+        return True
+    return (before.acts if before else None) == (used.acts if used else None)
+
+
+def _stored(checkpoint: Checkpoint) -> Code | None:
+    """Return a checkpoint's code; empty if it cannot be read, None if it has none."""
+    if checkpoint.state.code_sha256 is None:
+        return None
     file = checkpoint.path / CODE_FILE
-    if CODE_FILE not in checkpoint.file_names or file.size_bytes() > _MAX_CODE_BYTES:
-        return False
-    stored = Code(CODE_FILE, file.read_bytes().decode("utf-8", "replace"))
-    return stored.sha256 == checkpoint.state.code_sha256 and stored.decides == used.decides
-
-
-def _own_math(config: Config) -> list[tuple[kinds.Selector, str]]:
-    """Return the kinds that affect the weights and are not built in."""
-    return [
-        (selector, name)
-        for section in config.open_sections()
-        for selector, name in section.chosen_names()
-        if selector in kinds.DECIDES_WEIGHTS and not kinds.is_built_in(selector, name)
-    ]
+    if CODE_FILE in checkpoint.file_names and file.size_bytes() <= _MAX_CODE_BYTES:
+        stored = Code(CODE_FILE, file.read_bytes().decode("utf-8", "replace"))
+        if stored.sha256 == checkpoint.state.code_sha256:
+            return stored
+    return Code(CODE_FILE, "")
 
 
 def check_executable(checkpoint: Checkpoint, log: Log) -> None:
@@ -101,8 +104,8 @@ def check_executable(checkpoint: Checkpoint, log: Log) -> None:
     change = change_of_code(checkpoint, used)
     if kinds.is_built_in("architecture", name) or not change:
         return
-    if _decides_alike(checkpoint, used):
-        log(f"changed since that checkpoint: code {change}")
+    if may_replace(_stored(checkpoint), used):
+        log(f"changed since that checkpoint: {change}")
         return
     stored = _short(checkpoint.state.code_sha256)
     given = f", not {_short(used.sha256)} of {used.file_name}" if used else ""

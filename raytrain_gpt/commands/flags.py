@@ -49,14 +49,17 @@ class CodeOptions(Options):
         return tuple(word for file in self.code for word in ("--code", file))
 
 
-class CheckpointOptions(CodeOptions):
+class ChangedCodeOptions(CodeOptions):
+    accept_changed_code: bool = False
+    """Use --code, or none, although it differs from what trained the checkpoints; they record both hashes."""
+
+
+class CheckpointOptions(ChangedCodeOptions):
     checkpoint: Annotated[str, Metavar("CHECKPOINT", positional=True)]
     """Path or s3:// URL of a checkpoint or run, or the name of a run in ./runs; a run means its best
     checkpoint, or its newest if none was evaluated."""
     average: int = Field(1, ge=1)
     """Average the weights over this many checkpoints, the last of a run or up to the given one."""
-    accept_changed_code: bool = False
-    """Use --code although it differs from the checkpoint's; names and shapes of weights are checked."""
 
     @property
     def code_flags(self) -> tuple[str, ...]:

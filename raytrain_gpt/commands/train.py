@@ -11,6 +11,7 @@ from typing import Annotated
 from pydantic import BaseModel, Field
 
 from raytrain_gpt.commands.flags import (
+    ChangedCodeOptions,
     CodeOptions,
     CommandGroup,
     ConfigOptions,
@@ -86,11 +87,9 @@ def estimate(options: EstimateFlags) -> None:
     options.say_json(result.as_json() | expected)
 
 
-class TrainOptions(ProgressOptions, ConfigOptions):
+class TrainOptions(ProgressOptions, ConfigOptions, ChangedCodeOptions):
     dry_run: bool = False
     """Print the resolved configuration, run size and whether the data exists, then exit."""
-    accept_changed_code: bool = False
-    """Resume although --code has changed; checkpoints record both hashes."""
 
 
 @command("train", TrainOptions, section_fields)
@@ -121,7 +120,7 @@ def train(options: TrainOptions) -> None:
     run_end(launch.train(config, options.log), say)
 
 
-class PlannedOptions(ProgressOptions, CodeOptions):
+class PlannedOptions(ProgressOptions, ChangedCodeOptions):
     file: Annotated[Path, Metavar("FILE", positional=True)]
     """Sweep file, as in tune_configs/, or study file, as in scale_configs/."""
     resume: bool = False

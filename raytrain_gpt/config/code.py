@@ -10,18 +10,17 @@ import re
 import sys
 import traceback
 import types
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import unified_diff
 from functools import cached_property
 from pathlib import Path
 
 from raytrain_gpt.errors import ConfigError, RaytrainGptError, UserError, damage_as
+from raytrain_gpt.format import count, preview
 
 _NEXT_FILE = re.compile(r"^# raytrain-gpt: file (.+)\n", re.MULTILINE)
 """Line that precedes each file where the text holds several."""
-_BESIDES = {"evaluation", "tracker"}
-"""Decorators of kinds that do not affect the weights."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Code:
     """Names and text of Python files, which are read, stored and sent without being executed.
 
     Attributes:
-        may_differ: Whether a run may continue although its checkpoint has different code.
+        may_differ: Whether a run may continue although its checkpoint has different code, even without any.
     """
 
     file_name: str
@@ -61,12 +60,25 @@ class Code:
         return [*first, *zip(others[::2], others[1::2], strict=True)]
 
     @cached_property
-    def decides(self) -> str:
-        """Syntax that may affect the weights: all but evaluations, trackers and what only they use."""
+    def acts(self) -> str:
+        """All of the text that may have an effect: no comments, blank lines and docstrings."""
         try:
-            return "\n".join(filter(None, (_deciding(text) for _, text in self.files)))
+            return "\n".join(
+                ast.dump(_WithoutStrings().visit(ast.parse(text))) for _, text in self.files
+            )
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return self.text
+
+    def __bool__(self) -> bool:
+        return bool(self.text)
+
+    def changed_lines(self, before: Code) -> str:
+        """Describe the lines that differ from other code: `2 lines added, 1 removed, first "+import os"`."""
+        texts = before.text.splitlines(), self.text.splitlines()
+        lines = [one for one in [*unified_diff(*texts, n=0, lineterm="")][3:] if one[:2] != "@@"]
+        added = sum(one.startswith("+") for one in lines)
+        first = preview("".join(lines[:1]), 60)
+        return f"{count(added, 'line')} added, {len(lines) - added} removed, first {first}"
 
     def execute(self) -> None:
         """Execute each file as a module of its own; raises ConfigError if one is invalid or fails."""
@@ -105,63 +117,9 @@ class Code:
             raise ConfigError(" ".join(f"{place}: {what}".split())) from None
 
 
-def _deciding(text: str) -> str:
-    """Dump statements that have effects or declare weight-affecting kinds, and the definitions they use."""
-    body = [one for statement in ast.parse(text).body for one in _one_by_one(statement)]
-    names = [_names(one) for one in body]
-    used = set[str]().union(*names)
-    extend = {
-        _defined(one): one.names[0].name
-        for one in body
-        if isinstance(one, ast.ImportFrom) and one.module == "raytrain_gpt.extend"
-    }
+class _WithoutStrings(ast.NodeTransformer):
+    """Remove strings that are statements, such as docstrings."""
 
-    def acts(statement: ast.stmt) -> bool:
-        if isinstance(statement, ast.Import):  # an unused import is there for its effect
-            return _defined(statement) not in used
-        decorators = getattr(statement, "decorator_list", [])
-        besides = (
-            isinstance(d, ast.Call) and extend.get(ast.unparse(d.func)) in _BESIDES
-            for d in decorators
-        )
-        return _defined(statement) is None or not all(besides)
-
-    definitions = defaultdict[str | None, list[int]](list)
-    for number, one in enumerate(body):
-        definitions[_defined(one)].append(number)
-    kept, left = set[int](), [number for number, one in enumerate(body) if acts(one)]
-    while left:
-        kept.add(number := left.pop())
-        for name in names[number]:
-            left += definitions.pop(name, [])
-    return "\n".join(ast.dump(body[number]) for number in sorted(kept))
-
-
-def _one_by_one(statement: ast.stmt) -> list[ast.stmt]:
-    """Split an import of several names; drop a docstring."""
-    match statement:
-        case ast.ImportFrom(module, names, level):
-            return [ast.ImportFrom(module, [one], level) for one in names]
-        case ast.Import(names):
-            return [ast.Import([one]) for one in names]
-        case ast.Expr(ast.Constant()):
-            return []
-    return [statement]
-
-
-def _defined(statement: ast.stmt) -> str | None:
-    """Return the name if a statement only defines one, or None if it may do more."""
-    match statement:
-        case ast.FunctionDef(name) | ast.ClassDef(name=name):
-            return name
-        case ast.Import([one]) | ast.ImportFrom(_, [one]):
-            return (one.asname or one.name).partition(".")[0].replace("*", "") or None
-        case ast.Assign([ast.Name(name)], value) if not any(
-            isinstance(one, ast.Call) for one in ast.walk(value)
-        ):
-            return name
-    return None
-
-
-def _names(statement: ast.stmt) -> set[str]:
-    return {one.id for one in ast.walk(statement) if isinstance(one, ast.Name)}
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        is_string = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        return None if is_string else node

@@ -44,7 +44,7 @@ def read_code(files: Sequence[str | Path], may_differ: bool = False) -> Code | N
     """Read the code in files or at URLs, if any, without executing it; may raise ConfigError."""
     with contextlib.ExitStack() as downloads:
         paths = [downloads.enter_context(file_on_disk(file, "code")) for file in files]
-        return Code.read(*paths, may_differ=may_differ) if paths else None
+        return Code.read(*paths, may_differ=may_differ) if paths or may_differ else None
 
 
 def use_code(files: Sequence[str | Path], may_differ: bool = False) -> None:

@@ -21,11 +21,13 @@ from ray import tune
 from ray.tune.experiment import Trial as TuneTrial
 
 from raytrain_gpt.checkpoint.catalog import CODE_FILE
+from raytrain_gpt.checkpoint.code_check import code_hash, describe_change, may_replace
 from raytrain_gpt.cluster.all_nodes import check_storage
 from raytrain_gpt.cluster.capacity import fit_to_cluster
 from raytrain_gpt.cluster.connection import connected
 from raytrain_gpt.cluster.failures import root_cause, user_error_in
 from raytrain_gpt.cluster.signals import StopSignals
+from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.load import without_removed
 from raytrain_gpt.config.resolved import workers_of
 from raytrain_gpt.config.schema import Config, changed_fields, changes_math, parse_config
@@ -110,7 +112,8 @@ class Campaign:
         self.base: Config = preflight.absolute_paths(sized)
         self.data = read_data(self.base)  # raises before a cluster starts
         self.directory = location(self.base, self.base.run.storage_path) / definition.name
-        check_unchanged(definition, self.base, self.directory, resume)
+        if changed := check_unchanged(definition, self.base, self.directory, resume):
+            log(f"changed since it started: {changed}")
         for line in tracker_warnings(self.base):
             log(line)
 
@@ -245,14 +248,18 @@ def to_yaml(file: CampaignFile) -> str:
 
 def check_unchanged(
     definition: CampaignFile, base: Config, directory: Location, resume: bool
-) -> None:
-    """Raise a ConfigError if a campaign exists and `resume` is false, or it was changed since."""
+) -> str:
+    """Compare a campaign with what it was when it started; returns the change of its code, if accepted.
+
+    Raises:
+        ConfigError: it exists and `resume` is false, or it was changed since.
+    """
     title, file = definition.title, directory / definition.file
     another = f"start a new one with another --{definition.kind()}_name"
     if (directory / CONFIG_FILE).is_file():
         raise ConfigError(f"{directory} is already a run; {another}")
     if not file.is_file():
-        return
+        return ""
     if not resume:
         raise ConfigError(f"{title} already exists in {directory}; use --resume, or {another}")
     before, now = parse_yaml(file.read_text()), definition.model_dump(mode="json")
@@ -270,12 +277,17 @@ def check_unchanged(
         if name in measured or changes_math(name, first, base)
     ]
     code = directory / CODE_FILE
-    if (code.read_text() if code.is_file() else None) != (base.code.text if base.code else None):
-        changed.append(f"code (it started with {code})")
+    started_with = Code(CODE_FILE, code.read_text()) if code.is_file() else None
+    change = ""
+    if (sha256 := started_with.sha256 if started_with else None) != code_hash(base):
+        change = describe_change(sha256, started_with, base.code)
+    if change and not may_replace(started_with, base.code):
+        changed.append(f"{change} (it started with {code}; --accept_changed_code accepts yours)")
     if changed:
         raise ConfigError(
             f"{title} cannot continue with changed {', '.join(changed)}; restore it, or {another}"
         )
+    return change
 
 
 def _interrupted() -> Interrupted:

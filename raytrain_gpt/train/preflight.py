@@ -110,7 +110,7 @@ def check_init_from(config: Config, data: Mixture, log: Log = say) -> Config:
             )
     own = not kinds.is_built_in("architecture", config.model.architecture)
     if own and (change := change_of_code(checkpoint, config.code)):
-        log(f"changed since {checkpoint.path}: code {change}")
+        log(f"changed since {checkpoint.path}: {change}")
     with checkpoint.files() as directory:
         load_model(directory, new_model(shape), crop_context=True)
     return config.updated({"init_from": str(checkpoint.path)})

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_gpt.config.load import describe, given_fields, load_config_file, start_of
-from raytrain_gpt.config.schema import Config, check_kinds, parse_config
-from raytrain_gpt.config.sections import SHAPE_FIELDS
+from raytrain_gpt.config.schema import FIELDS, Config, check_kinds, parse_config
+from raytrain_gpt.config.sections import SHAPE_FIELDS, TrackingSection
 from raytrain_gpt.data.locations import file_on_disk, location, run_location
 from raytrain_gpt.errors import CheckpointError, ConfigError
 from raytrain_gpt.format import shell
@@ -37,7 +37,8 @@ def run_config(
     if str(fields.get("num_workers")) == "0":
         fields = {"min_workers": None, **fields}  # of the start
     if preset is None and file is None and (run := _existing_run(fields)) is not None:
-        start, base = f"as run {run.name}, {run / CONFIG_FILE}", _remembered(run, fields)
+        base, left_out = _remembered(run, fields)
+        start = f"as run {run.name}, {run / CONFIG_FILE}{left_out}"
     else:
         with nullcontext() if file is None else file_on_disk(file) as path:
             if "init_from" in given_fields(path, fields):
@@ -62,8 +63,11 @@ def _existing_run(fields: Mapping[str, Any]) -> Location | None:
     return next((run for run in runs if (run / CONFIG_FILE).is_file()), None)
 
 
-def _remembered(run: Location, fields: Mapping[str, Any]) -> Config:
-    """Read a run's settings, except its place and a branch's `init_from`.
+def _remembered(run: Location, fields: Mapping[str, Any]) -> tuple[Config, str]:
+    """Read a run's settings, except its place, a branch's `init_from`, and what only the caller may choose.
+
+    Returns:
+        The settings, and a remark on trackers, evaluations and their settings that were left out.
 
     Raises:
         ConfigError: they are damaged, or name a store or server other than the run's, which `fields` do not.
@@ -73,16 +77,30 @@ def _remembered(run: Location, fields: Mapping[str, Any]) -> Config:
     place = {name: default[name] for name in ("storage_path", "s3_endpoint", "resume")}
     start = {"init_from": None} if "branch_from" in fields else {}
     with file_on_disk(run / CONFIG_FILE) as file:
-        config = load_config_file(file).updated({**place, **start})
-    for name, value in config.field_values().items():
-        parts = value.split(",") if isinstance(value, str) and name not in fields else []
+        stored = load_config_file(file)
+    ours = {name: default[name] for name in ("evaluations", *TrackingSection.model_fields)}
+    config = stored.updated({**place, **start, **ours})
+    kept = config.field_values()
+    words = [
+        f"--{name} {shell(','.join(value) if isinstance(value, tuple) else value)}"
+        for name, value in stored.field_values().items()
+        if name not in {*fields, *place, *start} and value != kept.get(name, _default(name))
+    ]
+    left_out = f" without its own {' '.join(words)}, which only you may choose" if words else ""
+    for name, value in stored.field_values().items():
+        is_theirs = isinstance(value, str) and name not in {*fields, *place, *start}
+        parts = value.split(",") if is_theirs else []
         for part in parts:
             if is_url(part) and not part.startswith(f"{run.bucket}/"):
                 raise ConfigError(
                     f"run {run.name} has {name}={value} in another store, which only you may choose; if "
                     f"you trust it, add --{name} {shell(value)}"
                 )
-    return config
+    return config, left_out
+
+
+def _default(name: str) -> Any:
+    return FIELDS[name][1].default if name in FIELDS else None
 
 
 def fields_of_init_from(
