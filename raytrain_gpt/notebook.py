@@ -165,8 +165,7 @@ def replay(
         UserError: the run, a step, its data or its code does not exist.
     """
     from raytrain_gpt.data.locations import read_code
-    from raytrain_gpt.replays.steps import Replay, sha256
-    from raytrain_gpt.train.local_mode import in_local_mode
+    from raytrain_gpt.replays.steps import Replay, sha256, undisturbed
     from raytrain_gpt.train.provenance import RunProvenance
 
     source = RunProvenance(str(run), storage_path, data)
@@ -178,4 +177,4 @@ def replay(
         parameters = dict(again.model.named_parameters())
         return [(row, {name: sha256(p) for name, p in parameters.items()}) for row in again.rows]
 
-    return in_local_mode(steps)
+    return undisturbed(steps)

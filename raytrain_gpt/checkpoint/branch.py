@@ -83,7 +83,7 @@ def create_branch(config: Config, data: Mixture, log: Log) -> Checkpoint | None:
     """
     if config.run.branch_from is None:
         return None
-    origin = _find_origin(config, config.run.branch_from, log)
+    origin = find_origin(config, config.run.branch_from, log)
     state = origin.state
     before = parse_config(state.config, str(origin.path)).field_values()
     now = config.field_values()
@@ -135,7 +135,7 @@ def create_branch(config: Config, data: Mixture, log: Log) -> Checkpoint | None:
     return read_checkpoint(path)
 
 
-def _find_origin(config: Config, source: str, log: Log) -> Checkpoint:
+def find_origin(config: Config, source: str, log: Log) -> Checkpoint:
     """Open and verify the checkpoint given as RUN@STEP or a path; a CheckpointError lists the steps."""
     match = _RUN_AT_STEP.fullmatch(source)
     if not match and ((path := location(config, source)) / STATE_FILE).is_file():

@@ -78,20 +78,26 @@ def open_checkpoint(
 @torch.no_grad()
 def _average(model: GPT, newest: Checkpoint, num: int, log: Log) -> None:
     """Change the weights of a checkpoint to the mean over `num` checkpoints, summed in float64."""
-    run_dir, step = newest.path.parent.parent, newest.state.step
-    others = [one for one in Catalog(run_dir).complete() if one.state.step < step][1 - num :]
-    if len(others) < num - 1:
-        raise ConfigError(
-            f"average={num}, but {run_dir} has {count(len(others) + 1, 'checkpoint')} up to step {step}; "
-            "lower it, or train with a higher keep_checkpoints"
-        )
-    log(f"averaged: steps {', '.join(str(one.state.step) for one in (*others, newest))}")
+    run_dir, steps = newest.path.parent.parent, [newest.state.step]
     sums = [p.double() for p in model.parameters()]
-    for checkpoint in others:
-        checkpoint.verify()
-        with checkpoint.files() as directory:
-            load_model(directory, model)
+    for checkpoint in Catalog(run_dir).before(steps[0], log):
+        if len(steps) == num:
+            break
+        try:
+            checkpoint.verify()
+            with checkpoint.files() as directory:
+                load_model(directory, model)
+        except CheckpointError as error:  # also of one that the run prunes meanwhile
+            log(f"skipped: {error}")
+            continue
         torch._foreach_add_(sums, [p.double() for p in model.parameters()])
+        steps.insert(0, checkpoint.state.step)
+    if len(steps) < num:
+        raise ConfigError(
+            f"average={num}, but {run_dir} has {count(len(steps), 'good checkpoint')} up to step "
+            f"{steps[-1]}; lower it, or train with a higher keep_checkpoints"
+        )
+    log(f"averaged: steps {', '.join(map(str, steps))}")
     for parameter, total in zip(model.parameters(), sums, strict=True):
         parameter.copy_(total / num)
 

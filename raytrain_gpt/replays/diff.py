@@ -10,9 +10,8 @@ from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.schema import changed_fields
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import Log, count
-from raytrain_gpt.replays.steps import Replay, compared, list_changes, sha256
+from raytrain_gpt.replays.steps import Replay, compared, list_changes, sha256, undisturbed
 from raytrain_gpt.tracking.run_files import Row
-from raytrain_gpt.train.local_mode import in_local_mode
 from raytrain_gpt.train.provenance import RunProvenance
 
 _OF_THE_RUN = {"run_name", "storage_path", "branch_from", "resume"}
@@ -76,10 +75,14 @@ def _compare(
                 log(f"step {step}, {found['tensor']}, {size}")
                 break
         else:
-            log(f"the same bits for {count(last - start, 'step')}, {start + 1} to {last}")
+            steps = f"{count(last - start, 'step')}, {start + 1} to {last}"
+            if all(replay.as_recorded for replay in replays):
+                log(f"the same bits for {steps}")
+            else:
+                log(f"no difference in {steps}, but a replay was not as recorded: nothing follows")
         return {"as_recorded": all(replay.as_recorded for replay in replays), **found}
 
-    return in_local_mode(lambda: find(first))
+    return undisturbed(lambda: find(first))
 
 
 def _difference(one: Replay, other: Replay) -> dict[str, Any]:

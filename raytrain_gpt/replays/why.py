@@ -14,10 +14,9 @@ from torch import Tensor
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import Log, number, table
-from raytrain_gpt.replays.steps import Replay
+from raytrain_gpt.replays.steps import Replay, undisturbed
 from raytrain_gpt.tracking.goodput import BAD_STEP_EVENTS
 from raytrain_gpt.tracking.run_files import finite
-from raytrain_gpt.train.local_mode import in_local_mode
 from raytrain_gpt.train.provenance import RunProvenance, describe_sequence
 
 _STEPS_BEFORE = 50
@@ -50,7 +49,7 @@ def explain_step(
         for key in ("train/loss", "optim/grad_norm")
     ]
     facts: dict[str, Any] = {"run": str(run.dir), "step": step, "before": _measure(*before)}
-    facts |= in_local_mode(lambda: _measured(Replay(run, step, step, codes, log=log), step))
+    facts |= undisturbed(lambda: _measured(Replay(run, step, step, codes, log=log), step))
     compared = [
         (f"step {step}", facts),
         *[("the steps before (medians)", facts["before"])] * bool(rows),

@@ -8,23 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field
 
 from raytrain_gpt.checkpoint.branch import read_branch
-from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.checkpoint.catalog import CODE_FILE, Catalog
+from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.load import load_config_file
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import make_order, read_data, recorded, recorded_data
 from raytrain_gpt.data.order import Ids, batches_to_read
 from raytrain_gpt.data.shards import read_row_group
 from raytrain_gpt.data.tokenizer import decode_tokens, token_to_bytes
 from raytrain_gpt.data.tokenizer_file import read_tokenizer
-from raytrain_gpt.errors import ConfigError, DataError
+from raytrain_gpt.errors import ConfigError, DataError, damage_as
 from raytrain_gpt.format import count, preview
 from raytrain_gpt.storage.location import Location, LocationLike
 from raytrain_gpt.tracking.goodput import read_attempts
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, Row, read_rows
+from raytrain_gpt.tracking.run_files import CONFIG_FILE, read_rows
 from raytrain_gpt.tracking.runs import find_run
 from raytrain_gpt.train.resume import read_skipped
 
@@ -50,6 +54,34 @@ class TrainedSequence:
     text: str
 
 
+class Way(BaseModel):
+    """How an attempt trained its steps, from a run's files, which anyone may have written.
+
+    Attributes:
+        steps: Those that no later attempt repeated.
+        code_sha256: Of its user code, or None.
+        holder: Directory with that code.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    steps: range
+    config: Config
+    code_sha256: str | None
+    holder: Location
+    num_workers: int = Field(ge=1, le=2**16)
+    threads: int = Field(ge=1, le=2**10)
+    device: str
+    precision: Literal["fp32", "bf16", "fp16"]
+    micro_batch_sequences: int = Field(ge=1)
+    activation_checkpointing: Literal["none", "selective", "full"]
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether to train these steps on a GPU again, if there is one."""
+        return torch.cuda.is_available() and "cpu" not in self.device.lower()
+
+
 class RunProvenance:
     """A run's steps and their data.
 
@@ -71,14 +103,17 @@ class RunProvenance:
         sync = find_run(name, Location.of(storage))
         self.dir = sync.run_dir
         stored = load_config_file(sync.work_dir / CONFIG_FILE)
-        self.config = recorded(stored.model_dump(), str(self.dir))
+        self.newest = newest = next(reversed(Catalog(self.dir).complete()), None)
+        self.latest = self.config = recorded(stored.model_dump(), str(self.dir))
+        if newest is not None:  # the file may have been edited
+            kept = recorded(newest.state.config, str(newest.path))
+            self.config = kept.updated({"data_path": stored.data.data_path})
         if data is None:
             self.data = recorded_data(self.config, self.dir)
         else:
             self.data = read_data(self.config, data)
         self.seq_len = self.config.data.seq_len
         self.order = make_order(self.config, self.data)
-        self.newest = newest = next(reversed(Catalog(self.dir).complete()), None)
         if newest is not None and newest.state.manifest_hash != self.data.hash:
             raise DataError(
                 f"run {self.dir} was trained on different data than {data or self.config.data.data_path} "
@@ -91,7 +126,9 @@ class RunProvenance:
         self._starts = [np.cumsum(sequences) - sequences for sequences in counts]
         self.rows = read_rows(sync.work_dir)
         self.attempts = read_attempts(self.rows)
-        self.steps = {int(row["step"]): row for row in self.rows if "train/loss" in row}
+        steps = (row for row in self.rows if "train/loss" in row)
+        most = max(self.config.train.max_steps, self.latest.train.max_steps)
+        self.steps = {row["step"]: row for row in steps if row["step"] <= most}
         self.last_step = max(self.steps, default=0)
         self._tokenizer = read_tokenizer(self.data.datasets[0].directory)
 
@@ -114,12 +151,29 @@ class RunProvenance:
             )
         return batches_to_read(self._first, step - before, self.skipped)[-1][1] - 1
 
-    def attempt_of(self, step: int) -> Row:
-        """Return the events that started a step's attempt, as one row; raises ConfigError without them."""
-        for attempt in self.attempts:
-            if step in attempt.kept:
-                return attempt.row
-        raise ConfigError(f"{self.dir} does not record the workers of step {step}; give another")
+    def way_of(self, step: int) -> Way:
+        """Return how the attempt of a step trained it; raises ConfigError if the run's files do not say."""
+        attempt = next((one for one in self.attempts if step in one.kept), None)
+        if attempt is None:
+            raise ConfigError(
+                f"{self.dir} does not record the workers of step {step}; give another"
+            )
+        saved = [one for one in Catalog(self.dir).complete() if one.state.step in attempt.kept]
+        if saved:
+            config = recorded(saved[0].state.config, str(saved[0].path))
+            code_sha256, holder = saved[0].state.code_sha256, saved[0].path
+        elif attempt is self.attempts[-1]:
+            config, holder, code_file = self.latest, self.dir, self.dir / CODE_FILE
+            text = code_file.read_text() if code_file.is_file() else ""
+            code_sha256 = Code(CODE_FILE, text).sha256 if text else None
+        else:
+            raise ConfigError(
+                f"{self.dir} has no checkpoint left of the attempt that trained step {step}, so its settings "
+                "are unknown; give another"
+            )
+        known = {"steps": attempt.kept, "config": config, "code_sha256": code_sha256}
+        with damage_as(ConfigError, f"the record of step {step} in {self.dir}"):
+            return Way(**{**attempt.row, **known, "holder": holder})
 
     def step(self, step: int, worker: int | None = None) -> list[TrainedSequence]:
         """Return the sequences of a step, or of one worker in it.
@@ -129,7 +183,7 @@ class RunProvenance:
         """
         ids = self.order.batch_ids(self.batch_of(step))
         if worker is not None:
-            if worker >= (num := self.attempt_of(step)["num_workers"]):
+            if worker >= (num := self.way_of(step).num_workers):
                 raise ConfigError(
                     f"--worker {worker}: step {step} had {count(num, 'worker')}; set it to 0 to {num - 1}"
                 )

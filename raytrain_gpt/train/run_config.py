@@ -9,7 +9,7 @@ from typing import Any
 
 from raytrain_gpt.config.load import describe, given_fields, load_config_file, start_of
 from raytrain_gpt.config.schema import FIELDS, Config, check_kinds, parse_config
-from raytrain_gpt.config.sections import SHAPE_FIELDS, TrackingSection
+from raytrain_gpt.config.sections import SHAPE_FIELDS, ClusterSection, TrackingSection
 from raytrain_gpt.data.locations import file_on_disk, location, run_location
 from raytrain_gpt.errors import CheckpointError, ConfigError
 from raytrain_gpt.format import shell
@@ -17,6 +17,7 @@ from raytrain_gpt.redact import say
 from raytrain_gpt.storage.location import Location, is_url
 from raytrain_gpt.tracking.run_files import CONFIG_FILE
 
+_CHECKPOINTS_DIR = "checkpoints"
 _PLACE = ("run_name", "storage_path", "s3_endpoint", "retry_for_s")
 FINE_TUNING_LR = 5e-5
 """Rate for weights of `init_from`, by default; that of transformers' `Trainer`."""
@@ -36,7 +37,8 @@ def run_config(
     fields = dict(fields)
     if str(fields.get("num_workers")) == "0":
         fields = {"min_workers": None, **fields}  # of the start
-    if preset is None and file is None and (run := _existing_run(fields)) is not None:
+    run = _existing_run(fields) if file is None else None
+    if preset is None and run is not None:
         base, left_out = _remembered(run, fields)
         start = f"as run {run.name}, {run / CONFIG_FILE}{left_out}"
     else:
@@ -52,7 +54,11 @@ def run_config(
 
 
 def _existing_run(fields: Mapping[str, Any]) -> Location | None:
-    """Find the run that `run_name`, or for a new branch `branch_from`, names, if it has a configuration."""
+    """Find the run that `run_name`, or for a new branch `branch_from`, names.
+
+    Raises:
+        CheckpointError: a new branch has no origin.
+    """
     if "run_name" not in fields:
         return None
     config = Config().updated({name: fields[name] for name in _PLACE if name in fields})
@@ -60,7 +66,13 @@ def _existing_run(fields: Mapping[str, Any]) -> Location | None:
     if origin := fields.get("branch_from"):
         path = location(config, str(origin))  # of a run or checkpoint
         runs += [runs[0].parent / str(origin).partition("@")[0], path, path.parent.parent]
-    return next((run for run in runs if (run / CONFIG_FILE).is_file()), None)
+    found = next((run for run in runs if (run / CONFIG_FILE).is_file()), None)
+    found = found or next((run for run in runs if (run / _CHECKPOINTS_DIR).names()), None)
+    if origin and found is None:
+        from raytrain_gpt.checkpoint.branch import find_origin  # slow to import
+
+        find_origin(config, str(origin), say)
+    return found
 
 
 def _remembered(run: Location, fields: Mapping[str, Any]) -> tuple[Config, str]:
@@ -76,8 +88,7 @@ def _remembered(run: Location, fields: Mapping[str, Any]) -> tuple[Config, str]:
     default = Config().field_values()
     place = {name: default[name] for name in ("storage_path", "s3_endpoint", "resume")}
     start = {"init_from": None} if "branch_from" in fields else {}
-    with file_on_disk(run / CONFIG_FILE) as file:
-        stored = load_config_file(file)
+    stored = _stored(run)
     ours = {name: default[name] for name in ("evaluations", *TrackingSection.model_fields)}
     config = stored.updated({**place, **start, **ours})
     kept = config.field_values()
@@ -97,6 +108,19 @@ def _remembered(run: Location, fields: Mapping[str, Any]) -> tuple[Config, str]:
                     f"you trust it, add --{name} {shell(value)}"
                 )
     return config, left_out
+
+
+def _stored(run: Location) -> Config:
+    """Read a run's settings from its configuration, or without one from its newest checkpoint."""
+    from raytrain_gpt.checkpoint.catalog import Catalog  # slow to import
+
+    if (run / CONFIG_FILE).is_file():
+        with file_on_disk(run / CONFIG_FILE) as file:
+            return load_config_file(file)
+    newest = Catalog(run).pick("newest", say)
+    assert newest is not None, "the run has a checkpoint"
+    cluster = {name: field.default for name, field in ClusterSection.model_fields.items()}
+    return parse_config(newest.state.config, str(newest.path)).updated(cluster)
 
 
 def _default(name: str) -> Any:

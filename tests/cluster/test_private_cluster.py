@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,10 +63,29 @@ def test_its_directory_is_private_and_goes_away(base: Path, starts: list[Start])
     before = os.environ.get("TMPDIR")
     with raises_line(ClusterError, "Ray does not start on this machine (no memory)"):
         private_cluster.start_own_cluster(1)
-    (start,) = starts
-    assert (start.mode, start.tmpdir) == (0o700, str(start.directory))
+    assert len(starts) == 2  # once more, as a process of Ray may have died
+    for start in starts:
+        assert (start.mode, start.tmpdir) == (0o700, str(start.directory))
+        assert Path(start.options["_temp_dir"]).parent == start.directory
     assert os.environ.get("TMPDIR") == before
-    assert Path(start.options["_temp_dir"]).parent == start.directory
+    assert list(base.iterdir()) == []
+
+
+def test_a_start_that_fails_once_is_repeated(
+    base: Path, starts: list[Start], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails, node = ray.init, SimpleNamespace(kill_log_monitor=lambda check_alive: None)
+
+    def fails_once(*args: Any, **options: Any) -> None:
+        if not starts:
+            fails(*args, **options)
+
+    monkeypatch.setattr(ray, "init", fails_once)
+    monkeypatch.setattr(ray._private.worker, "_global_node", node)
+    monkeypatch.setattr(private_cluster, "_end_ray", lambda: None)
+    private_cluster.start_own_cluster(1)
+    assert len([*base.iterdir()]) == len(starts) == 1
+    private_cluster.end_own_cluster()
     assert list(base.iterdir()) == []
 
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import random
+from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from raytrain_gpt import batch_at, replay
 from raytrain_gpt.checkpoint.catalog import Catalog
-from raytrain_gpt.errors import ConfigError, DataError
+from raytrain_gpt.config import kinds
+from raytrain_gpt.config.code import Code
+from raytrain_gpt.errors import ConfigError, DataError, UserError
 from raytrain_gpt.replays.steps import compared, sha256
 from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
+from raytrain_gpt.train.provenance import RunProvenance
 from tests.conftest import raises_line
 from tests.data.shard_tools import prepare_here
 from tests.faults.gates import Faults, gated
@@ -108,3 +116,94 @@ def test_a_row_that_does_not_come_out_again_is_named(
     replay(run.run_dir.path, 1, 10)
     (said,) = capsys.readouterr().out.splitlines()
     assert said.startswith("step 6 does not come out as recorded: train/loss ")
+
+
+CODE = """
+from raytrain_gpt.extend import schedule
+
+@schedule("falls")
+def falls(step, max_steps, settings):
+    return 1.0 - 0.5 * step / max_steps
+"""
+
+
+@pytest.mark.parametrize("change", ["max_steps", "code"])
+def test_every_step_has_the_settings_and_code_that_trained_it(
+    change: str, make_config: MakeConfig, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Also of steps just behind the checkpoint of the attempt before, and at the end, without a later one."""
+    files = [tmp_path / "old.py", tmp_path / "new.py"]
+    texts = [CODE, CODE.replace("0.5", "0.9") if change == "code" else CODE]
+    schedule = {"schedule": "falls", "run_name": f"replayed-{change}"}
+    for file, text, steps_so_far in zip(files, texts, (20, 40), strict=True):
+        file.write_text(text)
+        kinds.set_user_code(Code.read(file, may_differ=True))
+        run = train(make_config(max_steps=steps_so_far, **schedule), print)
+    kinds.set_user_code(None)
+    capsys.readouterr()
+    for first, last, file in ((5, 20, files[0]), (21, 23, files[1]), (31, 40, files[1])):
+        check_same_rows(run, replay(run.run_dir.path, first, last, code=[file]))
+    assert "as recorded" not in capsys.readouterr().out
+    if change == "max_steps":
+        check_same_rows(run, replay(run.run_dir.path, 5, 40, code=[files[0]]))
+    else:
+        with raises_line(ConfigError, "different code or devices from step 21 on"):
+            replay(run.run_dir.path, 5, 40, code=[files[0]])
+        with raises_line(ConfigError, "no given code is the run's; if you trust it, give --code"):
+            replay(run.run_dir.path, 21, 23, code=[files[0]])
+
+
+def check_same_rows(run: RunSummary, replayed: list[tuple[Row, dict[str, str]]]) -> None:
+    recorded = {row["step"]: compared(row) for row in steps(run.run_dir)}
+    assert [row for row, _ in replayed] == [recorded[row["step"]] for row, _ in replayed]
+
+
+def test_a_replay_leaves_the_process_as_it_was(make_config: MakeConfig) -> None:
+    run = train(make_config(run_name="replayed-quietly", max_steps=10, dropout=0.1), print)
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    torch.set_float32_matmul_precision("highest")
+    drawn = []
+    for again in (False, True):
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        if again:
+            replay(run.run_dir.path, 1, 3)
+        drawn.append((random.random(), np.random.rand(), float(torch.rand(1))))
+        random.setstate(states[0]), np.random.set_state(states[1]), torch.set_rng_state(states[2])
+    assert drawn[0] == drawn[1]
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_an_edited_configuration_changes_no_order(make_config: MakeConfig) -> None:
+    run = train(make_config(run_name="replayed-edited", max_steps=10), print)
+    before, file = batch_at(run.run_dir.path, 5), run.run_dir.path / "config.yaml"
+    file.write_text(file.read_text().replace("seed: 1337", "seed: 7"))
+    assert batch_at(run.run_dir.path, 5) == before
+    check_same(run, replay(run.run_dir.path, 1, 10))
+
+
+NASTY = [None, -1, 0, 100_000, 2**52, 1e300, "", "cpu", "fp64", "many", True, [], {}]
+
+
+def test_rows_of_a_strangers_run_are_used_or_refused_in_one_line(make_config: MakeConfig) -> None:
+    run = train(make_config(run_name="replayed-hostile", max_steps=10), print)
+    file = run.run_dir.path / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    ways = [n for n, row in enumerate(rows) if row.get("event") in ("attempt", "start")]
+    chosen = [*ways, next(n for n, row in enumerate(rows) if row.get("train/loss"))]
+    known, refused = RunProvenance(str(run.run_dir), "runs").way_of(1), list[str]()
+    for number, key, value in product(
+        chosen, {k for n in chosen for k in rows[n]}, [*NASTY, "gone"]
+    ):
+        changed = [dict(row) for row in rows]
+        if key not in changed[number] or (value == "gone" and not changed[number].pop(key, None)):
+            continue
+        if value != "gone":
+            changed[number][key] = value
+        file.write_text("".join(json.dumps(row) + "\n" for row in changed))
+        try:
+            if RunProvenance(str(run.run_dir), "runs").way_of(1) != known:
+                replay(run.run_dir.path, 1, 2)
+        except UserError as error:
+            refused.append(str(error))
+    assert len(refused) > 50
+    assert not [line for line in refused if "\n" in line]

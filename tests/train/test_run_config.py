@@ -168,3 +168,17 @@ def test_a_damaged_configuration_of_a_run_is_one_line() -> None:
     Path("runs/book/config.yaml").write_text("train: {max_stepz: 1}")
     with raises_line(ConfigError, "max_stepz", "runs/book/config.yaml"):
         run_config(None, None, {"run_name": "book"})
+
+
+def test_a_run_without_its_configuration_has_the_settings_of_its_newest_checkpoint() -> None:
+    write_checkpoint(Path("runs/book"), 10, 2.0, num_layers=3)
+    config, _ = run_config(None, None, {"run_name": "book"})
+    assert (config.model.num_layers, config.run.run_name) == (3, "book")
+
+
+@pytest.mark.parametrize("preset", [None, "quickstart"])
+def test_a_branch_from_nothing_is_refused_before_anything_is_prepared(preset: str | None) -> None:
+    fields = {"run_name": "new", "branch_from": "nothere@20"}
+    with raises_line(CheckpointError, "branch_from=nothere@20", "has checkpoints of steps none"):
+        run_config(preset, None, fields)
+    assert not Path("data").exists()
