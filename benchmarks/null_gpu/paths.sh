@@ -6,6 +6,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 project=$(cd "$here/../.." && pwd)
 mkdir -p "$1" && cd "$1" && shift
 wanted=" $* "
+killed=
 [[ -d data ]] || "$project/.venv/bin/raytrain-gpt" prepare stdlib --out data > /dev/null
 
 # row NAME GPUS SHOWN FLAGS-OF-COMPARE ARGUMENTS…: run, print the last line of output that matches SHOWN, and compare.
@@ -17,7 +18,7 @@ row() {
   NULL_GPUS=$gpus NULL_LOG=$PWD/calls/$name "$here/run.sh" "$@" > "$name.txt" 2>&1
   local code=$?
   printf '%s | %s | exit %s | %s | %s\n' "$name" "$gpus" "$code" "$(grep -E "$shown" "$name.txt" | tail -n 1 | cut -c 1-150)" \
-    "$(python3 "$here/compare.py" "calls/$name" $flags 2>&1 | tail -n 1)"
+    "$(python3 "$here/compare.py" "calls/$name" $flags $killed 2>&1 | tail -n 1)"
 }
 # train NAME GPUS FLAGS…, on Ray; torchrun NAME GPUS PROCESSES FLAGS…
 short=(--preset=quickstart --data_path=data --max_steps=8 --eval_every_steps=4 --checkpoint_every_steps=4)
@@ -29,6 +30,7 @@ torchrun() {
 }
 # during NAME ACTION: in the background, when the run has a checkpoint, send SIGNAL to a rank or to the command.
 during() {
+  [[ $wanted = "  " || $wanted = *" $1 "* ]] || return 0
   (
     until compgen -G "runs/$1/checkpoints/step=*" > /dev/null; do sleep 0.2; done
     case $2 in
@@ -51,29 +53,27 @@ train bf16-gradients 2 --gradient_dtype=bf16 --precision=bf16
 train fp16 2 --precision=fp16
 train profile 2 --profile_steps=3
 train out-of-memory 2 --num_layers=48 --embd_size=1024 --seq_len=1024 --global_batch_tokens=1048576 --micro_batch_sequences=512 --num_samples=0
+killed=--killed
 during stopped-rank STOP; train stopped-rank 2 "${long[@]}" --hang_timeout_s=40
 during stopped-rank-default STOP; train stopped-rank-default 2 "${long[@]}"
+killed=
 during ctrl-c-ray command; train ctrl-c-ray 2 "${long[@]}" --max_steps=100000 --parallel=fsdp
 during ctrl-c-torchrun command; torchrun ctrl-c-torchrun 2 2 "${long[@]}" --max_steps=100000 --parallel=fsdp
 torchrun torchrun-ddp 2 2
 torchrun torchrun-cpu 2 2 --use_gpu=false
 cat > raises.py << 'END'
 import os
-import torch
-from raytrain_gpt.extend import optimizer
+from raytrain_gpt.extend import schedule
 
 
-class Raises(torch.optim.SGD):
-    def step(self, closure=None):
-        assert os.environ.get("RANK") != "1", "rank 1 raises"
-        return super().step(closure)
-
-
-@optimizer("raises")
-def raises(parameters, settings, peak_lr):
-    return Raises(parameters, lr=peak_lr)
+@schedule("raises")
+def raises(step, max_steps, settings):
+    assert os.environ.get("RANK") != "1" or step < 4, "rank 1 raises"
+    return 1.0
 END
-torchrun torchrun-rank-raises 2 2 --code=raises.py --optimizer=raises
+killed=--killed
+torchrun torchrun-rank-raises 2 2 --code=raises.py --schedule=raises
+killed=
 torchrun torchrun-2-of-8 8 2
 torchrun torchrun-4-on-2 2 4
 row local-on-8 8 "$end" "" -m raytrain_gpt.cli train "${short[@]}" --run_name=local-on-8 --num_workers=0
@@ -102,10 +102,10 @@ visible() {  # NAME VALUE WORKERS: four GPUs, of which CUDA_VISIBLE_DEVICES name
   unset CUDA_VISIBLE_DEVICES
   grep -ho $'CONTEXT\t.*' "calls/$1"/*.log 2> /dev/null | sort | uniq -c
 }
-visible visible-2,3 2,3 2
-visible visible-3,2 3,2 2
+visible visible-2-3 2,3 2
+visible visible-3-2 3,2 2
 visible visible-uuids "$(uuid GPU 1),$(uuid GPU 3)" 2
 visible visible-none "" 2
-visible visible--1 -1 2
-visible visible-0,1,9 0,1,9 auto
+visible visible-minus-1 -1 2
+visible visible-0-1-9 0,1,9 auto
 visible visible-mig "$(uuid MIG 1),$(uuid MIG 2)" auto

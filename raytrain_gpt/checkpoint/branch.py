@@ -99,7 +99,7 @@ def create_branch(config: Config, data: Mixture, log: Log) -> Checkpoint | None:
             f"set max_steps above {state.step}"
         )
     check_vocabulary(data, state.vocab_hash, str(origin.path))
-    check_unchanged(config, origin, log)
+    check_unchanged(origin, config.code, log)
     is_same_data = (state.manifest_hash, before["seed"]) == (data.hash, now["seed"])
     run_dir = run_location(config)
     autos = [name for name in AUTO_MEMORY_FIELDS if now[name] == "auto"]

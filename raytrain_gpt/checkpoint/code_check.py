@@ -47,18 +47,24 @@ def replaced_code(config: Config, resumed: Checkpoint | None) -> tuple[str, ...]
     return (*state.replaced_code, before) if changed and before else state.replaced_code
 
 
-def check_unchanged(config: Config, checkpoint: Checkpoint, log: Log) -> None:
+def check_unchanged(checkpoint: Checkpoint, used: Code | None, log: Log) -> None:
     """Compare the code with that of a checkpoint to continue; raises CheckpointError if it may not."""
-    if not (change := change_of_code(checkpoint, config.code)):
+    if not (change := change_of_code(checkpoint, used)):
         return
-    if not may_replace(_stored(checkpoint), config.code):
-        before = f"--code {shell(checkpoint.path / CODE_FILE)}"
-        back = f"pass {before}" if checkpoint.state.code_sha256 else "leave out --code"
+    if not may_replace(_stored(checkpoint), used):
+        before = f"if you trust it, pass --code {shell(checkpoint.path / CODE_FILE)}"
+        back = before if checkpoint.state.code_sha256 else "leave out --code"
         raise CheckpointError(
-            f"{checkpoint.path} cannot continue with changed {change}; {back}, or accept the change with "
+            f"{checkpoint.path} has other code ({change}); {back}, or accept the change with "
             "--accept_changed_code"
         )
     log(f"changed since that checkpoint: {change}")
+
+
+def check_executable(checkpoint: Checkpoint, log: Log) -> None:
+    """Check, before it is executed, the user code that builds a checkpoint's model; see `check_unchanged`."""
+    if not kinds.is_built_in("architecture", _architecture(checkpoint)):
+        check_unchanged(checkpoint, kinds.used_code(), log)
 
 
 def change_of_code(checkpoint: Checkpoint, used: Code | None) -> str:
@@ -71,49 +77,25 @@ def change_of_code(checkpoint: Checkpoint, used: Code | None) -> str:
 
 def describe_change(sha256: str | None, before: Code | None, used: Code | None) -> str:
     """Describe how code differs from that of a SHA-256, whose text is unknown if `before` is empty."""
-    lines = f" ({used.changed_lines(before)})" if used and before else ""
+    lines = f", {used.changed_lines(before)}" if used and before else ""
     return f"code {_short(sha256)} -> {_short(used.sha256 if used else None)}{lines}"
 
 
 def may_replace(before: Code | None, used: Code | None) -> bool:
     """Whether code acts like the code before it, or the user accepts any."""
-    if used is not None and used.may_differ:
-        return True
-    return (before.acts if before else None) == (used.acts if used else None)
+    accepted = used is not None and used.may_differ
+    return accepted or (before and before.acts) == (used and used.acts)
 
 
 def _stored(checkpoint: Checkpoint) -> Code | None:
     """Return a checkpoint's code; empty if it cannot be read, None if it has none."""
     if checkpoint.state.code_sha256 is None:
         return None
-    file = checkpoint.path / CODE_FILE
+    file, text = checkpoint.path / CODE_FILE, ""
     if CODE_FILE in checkpoint.file_names and file.size_bytes() <= _MAX_CODE_BYTES:
-        stored = Code(CODE_FILE, file.read_bytes().decode("utf-8", "replace"))
-        if stored.sha256 == checkpoint.state.code_sha256:
-            return stored
-    return Code(CODE_FILE, "")
-
-
-def check_executable(checkpoint: Checkpoint, log: Log) -> None:
-    """Check that the user code may build a checkpoint's model, before it is executed.
-
-    Raises:
-        CheckpointError: the architecture is not built in, and no code or other code was given.
-    """
-    name, used = _architecture(checkpoint), kinds.used_code()
-    change = change_of_code(checkpoint, used)
-    if kinds.is_built_in("architecture", name) or not change:
-        return
-    if may_replace(_stored(checkpoint), used):
-        log(f"changed since that checkpoint: {change}")
-        return
-    stored = _short(checkpoint.state.code_sha256)
-    given = f", not {_short(used.sha256)} of {used.file_name}" if used else ""
-    accept = ", or accept yours with --accept_changed_code" if used else ""
-    raise CheckpointError(
-        f"{checkpoint.path} has architecture {name} from code {stored}{given}; if you trust it, pass "
-        f"--code {shell(checkpoint.path / CODE_FILE)}{accept}"
-    )
+        text = file.read_bytes().decode("utf-8", "replace")
+    stored = Code(CODE_FILE, text)
+    return stored if stored.sha256 == checkpoint.state.code_sha256 else Code(CODE_FILE, "")
 
 
 def code_flags(checkpoint: Checkpoint | None) -> tuple[str, ...]:

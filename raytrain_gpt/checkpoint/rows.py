@@ -11,10 +11,12 @@ from typing import Any
 from raytrain_gpt.parsing import parse_json
 
 _TEXTS = {"event", "session", "device", "precision", "tokenizer", "trace", "data/order_hash"}
-_TEXTS |= {"source"}
-_COUNTS = {"step", "attempt", "num_workers", "lost_steps", "to_step", "first_batch", "stop_batch"}
-_COUNTS |= {"num_parameters", "train_tokens", "first_step", "num_steps"}
+_TEXTS |= {"source", "activation_checkpointing"}
+_COUNTS = {"step", "attempt", "lost_steps", "to_step", "first_batch", "stop_batch"}
+_COUNTS |= {"num_parameters", "train_tokens", "first_step", "num_steps", "micro_batch_sequences"}
 _COUNTS |= {"data/tokens_seen", "val/tokens", "hellaswag/examples", "hellaswag/cut"}
+_NUMBERS_OF_RANKS = {"num_workers", "threads"}
+"""From 1 to 65,536."""
 _SECONDS = {"time", "lost_s", "perf/checkpoint_write_s"}
 _NUMBERS = {"loss", "loss_zscore", "grad_norm", "grad_norm_zscore"}
 """Numbers, as all other keys with a slash are."""
@@ -48,6 +50,8 @@ def _is_valid(key: str, value: Any) -> bool:
         return isinstance(value, str)
     if key in _COUNTS:
         return type(value) is int and 0 <= value < 2**53
+    if key in _NUMBERS_OF_RANKS:
+        return type(value) is int and 1 <= value <= 2**16
     is_number = type(value) in (int, float)
     if key in _SECONDS:
         return is_number and 0 <= value < _TIME_LIMIT_S

@@ -15,8 +15,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raytrain_gpt.cluster.failures import causes
 from raytrain_gpt.redact import redacted
 
-_NUM_LINES, _LINE_LENGTH, _TIMEOUT_S = 40, 300, 10.0
-
 
 def last_words(error: BaseException) -> str:
     """Return the last lines of each process whose death is in an exception's chain, if its node answers."""
@@ -29,7 +27,7 @@ def last_words(error: BaseException) -> str:
         with contextlib.suppress(ray.exceptions.RayError, ValueError):  # the node is lost too
             node = NodeAffinitySchedulingStrategy(actor.address.node_id.hex(), soft=False)
             task = _read_stderr.options(scheduling_strategy=node).remote(actor.pid)
-            if lines := ray.get(task, timeout=_TIMEOUT_S):
+            if lines := ray.get(task, timeout=10):
                 shown.append(f"last lines of process {actor.pid}:\n{redacted(lines)}")
     return "\n".join(shown)
 
@@ -37,6 +35,6 @@ def last_words(error: BaseException) -> str:
 @ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
 def _read_stderr(pid: int) -> str:
     logs = Path(ray._private.worker.global_worker.node.get_logs_dir_path())
-    texts = [path.read_text(errors="replace") for path in logs.glob(f"worker-*-{pid}.err")]
-    lines = [line[:_LINE_LENGTH] for line in "".join(texts)[-(2**16) :].splitlines()]
-    return "\n".join([line for line in lines if line and line[0] != ":"][-_NUM_LINES:])
+    text = "".join(file.read_text(errors="replace") for file in logs.glob(f"worker-*-{pid}.err"))
+    lines = [line[:300] for line in text.splitlines()[-80:] if not line.startswith(":")]
+    return "\n".join([line for line in lines if line][-40:])

@@ -55,44 +55,39 @@ def start_own_cluster(num_cpus: int, **options: Any) -> None:
     if (python := shlex.quote(sys.executable)) != sys.executable:
         # Ray puts the path unquoted into the shell command of workers with environment variables.
         options["runtime_env"] = {"py_executable": python}
-    try:
-        _start(num_cpus, options)
-    except Exception:  # Ray raises bare exceptions, such as when one of its processes has died
-        end_own_cluster()
-        try:
-            _start(num_cpus, options)
-        except Exception as error:
-            end_own_cluster()
-            if isinstance(error, ClusterError):
-                raise
-            why = " ".join(str(error).split())
-            raise ClusterError(
-                f"Ray does not start on this machine ({why}); run the same command again"
-            ) from None
-    _at_end.callback(_end_ray)
-    # The log monitor reads all workers' output ten times a second, which log_to_driver=False makes useless.
-    ray._private.worker._global_node.kill_log_monitor(check_alive=False)
-
-
-def _start(num_cpus: int, options: dict[str, Any]) -> None:
     base = get_default_system_temp_dir()
     if len(base) > 25:  # Ray's socket paths below it, limited to 107 characters, would be too long
         base = "/tmp"
-    # Ray makes its directories world-writable, so put them inside a private one.
-    advice = "; make room there, or set TMPDIR to another directory"
-    with failure_as(ClusterError, f"cannot make a directory in {base}", advice):
-        directory = Path(tempfile.mkdtemp(prefix="rgpt-", dir=base))  # mode 0700
-    for _ in range(2):  # again: exiting processes of the cluster may have written there until now
-        _at_end.callback(shutil.rmtree, directory, ignore_errors=True)
-    with _start_settings(directory), _guarded():
-        ray.init(
-            "local",
-            num_cpus=num_cpus,
-            num_gpus=torch.cuda.device_count(),  # Ray counts what CUDA_VISIBLE_DEVICES names
-            include_dashboard=False,
-            _temp_dir=str(directory / "ray"),
-            **options,
-        )
+    for last in (False, True):  # a process of Ray may die while it starts
+        # Ray makes its directories world-writable, so put them inside a private one.
+        advice = "; make room there, or set TMPDIR to another directory"
+        with failure_as(ClusterError, f"cannot make a directory in {base}", advice):
+            directory = Path(tempfile.mkdtemp(prefix="rgpt-", dir=base))  # mode 0700
+        for _ in range(
+            2
+        ):  # again: exiting processes of the cluster may have written there until now
+            _at_end.callback(shutil.rmtree, directory, ignore_errors=True)
+        try:
+            with _start_settings(directory), _guarded():
+                ray.init(
+                    "local",
+                    num_cpus=num_cpus,
+                    num_gpus=torch.cuda.device_count(),  # Ray counts what CUDA_VISIBLE_DEVICES names
+                    include_dashboard=False,
+                    _temp_dir=str(directory / "ray"),
+                    **options,
+                )
+            break
+        except Exception as error:  # Ray raises bare exceptions
+            end_own_cluster()
+            why = " ".join(str(error).split())
+            if last:
+                raise ClusterError(
+                    f"Ray does not start on this machine ({why}); run the same command again"
+                ) from None
+    _at_end.callback(_end_ray)
+    # The log monitor reads all workers' output ten times a second, which log_to_driver=False makes useless.
+    ray._private.worker._global_node.kill_log_monitor(check_alive=False)
 
 
 def end_own_cluster() -> None:

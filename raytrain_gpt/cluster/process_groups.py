@@ -124,16 +124,13 @@ def use_interface_towards(*hosts: str) -> None:
 
     gloo would take the address of the host's name, which is 127.0.1.1 on Debian and Ubuntu.
     """
-    found = None
     for host in hosts:
         with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))  # sends nothing
-            address = probe.getsockname()[0]
+            ours = probe.getsockname()[0]
             for name, addresses in psutil.net_if_addrs().items():
-                if any(one.address == address for one in addresses):
-                    found = str(name)
-        if found not in (None, "lo"):
-            break
-    if found is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", found)
+                if ours in {one.address for one in addresses} and (
+                    name != "lo" or host == hosts[-1]
+                ):
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+                    os.environ.setdefault("NCCL_SOCKET_IFNAME", name)

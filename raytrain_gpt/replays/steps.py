@@ -30,14 +30,14 @@ from raytrain_gpt.core.loop import MicroBatch, train_steps
 from raytrain_gpt.core.loss import IGNORE_INDEX
 from raytrain_gpt.core.muon import Muon
 from raytrain_gpt.core.optim import learning_rate
-from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.errors import ConfigError, damage_as
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.ingest.feed import to_device
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, chunks_in_process, rank_chunks
 from raytrain_gpt.tracking.run_files import Row, finite
 from raytrain_gpt.train.local_mode import in_local_mode
 from raytrain_gpt.train.model_setup import set_up_training
-from raytrain_gpt.train.provenance import RunProvenance, Way
+from raytrain_gpt.train.provenance import RunProvenance
 
 T = TypeVar("T")
 
@@ -82,32 +82,37 @@ class Replay:
         self.step, self.run, self._masked, self._log = resume_step(start), run, masked, log
         self._recorded = {} if new_code or settings or masked else run.steps
         self.as_recorded = True
-        for name in settings:
-            if field_section(name) not in _REPLAYED or name in _NOT_REPLAYED:
-                raise ConfigError(f"a replay cannot change {name}; leave it out")
-        ways = [run.way_of(step) for step in range(self.step + 1, max(first, last) + 1)]
-        self._ways = {way.steps.stop: way for way in ways}
-        first_way, *others = self._ways.values()
-        for way in others:
-            if (way.on_gpu, way.code_sha256) != (first_way.on_gpu, first_way.code_sha256):
+        begun = run.attempt_of(first)
+        source, sha256, holder = run.source_of(first)
+        for step in (self.step + 1, last):
+            if run.source_of(step)[:2] != (source, sha256):
                 raise ConfigError(
-                    f"steps {self.step + 1} to {last} had different code or devices from step "
-                    f"{way.steps.start} on; give steps of one"
+                    f"step {step} had other settings or code than {first}; replay it alone"
                 )
+        with damage_as(ConfigError, f"the record of step {first} in {run.dir}"):
+            self._threads, self._num_workers = begun["threads"], begun["num_workers"]
+            on_gpu = torch.cuda.is_available() and "cpu" not in begun["device"].lower()
+            here = {"num_workers": 0, "cpus_per_worker": self._threads, "use_gpu": on_gpu}
+            here |= {name: begun[name] for name in ("precision", *_FITTED)}
         given = [code for code in codes if code]
-        self._code = next((code for code in given if code.sha256 == first_way.code_sha256), None)
-        if first_way.code_sha256 and not self._code:
-            theirs = shell(first_way.holder / CODE_FILE)
+        self._code = next((code for code in given if code.sha256 == sha256), None)
+        if sha256 and not self._code:
+            theirs = shell(holder / CODE_FILE)
             raise ConfigError(f"no given code is the run's; if you trust it, give --code {theirs}")
         self._code = new_code or self._code
-        self._threads, self._settings = first_way.threads, settings
         with self._context():
-            plan = self._plan_of(first_way)
-            device, ranks = torch.device("cuda:0" if first_way.on_gpu else "cpu"), Collectives(0, 1)
-            seed_everything(plan.config.train.seed, 0)
-            self._setup = set_up_training(plan.config, run.data, start, device, ranks)
+            for name in settings:
+                if field_section(name) not in _REPLAYED or name in _NOT_REPLAYED:
+                    raise ConfigError(f"a replay cannot change {name}; leave it out")
+            config = source.updated({**here, **settings})
+            check_shares(config, self._num_workers)
+            micro = int(micro_batch_for(config, self._num_workers))
+            self._plan = RunPlan.of(config, 1, micro, begun["activation_checkpointing"])
+            device, ranks = torch.device("cuda:0" if on_gpu else "cpu"), Collectives(0, 1)
+            seed_everything(config.train.seed, 0)
+            self._setup = set_up_training(self._plan.config, run.data, start, device, ranks)
         self.model = self._setup.raw_model
-        self.rows = self._rows(last)
+        self.rows = self._rows(start.state.next_batch if start else 0, last)
 
     @contextmanager
     def _context(self) -> Iterator[None]:
@@ -126,36 +131,17 @@ class Replay:
         while self.step < step and next(self.rows, None):
             pass
 
-    def _plan_of(self, way: Way) -> RunPlan:
-        """Return the plan of the steps of an attempt, for this process; may raise ConfigError."""
-        on_gpu = {"num_workers": 0, "cpus_per_worker": way.threads, "use_gpu": way.on_gpu}
-        here = way.model_dump(include={"precision", *_FITTED}) | on_gpu
-        config = way.config.updated({**here, **self._settings})
-        check_shares(config, way.num_workers)
-        micro = int(micro_batch_for(config, way.num_workers))
-        return RunPlan.of(config, 1, micro, way.activation_checkpointing)
-
-    def _rows(self, last: int) -> Iterator[Row]:
-        while self.step < last:
-            way = self.run.way_of(self.step + 1)
-            self._threads = way.threads
-            with self._context():
-                plan = self._plan_of(way)
-            yield from self._rows_of(plan, way.num_workers, min(way.steps.stop - 1, last))
-
-    def _rows_of(self, plan: RunPlan, num_workers: int, last: int) -> Iterator[Row]:
-        """Train to step `last` of an attempt."""
-        setup, config, per_step = self._setup, plan.config, plan.micro_batches_per_step
-        self.model.activation_checkpointing = config.train.activation_checkpointing
+    def _rows(self, first_batch: int, last: int) -> Iterator[Row]:
+        setup, config, per_step = self._setup, self._plan.config, self._plan.micro_batches_per_step
         accumulation = setup.strategy.accumulation(setup.model, per_step)
-        if isinstance(setup.optimizer, Muon):
-            setup.optimizer.num_shares = 1 if config.train.exact else num_workers
-        if num_workers > 1 and isinstance(accumulation, FloatAccumulator):
-            accumulation = _InTurn(self.model, per_step, num_workers)
+        if self._num_workers > 1 and isinstance(accumulation, FloatAccumulator):
+            accumulation = _InTurn(self.model, per_step, self._num_workers)
+            if isinstance(setup.optimizer, Muon):
+                setup.optimizer.num_shares = self._num_workers
         results = train_steps(
             setup.model,
             setup.optimizer,
-            self._micro_batches(plan, last - self.step),
+            self._micro_batches(first_batch, last - self.step),
             accumulation,
             first_step=self.step,
             max_steps=last,
@@ -178,10 +164,9 @@ class Replay:
                 self._recorded, self.as_recorded = {}, False
             yield row
 
-    def _micro_batches(self, plan: RunPlan, num_batches: int) -> Iterator[MicroBatch]:
-        first_batch = self.run.batch_of(self.step + 1)
-        spec = IngestSpec(plan, self.run.data, first_batch, self.run.skipped)
-        per_step = plan.micro_batches_per_step
+    def _micro_batches(self, first_batch: int, num_batches: int) -> Iterator[MicroBatch]:
+        spec = IngestSpec(self._plan, self.run.data, first_batch, self.run.skipped)
+        per_step = self._plan.micro_batches_per_step
         chunks = rank_chunks(chunks_in_process(spec, num_batches, 0), spec, 0)
         next(chunks)  # the validation sequences
         for chunk in chunks:

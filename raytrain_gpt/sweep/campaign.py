@@ -276,13 +276,12 @@ def check_unchanged(
         for name, values in changed_fields(first.field_values(), base.field_values()).items()
         if name in measured or changes_math(name, first, base)
     ]
-    code = directory / CODE_FILE
-    started_with = Code(CODE_FILE, code.read_text()) if code.is_file() else None
-    change = ""
-    if (sha256 := started_with.sha256 if started_with else None) != code_hash(base):
-        change = describe_change(sha256, started_with, base.code)
-    if change and not may_replace(started_with, base.code):
-        changed.append(f"{change} (it started with {code}; --accept_changed_code accepts yours)")
+    code, change = directory / CODE_FILE, ""
+    before = Code(CODE_FILE, code.read_text()) if code.is_file() else None
+    if (sha256 := before.sha256 if before else None) != code_hash(base):
+        change = describe_change(sha256, before, base.code)
+    if not may_replace(before, base.code):
+        changed.append(f"{change} (it had {code}; --accept_changed_code accepts yours)")
     if changed:
         raise ConfigError(
             f"{title} cannot continue with changed {', '.join(changed)}; restore it, or {another}"

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-import torch
-from pydantic import BaseModel, ConfigDict, Field
 
 from raytrain_gpt.checkpoint.branch import read_branch
 from raytrain_gpt.checkpoint.catalog import CODE_FILE, Catalog
@@ -24,11 +22,11 @@ from raytrain_gpt.data.order import Ids, batches_to_read
 from raytrain_gpt.data.shards import read_row_group
 from raytrain_gpt.data.tokenizer import decode_tokens, token_to_bytes
 from raytrain_gpt.data.tokenizer_file import read_tokenizer
-from raytrain_gpt.errors import ConfigError, DataError, damage_as
+from raytrain_gpt.errors import ConfigError, DataError
 from raytrain_gpt.format import count, preview
 from raytrain_gpt.storage.location import Location, LocationLike
 from raytrain_gpt.tracking.goodput import read_attempts
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, read_rows
+from raytrain_gpt.tracking.run_files import CONFIG_FILE, Row, read_rows
 from raytrain_gpt.tracking.runs import find_run
 from raytrain_gpt.train.resume import read_skipped
 
@@ -52,34 +50,6 @@ class TrainedSequence:
     shard: str
     row: int
     text: str
-
-
-class Way(BaseModel):
-    """How an attempt trained its steps, from a run's files, which anyone may have written.
-
-    Attributes:
-        steps: Those that no later attempt repeated.
-        code_sha256: Of its user code, or None.
-        holder: Directory with that code.
-    """
-
-    model_config = ConfigDict(arbitrary_types_allowed=True)
-
-    steps: range
-    config: Config
-    code_sha256: str | None
-    holder: Location
-    num_workers: int = Field(ge=1, le=2**16)
-    threads: int = Field(ge=1, le=2**10)
-    device: str
-    precision: Literal["fp32", "bf16", "fp16"]
-    micro_batch_sequences: int = Field(ge=1)
-    activation_checkpointing: Literal["none", "selective", "full"]
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether to train these steps on a GPU again, if there is one."""
-        return torch.cuda.is_available() and "cpu" not in self.device.lower()
 
 
 class RunProvenance:
@@ -126,9 +96,9 @@ class RunProvenance:
         self._starts = [np.cumsum(sequences) - sequences for sequences in counts]
         self.rows = read_rows(sync.work_dir)
         self.attempts = read_attempts(self.rows)
-        steps = (row for row in self.rows if "train/loss" in row)
         most = max(self.config.train.max_steps, self.latest.train.max_steps)
-        self.steps = {row["step"]: row for row in steps if row["step"] <= most}
+        steps = (row for row in self.rows if "train/loss" in row and row["step"] <= most)
+        self.steps = {row["step"]: row for row in steps}
         self.last_step = max(self.steps, default=0)
         self._tokenizer = read_tokenizer(self.data.datasets[0].directory)
 
@@ -151,29 +121,32 @@ class RunProvenance:
             )
         return batches_to_read(self._first, step - before, self.skipped)[-1][1] - 1
 
-    def way_of(self, step: int) -> Way:
-        """Return how the attempt of a step trained it; raises ConfigError if the run's files do not say."""
-        attempt = next((one for one in self.attempts if step in one.kept), None)
-        if attempt is None:
-            raise ConfigError(
-                f"{self.dir} does not record the workers of step {step}; give another"
-            )
-        saved = [one for one in Catalog(self.dir).complete() if one.state.step in attempt.kept]
-        if saved:
-            config = recorded(saved[0].state.config, str(saved[0].path))
-            code_sha256, holder = saved[0].state.code_sha256, saved[0].path
-        elif attempt is self.attempts[-1]:
-            config, holder, code_file = self.latest, self.dir, self.dir / CODE_FILE
-            text = code_file.read_text() if code_file.is_file() else ""
-            code_sha256 = Code(CODE_FILE, text).sha256 if text else None
-        else:
+    def attempt_of(self, step: int) -> Row:
+        """Return the events that started a step's attempt, as one row; raises ConfigError without them."""
+        for attempt in self.attempts:
+            if step in attempt.kept:
+                return attempt.row
+        raise ConfigError(f"{self.dir} does not record the workers of step {step}; give another")
+
+    def source_of(self, step: int) -> tuple[Config, str | None, Location]:
+        """Return the settings of a step's attempt, the SHA-256 of its code and a directory with that code.
+
+        Raises:
+            ConfigError: it is not the last attempt, and all of its checkpoints are gone.
+        """
+        kept = next(one.kept for one in self.attempts if step in one.kept)
+        for saved in Catalog(self.dir).complete():
+            if saved.state.step in kept:
+                config = recorded(saved.state.config, str(saved.path))
+                return config, saved.state.code_sha256, saved.path
+        if self.last_step not in kept:
             raise ConfigError(
                 f"{self.dir} has no checkpoint left of the attempt that trained step {step}, so its settings "
-                "are unknown; give another"
+                "are unknown; give a later step"
             )
-        known = {"steps": attempt.kept, "config": config, "code_sha256": code_sha256}
-        with damage_as(ConfigError, f"the record of step {step} in {self.dir}"):
-            return Way(**{**attempt.row, **known, "holder": holder})
+        code = self.dir / CODE_FILE
+        sha256 = Code(CODE_FILE, code.read_text()).sha256 if code.is_file() else None
+        return self.latest, sha256, self.dir
 
     def step(self, step: int, worker: int | None = None) -> list[TrainedSequence]:
         """Return the sequences of a step, or of one worker in it.
@@ -183,7 +156,7 @@ class RunProvenance:
         """
         ids = self.order.batch_ids(self.batch_of(step))
         if worker is not None:
-            if worker >= (num := self.way_of(step).num_workers):
+            if worker >= (num := self.attempt_of(step)["num_workers"]):
                 raise ConfigError(
                     f"--worker {worker}: step {step} had {count(num, 'worker')}; set it to 0 to {num - 1}"
                 )

@@ -105,7 +105,7 @@ def check_changes(config: Config, data: Mixture, resumed: Checkpoint, log: Log) 
             f"run {_run_dir(resumed).name} cannot resume from step {state.step} with changed "
             f"{listed}; change it back, or use another run_name"
         )
-    check_unchanged(config, resumed, log)
+    check_unchanged(resumed, config.code, log)
     if state.step < config.train.max_steps:
         log(f"resuming from step {state.step} ({resumed.path})")
     then = for_workers(config, state.num_workers).field_values()

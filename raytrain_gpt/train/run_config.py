@@ -95,7 +95,8 @@ def _remembered(run: Location, fields: Mapping[str, Any]) -> tuple[Config, str]:
     words = [
         f"--{name} {shell(','.join(value) if isinstance(value, tuple) else value)}"
         for name, value in stored.field_values().items()
-        if name not in {*fields, *place, *start} and value != kept.get(name, _default(name))
+        if name not in {*fields, *place, *start}
+        and value != kept.get(name, FIELDS[name][1].default if name in FIELDS else None)
     ]
     left_out = f" without its own {' '.join(words)}, which only you may choose" if words else ""
     for name, value in stored.field_values().items():
@@ -121,10 +122,6 @@ def _stored(run: Location) -> Config:
     assert newest is not None, "the run has a checkpoint"
     cluster = {name: field.default for name, field in ClusterSection.model_fields.items()}
     return parse_config(newest.state.config, str(newest.path)).updated(cluster)
-
-
-def _default(name: str) -> Any:
-    return FIELDS[name][1].default if name in FIELDS else None
 
 
 def fields_of_init_from(

@@ -64,8 +64,8 @@ Start = Callable[..., Any]
 def start(make_config: MakeConfig, tmp_path: Path) -> Start:
     """Return a function that runs with an evaluation of this body."""
 
-    def begin(body: str | None, name: str = "run", **fields: Any) -> Any:
-        kinds.set_user_code(None if body is None else Code("my.py", START + body))
+    def begin(body: str | None, name: str = "run", may_differ: bool = False, **fields: Any) -> Any:
+        kinds.set_user_code(None if body is None else Code("my.py", START + body, may_differ))
         own = {} if body is None else {"evaluations": ["mine"]}
         fields = {"max_steps": 8, "eval_every_steps": 4, "run_name": name, **own, **fields}
         return train(make_config(storage_path=str(tmp_path), **fields), print)
@@ -193,7 +193,7 @@ def test_an_evaluation_that_fails_ends_the_run_with_one_line_and_loses_no_step(
     with raises_line(ConfigError, *words):
         start(body, checkpoint_every_steps=20)
     assert Catalog(Location.of(tmp_path / "run")).complete()[-1].state.step == 4
-    fixed = start("    return {'a': (1, 2)}\n", checkpoint_every_steps=20)
+    fixed = start("    return {'a': (1, 2)}\n", may_differ=True, checkpoint_every_steps=20)
     assert [row["mine/a"] for row in evaluations(fixed.run_dir)] == [0.5]
 
 

@@ -108,7 +108,7 @@ def test_one_changed_byte_is_refused_with_ways_out_that_work(start: Start, tmp_p
     run = start(OWN, **fields)
     before, after = Code("", OWN).sha256, Code("", OTHER).sha256
     fields["max_steps"] = 30
-    words = [f"changed code {before[:12]} -> {after[:12]}", "schedule inverse_sqrt", CODE_FILE]
+    words = [f"other code (code {before[:12]} -> {after[:12]}, 1 line added, 1 removed", CODE_FILE]
     with raises_line(CheckpointError, *words, "--accept_changed_code"):
         start(OTHER, **fields)
     lines: list[str] = []
@@ -119,15 +119,21 @@ def test_one_changed_byte_is_refused_with_ways_out_that_work(start: Start, tmp_p
 
 
 @pytest.mark.slow
-def test_code_that_no_kind_of_the_weights_comes_from_may_change(
-    start: Start, tmp_path: Path
-) -> None:
+def test_code_from_which_no_kind_comes_may_not_change_either(start: Start, tmp_path: Path) -> None:
+    """It is executed too. Remarks cannot act; the user may accept other code, and none."""
     fields: dict[str, Any] = {"run_name": "unused", "storage_path": tmp_path}
     start(OWN, max_steps=10, **fields)
     lines: list[str] = []
-    start(OTHER, lines.append, max_steps=20, **fields)
+    start(f"# a remark\n{OWN}", lines.append, max_steps=20, **fields)
     assert any("changed since that checkpoint: code" in line for line in lines)
-    assert start(None, max_steps=30, **fields).step == 30
+    for text in (OTHER, None):
+        with raises_line(CheckpointError, "has other code", "--accept_changed_code"):
+            start(text, max_steps=30, **fields)
+    assert start(OTHER, may_differ=True, max_steps=30, **fields).step == 30
+    assert start("", may_differ=True, max_steps=40, **fields).step == 40
+    assert newest(Location.of(tmp_path / "unused")).state.code_sha256 is None
+    with raises_line(CheckpointError, "has other code", "leave out --code"):
+        start(OWN, max_steps=50, **fields)
 
 
 @pytest.mark.slow
@@ -150,18 +156,16 @@ def test_an_own_model_is_built_only_from_the_code_with_its_hash(
     hash12 = Code("", OWN).sha256[:12]
     for used in (None, Code("other.py", OTHER)):
         kinds.set_user_code(used)
-        with raises_line(
-            CheckpointError, "architecture mine", hash12, f"--code {path / CODE_FILE}"
-        ):
+        with raises_line(CheckpointError, "other code", hash12, f"--code {path / CODE_FILE}"):
             open_checkpoint(path.path)
     other = tmp_path / "other.py"
-    other.write_text("raise RuntimeError('executed')\n" + OTHER)
+    other.write_text("raise RuntimeError('exe' 'cuted')\n" + OTHER)
     prompt = ("--prompt", "a", "--num_samples", "1", "--max_new_tokens", "2")
     commands: list[tuple[str, ...]] = [("eval",), ("sample", *prompt), ("export", "--out", "x")]
     for name, *more in commands:
         assert "if you trust it" in run_cli.refuses(name, path.path, *more)
         said = run_cli.refuses(name, path.path, *more, "--code", other)
-        assert "of other.py" in said
+        assert Code.read(other).sha256[:12] in said
         assert "executed" not in said
     out = run_cli.succeeds("sample", path.path, *prompt, "--code", path.path / CODE_FILE)
     assert "--code" in out.splitlines()[-1]
