@@ -30,6 +30,7 @@ torchrun() {
 }
 # during NAME ACTION: in the background, when the run has a checkpoint, send SIGNAL to a rank or to the command.
 during() {
+  rm -rf "runs/$1" "calls/$1"
   [[ $wanted = "  " || $wanted = *" $1 "* ]] || return 0
   (
     until compgen -G "runs/$1/checkpoints/step=*" > /dev/null; do sleep 0.2; done
