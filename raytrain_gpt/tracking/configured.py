@@ -10,13 +10,16 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import Log
+from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking import mlflow_run
-from raytrain_gpt.tracking.run_files import TRACKERS_DIR, Row
+from raytrain_gpt.tracking.run_files import TRACKERS_DIR, Row, read_rows
 from raytrain_gpt.tracking.trackers import BUFFER_S, DeliveryState, End, TrackedRun, TrackerQueue
 
 
@@ -36,14 +39,11 @@ def open_trackers(
     queues = []
     for name in dict.fromkeys([*names, *tracking.trackers]):
         label = f"MLflow at {uri}" if name == "mlflow" else f"tracker {name}"
-        lacked, _ = _delivered(run, name).take(rows, run.step)
-        # A killed attempt's event may be later than one of a higher step; a tracker's last is remembered.
-        events = iter(
-            sorted((row for row in lacked if "event" in row), key=lambda row: row.get("time", 0.0))
-        )
-        if lacked or not is_over:
-            queues.append(TrackerQueue(partial(NamedTracker, name), run, log, label))
-            queues[-1].rows([next(events) if "event" in row else row for row in lacked])
+        ledger = _read_ledger(run, name)
+        last = ledger.stores.get(ledger.last, DeliveryState())
+        if not is_over or ledger.settings != _settings(run, name) or last.take(rows, run.step)[0]:
+            make = partial(NamedTracker, name, earlier=rows if is_over else None)
+            queues.append(TrackerQueue(make, run, log, label))
     return queues
 
 
@@ -55,34 +55,69 @@ def complete_trackers(run: TrackedRun, rows: list[Row], log: Log) -> None:
         queue.close("finished", patient=True)
 
 
-def _delivered(run: TrackedRun, name: str) -> DeliveryState:
-    """Read what a tracker has; the file name of earlier versions had no dot."""
-    for file in (f".{name}.json", f"{name}.json"):
+class _Ledger(BaseModel):
+    """What each store of a tracker has, such as a run in one MLflow; the `last` one had these `settings`."""
+
+    stores: dict[str, DeliveryState] = {}
+    last: str = ""
+    settings: str = ""
+
+
+def _read_ledger(run: TrackedRun, name: str) -> _Ledger:
+    for file in (f".{name}.json", f"{name}.json"):  # earlier versions had no dot, and one store
         with contextlib.suppress(FileNotFoundError, ValueError):
             if run.resumed:
-                content = (run.directory / TRACKERS_DIR / file).read_bytes()
-                return DeliveryState.model_validate_json(content)
-    return DeliveryState()
+                content = parse_json((run.directory / TRACKERS_DIR / file).read_bytes())
+                if isinstance(content, dict) and "stores" not in content:
+                    return _Ledger(stores={"": DeliveryState.model_validate(content)})
+                return _Ledger.model_validate(content)
+    return _Ledger()
+
+
+def _settings(run: TrackedRun, name: str) -> str:
+    settings = run.config.tracking.settings(kinds.kind("trackers", name).settings).model_dump_json()
+    return f"{mlflow_run.tracking_uri(run.config)}" if name == "mlflow" else settings
 
 
 class NamedTracker:
-    """A tracker, called with the rows that it lacks.
+    """A tracker, called with the rows that its store lacks.
 
     Its class may have no `text` or `finish`; `buffer_s` is the time for which it keeps rows in memory only;
-    `replaces_rows` says that it replaces those of steps that the attempt repeats, as all user trackers may.
+    `replaces_rows` says that it replaces those of steps that the attempt repeats, as all user trackers may;
+    `store` names the run in the store that it writes, by default its settings, and `is_new` that this has
+    no rows yet.
+
+    Args:
+        earlier: The run's rows so far, by default those in its file when the tracker is connected.
     """
 
-    def __init__(self, name: str, run: TrackedRun) -> None:
+    def __init__(self, name: str, run: TrackedRun, earlier: list[Row] | None = None) -> None:
         kind = kinds.kind("trackers", name)
         code = None if kind.is_built_in else kinds.used_code()
         self._errors_as_line = code.errors_as_line if code else contextlib.nullcontext
-        self._run, self._delivered = run, _delivered(run, name)
+        self._run, self._earlier, self._ledger = run, earlier, _read_ledger(run, name)
         self._unwritten: deque[tuple[float, DeliveryState]] = deque()
         self._file = Location.of(run.directory / TRACKERS_DIR / f".{name}.json")
+        self._tracker = kind.call(run, run.config.tracking.settings(kind.settings))
+        settings = _settings(run, name)
+        self._ledger.last, self._ledger.settings = (
+            getattr(self._tracker, "store", settings),
+            settings,
+        )
+        stores = {} if getattr(self._tracker, "is_new", False) else self._ledger.stores
+        self._delivered = stores.get(self._ledger.last, stores.get("", DeliveryState()))
         if getattr(kind.resolve(), "replaces_rows", not kind.is_built_in):
             self._delivered = self._delivered.until(run.step)
-        self._tracker = kind.call(run, run.config.tracking.settings(kind.settings))
         self._buffer_s = getattr(self._tracker, "buffer_s", BUFFER_S)
+
+    def backlog(self) -> list[Row]:
+        earlier = read_rows(self._run.directory) if self._earlier is None else self._earlier
+        lacked, _ = self._delivered.take(earlier, self._run.step)
+        # A killed attempt's event may be later than one of a higher step; a tracker's last is remembered.
+        events = iter(
+            sorted((row for row in lacked if "event" in row), key=lambda row: row.get("time", 0.0))
+        )
+        return [next(events) if "event" in row else row for row in lacked]
 
     def rows(self, rows: list[Row]) -> None:
         new, after = self._delivered.take(rows, self._run.step)
@@ -97,8 +132,10 @@ class NamedTracker:
             self._write(self._unwritten.popleft()[1])
 
     def _write(self, delivered: DeliveryState) -> None:
+        self._ledger.stores.pop("", None)
+        self._ledger.stores[self._ledger.last] = delivered
         with contextlib.suppress(OSError):  # the recorder reports a full disk
-            self._file.write_text(delivered.model_dump_json() + "\n")
+            self._file.write_text(self._ledger.model_dump_json() + "\n")
 
     def text(self, step: int, name: str, text: str) -> None:
         if hasattr(self._tracker, "text"):

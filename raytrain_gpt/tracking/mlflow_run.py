@@ -103,10 +103,12 @@ class MLflowRun:
         if run is not None and starts_over and not texts.items() >= run.data.params.items():
             (directory / TRACKING_FILE).remove()
             run = None
+        self.is_new = run is None
         if run is None:
             tags = {**tags, _IDENTITY_TAG: _identity(directory, uri)}
             run = self.client.create_run(experiment_id, tags=tags, run_name=directory.name)
         self.run_id: str = run.info.run_id
+        self.store = self.run_id
         record = {**read_tracking(directory), "experiment_id": experiment_id, "run_id": self.run_id}
         (directory / TRACKING_FILE).write_text(json.dumps(record) + "\n")
         self.client.update_run(self.run_id, status="RUNNING")
@@ -268,10 +270,9 @@ def read_tracking(directory: Location) -> dict[str, str]:
 
 
 def _identity(directory: Location, uri: str) -> str:
-    """Return the identity in a directory's file, which is written if it has none for this server."""
-    file = directory / TRACKING_FILE
-    record = read_tracking(directory)
+    """Return the identity in a directory's file, the same on all servers; it is written before it is used."""
+    record = {"identity": uuid.uuid4().hex, **read_tracking(directory)}
     if record.get("uri") != uri:
-        record = {"uri": uri, "identity": uuid.uuid4().hex}
-        file.write_text(json.dumps(record) + "\n")
+        record = {"uri": uri, "identity": record["identity"]}
+        (directory / TRACKING_FILE).write_text(json.dumps(record) + "\n")
     return record["identity"]

@@ -28,7 +28,9 @@ class TensorBoard:
     replaces_rows = True
 
     def __init__(self, run: TrackedRun, _: Settings) -> None:
-        self._writer = EventFileWriter(str(run.directory / "tensorboard"))
+        directory, self.store = run.directory / "tensorboard", ""
+        self.is_new = not any(directory.glob("*"))
+        self._writer = EventFileWriter(str(directory))
         self._add(run.step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def rows(self, rows: list[Row]) -> None:

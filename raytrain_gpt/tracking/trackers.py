@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 from pydantic import BaseModel, ConfigDict
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.format import Log, count
+from raytrain_gpt.format import Log
 from raytrain_gpt.redact import say
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, PROFILE_DIR, RUN_ID_FILE, SAMPLES_FILE, Row
 
@@ -95,6 +95,10 @@ class Tracker(Protocol):
     After an error, the call's rows or text are sent again with the next ones.
     """
 
+    def backlog(self) -> list[Row]:
+        """Return the run's rows so far that its store lacks."""
+        ...
+
     def rows(self, rows: list[Row]) -> None: ...
 
     def text(self, step: int, name: str, text: str) -> None: ...
@@ -140,7 +144,7 @@ class TrackerQueue:
             self._changed.notify()
 
     def close(self, end: End, patient: bool = False) -> None:
-        """Send the rest and have the tracker finish, within three minutes, or log how many rows it lacks.
+        """Send the rest and have the tracker finish, within three minutes, or log that it lacks rows.
 
         Args:
             patient: Wait longer as long as it accepts rows.
@@ -155,22 +159,26 @@ class TrackerQueue:
             if not (patient and self._thread.is_alive() and len(self._rows) < num_left):
                 break
         if self._rows:
-            lacking = count(len(self._rows), "row")
-            self._log(f"{self._name} lacks {lacking}; run the same command again to send them")
+            self._log(f"{self._name} lacks rows; run the same command again to send them")
 
     def _start(self) -> None:
         if self._thread.ident is None:
             self._thread.start()
 
     def _follow(self) -> None:
-        tracker, warned = None, False
+        tracker: Tracker | None = None
+        warned = False
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._rows or self._texts or self._end)
                 rows, texts, end = self._rows[:_ROWS_AT_ONCE], self._texts[:1], self._end
             try:
                 if tracker is None:
-                    tracker = self._make(self._run)
+                    made = self._make(self._run)
+                    backlog = made.backlog()
+                    with self._changed:
+                        tracker, self._rows[:0] = made, backlog
+                    continue
                 if rows:
                     tracker.rows(rows)
                     with self._changed:  # only now, so that rows of a failed call are resent

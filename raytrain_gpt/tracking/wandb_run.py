@@ -39,6 +39,8 @@ class Wandb:
             sys.exit, sys.excepthook = hooks
         sync = f"{shell('wandb', 'sync', run.directory / 'wandb')}/offline-run-*-{run.id}"
         run.log(f"wandb       {f'offline{offline}; upload: {sync}' if offline else self._run.url}")
+        self.store = f"{settings.wandb_entity}/{settings.wandb_project}"
+        self.is_new = not offline and not self._run.resumed
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 

@@ -49,9 +49,11 @@ def track(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Track:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     (tmp_path / "run").mkdir()
 
-    def start(step: int, newest: str | None = None, **fields: Any) -> TrackerQueue:
-        uri = {"mlflow_uri": f"file:{tmp_path / 'mlruns'}", "experiment": "tests"}
-        run = TrackedRun(tmp_path / "run", Config().updated(uri | fields), step, {"sweep": "a"})
+    def start(
+        step: int, newest: str | None = None, uri: str | None = None, **fields: Any
+    ) -> TrackerQueue:
+        place = {"mlflow_uri": uri or f"file:{tmp_path / 'mlruns'}", "experiment": "tests"}
+        run = TrackedRun(tmp_path / "run", Config().updated(place | fields), step, {"sweep": "a"})
         run.newest_checkpoint = newest
         return TrackerQueue(MLFLOW, run, pytest.fail, "MLflow")
 
@@ -165,6 +167,9 @@ def test_a_slow_and_failing_tracker_neither_slows_nor_ends_the_recorder(
                 raise RuntimeError(f"{name} failed")
             calls.put((name, *arguments))
 
+        def backlog(self) -> list[Row]:
+            return []
+
         def rows(self, rows: list[Row]) -> None:
             self._call("rows", [row["step"] for row in rows])
 
@@ -202,6 +207,9 @@ def test_a_tracker_that_fails_while_the_run_ends_is_tried_once_more(tmp_path: Pa
     calls: list[str] = []
 
     class Kept:
+        def backlog(self) -> list[Row]:
+            return []
+
         def rows(self, rows: list[Row]) -> None:
             calls.append(f"{len(rows)} rows")
 
@@ -230,6 +238,28 @@ def test_a_tracker_that_never_ends_does_not_keep_the_run(
     monkeypatch.setattr("raytrain_gpt.tracking.trackers._FINISH_S", 0.1)
     run = TrackedRun(tmp_path, Config(), 0, {})
     TrackerQueue(lambda _: threading.Event().wait(), run, pytest.fail, "blocks").close("finished")
+
+
+def test_a_new_run_in_mlflow_gets_all_rows_and_the_old_one_no_row_twice(
+    track: Track, client: MlflowClient, tmp_path: Path
+) -> None:
+    """After the run was deleted on the page, in another store, and where the storage was moved."""
+    first = track(0)
+    first.rows([*rows(1, 20), {"step": 10, "val/loss": 3.0}])
+    first.close("finished")
+    directory = tmp_path / "run"
+    (directory / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows(1, 20)))
+    client.delete_run(runs(client)[0].info.run_id)
+    again = track(20)
+    again.rows(rows(21, 30))
+    again.close("finished")
+    assert history(client, "train/loss") == [(step, 1.0) for step in range(1, 31)]
+    (tmp_path / "mlruns").rename(tmp_path / "moved")
+    moved = track(30, uri=f"file:{tmp_path / 'moved'}")
+    moved.rows(rows(31, 32))
+    moved.close("finished")
+    there = MlflowClient(f"file:{tmp_path / 'moved'}")
+    assert history(there, "train/loss") == [(step, 1.0) for step in range(1, 33)]
 
 
 def test_a_new_parameter_is_added_and_the_others_stay(
