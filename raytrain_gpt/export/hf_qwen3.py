@@ -69,14 +69,23 @@ def plain_values(content: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
         "attention_bias": (False,),
         "use_sliding_window": (False,),
         "layer_types": (None, [kind for kind in kinds if kind == "full_attention"]),
-        "rope_scaling": (None,),
-        "rope_parameters": (None, {"rope_theta": _rope_theta(content), "rope_type": "default"}),
+        "rope_scaling": (None, _plain_rope(content.get("rope_scaling"))),
+        "rope_parameters": (None, _plain_rope(content.get("rope_parameters"))),
         "head_dim": (int(content["hidden_size"]) // int(content["num_attention_heads"]),),
     }
 
 
+def _plain_rope(rope: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the entries that do not scale rotary positions."""
+    plain = {"rope_type": "default", "type": "default", "factor": 1.0, "partial_rotary_factor": 1.0}
+    entries = (rope or {}).items()
+    return {k: v for k, v in entries if k == "rope_theta" or v is None or v == plain.get(k)}
+
+
 def _rope_theta(content: dict[str, Any]) -> float:
-    return float((content.get("rope_parameters") or content).get("rope_theta", 10_000.0))
+    ropes = [content.get("rope_scaling"), content.get("rope_parameters"), content]
+    stated = [rope["rope_theta"] for rope in ropes if rope and rope.get("rope_theta") is not None]
+    return float(stated[0] if stated else 10_000.0)
 
 
 def shape_of(content: dict[str, Any]) -> GPTShape:

@@ -192,9 +192,10 @@ def _our_tensors(hf: Mapping[str, Tensor], where: str, shape: GPTShape) -> dict[
         tensors[ours[0]] = ours[1]
     head = tensors.pop(_HEAD, None) if shape.tied_embeddings else None
     if head is not None and not (_EMBEDDING in tensors and torch.equal(head, tensors[_EMBEDDING])):
-        raise CheckpointError(
-            f"{where} has a {_HEAD} that differs from its embedding, although its config.json ties them"
-        )
+        why = "but the architecture gpt2 has no other head; import a GPT-2 that is tied"
+        if shape.architecture != "gpt2":
+            why = f"although {HF_CONFIG_FILE} ties them; set tie_word_embeddings to false there"
+        raise CheckpointError(f"{where} has a {_HEAD} that differs from its embedding, {why}")
     return tensors
 
 

@@ -165,7 +165,7 @@ THREE = torch.zeros(3)
         ("gpt2", {FC: torch.full((40, 160), torch.nan)}, ["h.1.mlp.c_fc.weight", "not finite"]),
         ("gpt2", {"transformer.h.1.rotary": THREE}, ["h.1.rotary (3,)", "no such tensor"]),
         ("gpt2", {"transformer.h.999999999.x": THREE}, ["4 layers", "has 3"]),
-        ("gpt2", {HEAD: torch.zeros(257, 40)}, [f"{HEAD} that differs from its embedding"]),
+        ("gpt2", {HEAD: torch.zeros(257, 40)}, [f"{HEAD} that differs", "gpt2 has no other head"]),
         ("qwen3", {GATE: torch.zeros(96, 64)}, ["h.1.mlp.gate_proj.weight (96, 64)", "(64, 96)"]),
         ("qwen3", {K_NORM: torch.zeros(128)}, ["h.0.k_norm.weight (128,)", "(24,)"]),
         ("qwen3", {HEAD: torch.zeros(999, 96)}, [f"{HEAD} (999, 96)", "(1000, 96)"]),
@@ -183,6 +183,12 @@ def test_tensors_of_no_plain_model_are_refused(
     changed = {k: t for k, t in {**tensors, **changes}.items() if t is not None}
     with raises_line(CheckpointError, "here", *words):
         model_of(changed, "here", PLAIN[kind])
+
+
+def test_a_tied_model_with_another_head_is_refused_for_its_configuration() -> None:
+    tensors = hf_model(QWEN3[1]).state_dict() | {HEAD: torch.zeros(257, 40)}
+    with raises_line(CheckpointError, f"{HEAD} that differs", "set tie_word_embeddings to false"):
+        model_of(tensors, "here", QWEN3[1])
 
 
 def sharded(tensors: dict[str, Tensor], directory: Path) -> None:
@@ -257,6 +263,28 @@ def test_rotary_positions_are_read_as_old_and_new_versions_write_them(
 
 
 @pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 1e6, "rope_scaling": {"rope_type": "default"}},
+        {"rope_theta": 1e6, "rope_scaling": {"type": "default", "factor": 1}},
+        {"rope_theta": 1e6, "rope_parameters": {"rope_type": "default"}},
+        {"rope_theta": 1e6, "rope_parameters": {}, "rope_scaling": {}},
+        {"rope_scaling": {"rope_type": "default", "type": "default", "rope_theta": 10**6}},
+        {"rope_theta": None, "rope_parameters": {"rope_theta": 1e6, "factor": None}},
+    ],
+    ids=str,
+)
+def test_rotary_positions_that_nothing_scales_are_plain(
+    rope: dict[str, Any], tmp_path: Path
+) -> None:
+    content = json.loads(hf_config_files(QWEN3[2], 256, "float32")["config.json"])
+    for key in ("rope_theta", "rope_scaling", "rope_parameters"):
+        del content[key]
+    (tmp_path / "config.json").write_text(json.dumps(content | rope))
+    assert read_hf_config(tmp_path) == QWEN3[2]
+
+
+@pytest.mark.parametrize(
     ("kind", "key", "value"),
     [
         ("gpt2", "model_type", "llama"),
@@ -266,6 +294,8 @@ def test_rotary_positions_are_read_as_old_and_new_versions_write_them(
         ("qwen3", "use_sliding_window", True),
         ("qwen3", "layer_types", ["sliding_attention", "full_attention"]),
         ("qwen3", "rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        ("qwen3", "rope_scaling", {"type": "linear", "factor": 2.0}),
+        ("qwen3", "rope_scaling", {"rope_type": "default", "partial_rotary_factor": 0.5}),
         ("qwen3", "rope_parameters", {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}),
         (
             "qwen3",
