@@ -38,6 +38,13 @@ _TEXT_PER_COMPRESSED_BYTE = 3
 """Estimate for web pages."""
 _TEXT_BYTES_PER_ID = 4
 
+_POINTER_BYTES = 1024
+"""Git LFS keeps its pointers below this size."""
+_POINTERS = {
+    b"version https://git-lfs.github.com/spec/": "a Git LFS pointer; run git lfs pull",
+    b"/annex/objects/": "a git-annex pointer; run git annex get",
+}
+
 _File = tuple[str, Location, int]
 """Name below the source, place and size."""
 
@@ -69,6 +76,16 @@ def find_pieces(sources: list[str], options: PrepareOptions, log: Log) -> list[S
             "instance with a glob"
         )
     return _with_unique_names(pieces)
+
+
+def refuse_lfs_pointer(path: Path | Location, size: int | None = None) -> None:
+    """Raise a DataError if a file of `size` bytes only names a content that is not here."""
+    file = Location.of(path)
+    if (file.size_bytes() if size is None else size) < _POINTER_BYTES:
+        content = file.read_bytes()
+        for start, what in _POINTERS.items():
+            if content.startswith(start):
+                raise DataError(f"{file} is {what}")
 
 
 def _with_unique_names(pieces: list[SourcePiece]) -> list[SourcePiece]:
@@ -176,6 +193,7 @@ def _cut_at_wildcard(names: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _file_pieces(path: Location, size: int, name: str, text_field: str) -> Iterator[SourcePiece]:
+    refuse_lfs_pointer(path, size)
     piece = SourcePiece(name, path, 0, size, size)
     if path.name.endswith(".parquet"):
         yield from _parquet_pieces(piece, text_field)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data import documents, sources
 from raytrain_gpt.data.documents import BadDocuments, read_documents
-from raytrain_gpt.data.sources import find_pieces
+from raytrain_gpt.data.sources import find_pieces, refuse_lfs_pointer
 from raytrain_gpt.errors import DataError
 from tests.conftest import raises_line
 from tests.data.shard_tools import (
@@ -302,3 +302,19 @@ def test_truncated_parquet_is_refused(tmp_path: Path, keep: int) -> None:
     path.write_bytes(path.read_bytes()[:keep])
     with raises_line(DataError, "a.parquet"):
         find_pieces([str(path)], PrepareOptions(), print)
+
+
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0f" * 32 + "\nsize 5123\n"
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl.gz", "a.parquet", "a.bin", "a.npy", "part-0"])
+@pytest.mark.parametrize("place", ["", "*", "{name}"])
+def test_a_pointer_of_git_lfs_is_refused_under_any_name(
+    tmp_path: Path, name: str, place: str
+) -> None:
+    (tmp_path / name).write_text(LFS)
+    if place or name != "part-0":
+        with raises_line(DataError, f"{name} is a Git LFS pointer; run git lfs pull"):
+            find_pieces([str(tmp_path / place.format(name=name))], PrepareOptions(), print)
+    (tmp_path / name).write_text(f"What is this?\n{LFS}")
+    refuse_lfs_pointer(tmp_path / name)
