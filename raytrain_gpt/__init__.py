@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
+# The package needs version 2 of Ray Train, whose modules read this when they are imported.
+os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
+# Launchers may leave them empty; Ray takes any value for a rank.
+for _name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    if os.environ.get(_name) == "":
+        del os.environ[_name]
+
 __version__ = VERSION
 __all__ = ["TrainedRun", "__version__", "batch_at", "replay", "train"]
 

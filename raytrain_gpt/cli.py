@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from raytrain_gpt.errors import Interrupted, RaytrainGptError, UserError, reason
-from raytrain_gpt.redact import printable, redacted_output
+from raytrain_gpt.redact import printable, redacted_output, show
 from raytrain_gpt.version import VERSION
 
 _NO_USABLE_PATH = {
@@ -67,6 +67,8 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with its code; without `argv`, the process does nothing else."""
+    while argv is None and os.open(os.devnull, os.O_RDWR) <= 2:
+        pass  # a closed stream's number would go to a file of ours, and libraries' output with it
     try:
         with redacted_output():
             _run(argv)
@@ -88,10 +90,6 @@ def _run(argv: Sequence[str] | None) -> NoReturn:
             _complain("".join(traceback.format_exception(error.__cause__)).rstrip())
         _complain(f"{kind}{' '.join(map(str.strip, str(error).splitlines()))}")
         sys.exit(error.exit_code)
-    except BrokenPipeError:
-        # The pipe's reader, such as `head`, has exited; Python would report that again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
     except KeyboardInterrupt:
         _complain("interrupted")
         sys.exit(130)
@@ -113,7 +111,6 @@ def _leave_soon(code: int) -> None:
         names = ", ".join(one.name for one in waits if one is not threading.main_thread())
         _complain(f"exited while {names} still ran; end your threads, or start with daemon=True")
         atexit._run_exitfuncs()
-        print(end="", flush=True)
         os._exit(code)
 
     timer = threading.Timer(LEAVE_AFTER_S, leave)
@@ -123,7 +120,7 @@ def _leave_soon(code: int) -> None:
 
 
 def _complain(text: str) -> None:
-    print(printable(text), file=sys.stderr, flush=True)
+    show(sys.stderr, f"{printable(text)}\n")
 
 
 def _underscored(argv: Sequence[str]) -> list[str]:

@@ -84,7 +84,20 @@ def printable(text: str) -> str:
 
 def say(line: str) -> None:
     """Print a line and flush, without secrets and terminal control characters."""
-    print(printable(line), flush=True)
+    show(sys.stdout, f"{printable(line)}\n")
+
+
+def show(stream: TextIO | None, text: str) -> None:
+    """Write to the console and flush; one that is closed, full or cannot encode a text ends no command."""
+    if stream is None:  # closed before this process started
+        return
+    try:
+        encoding = stream.encoding or "utf-8"
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        stream.flush()
+    except (OSError, ValueError):  # from now on, also what Python flushes at its exit goes nowhere
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class _Redacted:
@@ -94,7 +107,7 @@ class _Redacted:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        self._stream.write(redacted(text))
+        show(self._stream, redacted(text))
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
@@ -105,7 +118,7 @@ class _Redacted:
 def redacted_output() -> Iterator[None]:
     """Redact all output of this process, including warnings, logs and tracebacks of threads."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = map(_Redacted, before)
+    sys.stdout, sys.stderr = (stream and _Redacted(stream) for stream in before)
     try:
         yield
     finally:

@@ -28,7 +28,7 @@ def test_a_reader_that_has_enough_is_not_told_of_a_broken_pipe(tmp_path: Path) -
         done = subprocess.run(listing, stdout=writing, stderr=subprocess.PIPE, timeout=120)
     finally:
         os.close(writing)
-    assert (done.returncode, done.stderr) == (1, b"")
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_names_reach_the_terminal_as_text_and_commands_to_copy_are_quoted(

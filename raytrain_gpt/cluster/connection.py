@@ -20,7 +20,6 @@ from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.format import Log
 
 _ENVIRONMENT = {
-    "RAY_TRAIN_V2_ENABLED": "1",
     # The controller takes one report per worker and poll (default 2 s), and a run's end waits for it.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1",
     # Ray waits 600 s for a frozen worker, and without limit in its collectives (report, preemption info).
@@ -109,9 +108,9 @@ def _sigterm_is_ours() -> Iterator[None]:
     """Restore our SIGTERM handler after `ray.init`, which replaces it (ray #17308, #52898).
 
     The signal is blocked inside, so none is lost. Ray's processes inherit the block, as they do for SIGINT:
-    a SIGTERM to the process group would otherwise end Ray before the run has saved a checkpoint.
+    a SIGTERM or SIGHUP to the process group would otherwise end Ray before the run has saved a checkpoint.
     """
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield

@@ -1,4 +1,7 @@
-"""Ctrl+C and SIGTERM: before training they end the command, during training they request a checkpoint."""
+"""Ctrl+C, SIGTERM and SIGHUP (of a closed terminal, unless nohup ignores it) stop a command.
+
+Before training they end it, during training they request a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from typing import Any
 
 from raytrain_gpt.errors import Interrupted
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FORCED_AFTER = 3
 _LAST_ACT_S = 10.0
 
 
 class StopSignals:
-    """Context manager that handles both signals; does nothing outside the main thread.
+    """Context manager that handles these signals; does nothing outside the main thread.
 
     Until `defer` is called, a signal raises KeyboardInterrupt in the main thread, which no
     `except Exception` swallows, and the context's exit turns it into `Interrupted(message)`. Afterward, a
@@ -36,7 +39,9 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            self._before = {n: signal.signal(n, self._handle) for n in SIGNALS}
+            under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            handled = SIGNALS[:-1] if under_nohup else SIGNALS
+            self._before = {n: signal.signal(n, self._handle) for n in handled}
         return self
 
     def defer(self, last_act: Callable[[], object] | None = None) -> None:
@@ -47,7 +52,7 @@ class StopSignals:
     @contextlib.contextmanager
     def default_handlers(self) -> Iterator[None]:
         """Restore default handling inside, since Python delays handlers while it waits for a process."""
-        handlers = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+        handlers = {number: signal.signal(number, signal.SIG_DFL) for number in self._before}
         try:
             yield
         finally:

@@ -213,7 +213,7 @@ def _add_parser(commands: Any, name: str, doc: str) -> argparse.ArgumentParser:
     summary = text.partition(". ")[0].rstrip(".")
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
-        help=f"{summary[0].lower()}{summary[1:]}",
+        help=f"{summary[:1].lower()}{summary[1:]}",  # empty with PYTHONOPTIMIZE=2
         description=text,
         allow_abbrev=False,
     )

@@ -34,7 +34,7 @@ from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import set_cuda_defaults
 from raytrain_gpt.data.locations import read_data
-from raytrain_gpt.errors import ConfigError, Interrupted, TrainingFailed
+from raytrain_gpt.errors import ConfigError, Interrupted, TrainingFailed, damage_as
 from raytrain_gpt.format import Log, count
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.recorder_handle import ThreadRecorder
@@ -126,7 +126,8 @@ class InProcess:
             )
         if missing:
             return cls(0, 1, 1)
-        return cls(*(int(os.environ[name]) for name in _NAMES[:3]))
+        with damage_as(ConfigError, "torchrun's variables", "; set RANK and others to numbers"):
+            return cls(*(int(os.environ[name]) for name in _NAMES[:3]))
 
     def init_group(self) -> None:
         """Create the group for rank 0's broadcasts; all ranks call it, in local mode."""
