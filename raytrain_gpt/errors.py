@@ -17,6 +17,9 @@ A message has the value, the limit and the fix, on one line.
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
+import re
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -125,6 +128,17 @@ _MUST_BE = {
     "string_type": "a string",
 }
 """Type of a pydantic error -> words, where pydantic's message speaks of Python."""
+
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FULL_WORDS = re.compile(
+    rf"{'|'.join(map(os.strerror, _FULL))}|os error ({'|'.join(map(str, _FULL))})\b", re.IGNORECASE
+)
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a disk, a quota or a limit of file sizes is full; Rust's libraries say so only in the text."""
+    return getattr(error, "errno", None) in _FULL or _FULL_WORDS.search(str(error)) is not None
 
 
 def problem(errors: Iterable[Mapping[str, Any]]) -> str:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import hashlib
 import json
 import re
@@ -31,7 +30,7 @@ from pydantic import Field, TypeAdapter
 
 from raytrain_gpt.checkpoint.checkpoint_state import STATE_VERSION, CheckpointState
 from raytrain_gpt.checkpoint.rows import parse_rows
-from raytrain_gpt.errors import CheckpointError, damage_as
+from raytrain_gpt.errors import CheckpointError, damage_as, is_full, reason
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.redact import say
@@ -184,15 +183,13 @@ class Draft:
                 (self._target / name).upload(file)
                 return entry
         except Exception as error:
-            # safetensors wraps the system's error, whose number is only in the text.
-            is_full = getattr(error, "errno", None) == errno.ENOSPC
-            if not is_full and "os error 28" not in str(error).lower():
+            if not is_full(error):
                 raise
             disk = self._directory.path if self._target.is_local else Path(tempfile.gettempdir())
             raise CheckpointError(
                 f"no space left for checkpoint {self._final}: {shutil.disk_usage(disk).free} bytes are "
-                f"free on {disk}; older checkpoints are intact: make room and run the same "
-                "command again"
+                f"free on {disk} ({reason(error)}); older checkpoints are intact: make room, or raise the "
+                "quota or ulimit -f, and run the same command again"
             ) from None
 
     def commit(

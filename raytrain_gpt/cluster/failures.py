@@ -6,10 +6,9 @@ import re
 from collections.abc import Iterator
 
 from raytrain_gpt import errors
-from raytrain_gpt.errors import ClusterError, RaytrainGptError
+from raytrain_gpt.errors import ClusterError, RaytrainGptError, is_full
 from raytrain_gpt.redact import redacted
 
-_DISK_FULL = re.compile(r"No space left on device|os error 28", re.IGNORECASE)
 _NO_MEMORY = re.compile(r"(?i)torch.OutOfMemoryError|CUDA.*out of memory|STATUS_ALLOC_FAILED")
 """Of torch; of CUDA, NCCL and Triton; of cuBLAS and cuDNN."""
 _CAUSE_IS_LAST = re.compile(r"^ +File \"|^The actor |^Last error:\n\S", re.MULTILINE)
@@ -27,7 +26,7 @@ def user_error_in(error: BaseException) -> RaytrainGptError | None:
             kind = getattr(errors, name, None)
             if isinstance(kind, type) and issubclass(kind, RaytrainGptError):
                 return kind(message)
-    if any(_DISK_FULL.search(str(cause)) for cause in causes(error)):
+    if any(map(is_full, causes(error))):
         return ClusterError(
             f"no space left on a disk that the run writes to ({root_cause(error)}); older checkpoints "
             "are intact: make room and run the same command again"

@@ -19,8 +19,9 @@ from raytrain_gpt.cluster.failures import is_out_of_memory, root_cause, user_err
 from raytrain_gpt.errors import ClusterError
 
 
-def test_a_full_disk_is_one_line_however_it_is_told() -> None:
-    number = errno.ENOSPC
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_is_one_line_however_it_is_told(number: int) -> None:
+    """The system's quota and its limit of file sizes count too."""
     system = OSError(number, os.strerror(number), "/runs/x/model.safetensors")
     told_by_rust = SafetensorError(f"I/O error: {os.strerror(number)} (os error {number})")
     for cause in (system, told_by_rust):
