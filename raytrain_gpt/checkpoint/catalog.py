@@ -337,18 +337,32 @@ def resume_step(checkpoint: Checkpoint | None) -> int:
 
 
 def best_by_loss(checkpoints: list[Checkpoint]) -> Checkpoint | None:
-    """Return the checkpoint with the lowest validation loss, or None if none was evaluated."""
+    """Return the checkpoint with the lowest validation loss, or None if none was evaluated.
+
+    Losses over fewer or more tokens than the newest one's (`eval_tokens`) are not compared with it.
+    """
     return next((c for c in _by_preference(checkpoints) if c.state.val_loss is not None), None)
 
 
 def _by_preference(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
-    """Sort by validation loss, then earlier step; checkpoints without a loss last, newest first."""
+    """Sort by validation loss, then earlier step; others last, see `best_by_loss`, newest first."""
+    checkpoints = list(checkpoints)
+    evaluated = [one for one in checkpoints if one.state.val_loss is not None]
+    newest = max(evaluated, key=lambda one: one.state.step, default=None)
 
-    def rank(checkpoint: Checkpoint) -> tuple[bool, float, int]:
+    def rank(checkpoint: Checkpoint) -> tuple[int, float, int]:
         loss, step = checkpoint.state.val_loss, checkpoint.state.step
-        return loss is None, -step if loss is None else loss, step
+        if loss is None:
+            return 2, -step, step
+        assert newest is not None, "it is evaluated"
+        is_comparable = _eval_tokens(checkpoint) == _eval_tokens(newest)
+        return int(not is_comparable), loss, step
 
     return sorted(checkpoints, key=rank)
+
+
+def _eval_tokens(checkpoint: Checkpoint) -> object:
+    return checkpoint.state.config.get("eval", {}).get("eval_tokens")
 
 
 def _step(path: Location) -> int:

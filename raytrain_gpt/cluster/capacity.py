@@ -5,11 +5,13 @@ Ray's elastic mode is off: it resizes without a checkpoint, to worker counts tha
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -76,8 +78,17 @@ def cpus_to_start(config: Config) -> int:
     return num_workers * cpus + 2
 
 
+def usable_cores() -> int:
+    """Return the cores that this process may use: those of its affinity, at most its container's quota."""
+    quota = math.inf
+    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # no cgroup v2, or no limit
+        most_us, period_us = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        quota = most_us / period_us
+    return max(1, int(min(len(os.sched_getaffinity(0)), quota)))
+
+
 def _shared_cores(shares: int) -> int:
-    return max(1, (os.cpu_count() or 1) // shares)
+    return max(1, usable_cores() // shares)
 
 
 def fit_to_process(config: Config, world_size: int, in_node: int, num_gpus: int) -> Config:

@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from raytrain_gpt.cluster.capacity import Node, Resources
+from raytrain_gpt.cluster.capacity import Node, Resources, usable_cores
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.head import ask_head, check_head, given_address, keep_token_private
 from raytrain_gpt.cluster.private_cluster import end_own_cluster, start_own_cluster
@@ -46,7 +46,7 @@ def connect(num_cpus_needed: int, log: Log) -> Resources:
     with _sigterm_is_ours():
         ours = not ray.is_initialized() and not _join_given_cluster(quiet, log)
         if ours:
-            start_own_cluster(max(os.cpu_count() or 1, num_cpus_needed), **quiet)
+            start_own_cluster(max(usable_cores(), num_cpus_needed), **quiet)
     keep_token_private()
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False

@@ -7,16 +7,19 @@ file and configuration must be the same, and only trials that have not ended run
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 import yaml
+from pydantic import TypeAdapter
 from ray import tune
 from ray.tune.experiment import Trial as TuneTrial
 
@@ -32,7 +35,7 @@ from raytrain_gpt.config.load import without_removed
 from raytrain_gpt.config.resolved import workers_of
 from raytrain_gpt.config.schema import Config, changed_fields, changes_math, parse_config
 from raytrain_gpt.data.locations import location, read_data
-from raytrain_gpt.errors import ConfigError, Interrupted
+from raytrain_gpt.errors import ConfigError, Interrupted, damage_as
 from raytrain_gpt.format import Log, count
 from raytrain_gpt.parsing import parse_yaml
 from raytrain_gpt.storage.lease import LEASE_FILE, Lease, hold_lease
@@ -55,8 +58,10 @@ from raytrain_gpt.tracking.mlflow_run import ParentRun, mark_interrupted, tracki
 from raytrain_gpt.tracking.run_files import CONFIG_FILE
 from raytrain_gpt.train import preflight
 from raytrain_gpt.train.supervisor import TrainLoop
+from raytrain_gpt.version import VERSION
 
 BASE_FILE = "base.yaml"
+FACTS_FILE = "facts.json"
 _CHANGES_LOSS = ("data_path", "init_from", "branch_from")
 """Fields that may change when a run resumes, but change the objective of trials, as those of eval do."""
 _TUNE_DIR = "tune"
@@ -114,6 +119,9 @@ class Campaign:
         self.directory = location(self.base, self.base.run.storage_path) / definition.name
         if changed := check_unchanged(definition, self.base, self.directory, resume):
             log(f"changed since it started: {changed}")
+        self._facts = {"data": self.data.hash, "vocabulary": self.data.vocab_hash}
+        self._facts |= {"torch": torch.__version__, "raytrain-gpt": VERSION}
+        check_facts(definition.title, self._facts, self.directory / FACTS_FILE, log)
         for line in tracker_warnings(self.base):
             log(line)
 
@@ -134,6 +142,7 @@ class Campaign:
             self._at_once = trials_at_once(fitted, resources, number, most)
             with hold_lease(self.directory / LEASE_FILE, self.title, self.log) as self.lease:
                 (self.directory / BASE_FILE).write_text(base.to_yaml())
+                (self.directory / FACTS_FILE).write_text(json.dumps(self._facts))
                 if base.code:
                     (self.directory / CODE_FILE).write_text(base.code.text)
                 (self.directory / definition.file).write_text(to_yaml(definition))
@@ -287,6 +296,27 @@ def check_unchanged(
             f"{title} cannot continue with changed {', '.join(changed)}; restore it, or {another}"
         )
     return change
+
+
+def check_facts(title: str, now: Mapping[str, str], file: Location, log: Log) -> None:
+    """Compare the data and software of a campaign with those in its file, if it has one.
+
+    Raises:
+        ConfigError: the data or its vocabulary is another one.
+    """
+    if not file.is_file():
+        return
+    with damage_as(ConfigError, file):
+        before = TypeAdapter(dict[str, str]).validate_json(file.read_bytes())
+    changed = changed_fields(before, now)
+    for name in ("data", "vocabulary"):
+        if name in changed:
+            raise ConfigError(
+                f"{title} cannot continue with changed {name} (hash {before.get(name)} -> {now[name]}); "
+                "restore it, or start a new one under another name"
+            )
+    for name, change in changed.items():
+        log(f"changed since it started, which may change losses: {name} {change}")
 
 
 def _interrupted() -> Interrupted:

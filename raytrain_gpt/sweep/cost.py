@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from itertools import repeat
 from statistics import fmean
 
 import torch
 
-from raytrain_gpt.cluster.capacity import DATA_CPUS, Resources
+from raytrain_gpt.cluster.capacity import DATA_CPUS, Resources, usable_cores
 from raytrain_gpt.config.resolved import workers_of
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import resolve_precision
@@ -59,7 +58,7 @@ def trial_cpus(config: Config) -> int:
 def fit_here(config: Config, number: int, most: int | None) -> int:
     """Return how many of `number` trials, at most `most`, this machine can run at once."""
     c = workers_of(config)
-    fit = (os.cpu_count() or 1) // (c.num_workers * c.cpus_per_worker)
+    fit = usable_cores() // (c.num_workers * c.cpus_per_worker)
     if c.use_gpu is not False and (gpus := torch.cuda.device_count()):
         fit = int(gpus / (c.num_workers * c.gpus_per_worker) + 1e-9)
     return max(1, min(most or fit, number))

@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
@@ -48,6 +49,7 @@ from raytrain_gpt.train.worker_group import WorkerSpec
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _WAIT_FOR_RANK_0 = timedelta(days=7)
+_TELL_AFTER_S = 10.0
 _OUTSIDE = "192.0.2.1"
 """Address of no host, reached by the default route (RFC 5737)."""
 
@@ -67,7 +69,10 @@ def train_locally(
     if here.in_node < here.world_size:
         use_interface_towards(os.environ["MASTER_ADDR"], _OUTSIDE)
 
+    alone = ExitStack()
+
     def run() -> RunSummary:
+        alone.close()  # all ranks are there
         if here.in_node == here.world_size > 1:
             rendezvous_on_host()
         if here.rank:
@@ -84,7 +89,19 @@ def train_locally(
         finally:
             here.release_followers()
 
-    return in_local_mode(run)
+    with alone:
+        if here.world_size > 1:
+            line = (
+                f"rank {here.rank} waits for all {here.world_size} ranks (WORLD_SIZE) at "
+                f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}; start them, or press Ctrl+C"
+            )
+            timer = threading.Timer(_TELL_AFTER_S, log, [line])
+            timer.daemon = True
+            timer.start()
+            alone.callback(timer.cancel)
+            # Python delays its handlers while torch waits.
+            alone.enter_context(signals.default_handlers())
+        return in_local_mode(run)
 
 
 def in_local_mode(run: Callable[[], T]) -> T:

@@ -197,6 +197,11 @@ class Run:
         )
         for line in tracker_warnings(self.config):
             self.log(line)
+        if (warm_up := self.config.optim.warmup_steps) > train.max_steps:
+            self.log(
+                f"warmup_steps={warm_up} is above max_steps={train.max_steps}, so the learning rate never "
+                "reaches peak_lr; lower it"
+            )
 
     def _supervise(self, resumed: Checkpoint | None, lease: Lease) -> RunSummary:
         place, config, counters = self.place, self.config, policy.Counters()

@@ -20,6 +20,7 @@ from raytrain_gpt.checkpoint.catalog import (
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.errors import CheckpointError, StorageError
 from raytrain_gpt.storage.location import Location
+from tests.checkpoints import write_checkpoint
 from tests.conftest import raises_line
 from tests.s3 import S3Server
 from tests.training import STATE
@@ -239,6 +240,14 @@ def test_the_newest_and_the_best_are_kept(run_dir: Location) -> None:
     assert names(run_dir) == [f"step={step:08d}" for step in (20, 40, 50)]
     assert resolve_checkpoint(run_dir).state.step == 20
     assert resolve_checkpoint(run_dir / "checkpoints" / "step=00000050").state.step == 50
+
+
+def test_losses_over_other_tokens_are_not_compared(tmp_path: Path) -> None:
+    for step, loss, tokens in ((10, 1.0, 128), (20, 2.0, 4096), (30, 2.5, 4096)):
+        write_checkpoint(tmp_path, step, loss, eval_tokens=tokens)
+    best = Catalog(Location.of(tmp_path)).pick("best", pytest.fail)
+    assert best is not None
+    assert best.state.step == 20
 
 
 def test_the_next_best_takes_the_place_of_a_damaged_one_with_a_line(run_dir: Location) -> None:

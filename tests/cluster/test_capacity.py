@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from raytrain_gpt.cluster.capacity import (
     fit_to_process,
     idle_gpus,
     largest_world_size,
+    usable_cores,
 )
 from raytrain_gpt.config.load import load_preset, preset_names
 from raytrain_gpt.config.resolved import micro_batch_for
@@ -137,7 +139,7 @@ def test_what_starts_a_run_is_what_restarts_it() -> None:
 def test_local_mode_takes_the_cores_and_gpus_of_its_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("raytrain_gpt.cluster.capacity.usable_cores", lambda: 8)
     local = config(num_workers=0)
     found = fit_to_process(local, world_size=1, in_node=1, num_gpus=0).cluster
     assert (found.is_local, found.use_gpu, found.cpus_per_worker) == (True, False, 8)
@@ -215,3 +217,14 @@ def test_gpus_that_the_batch_leaves_alone_are_said() -> None:
     asked = given_config.updated({"num_workers": 24})
     with pytest.raises(ConfigError, match="does not divide over 24 workers"):
         fit_to_cluster(asked, given(Node(128, 24)))
+
+
+def test_cores_are_those_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a Slurm step, under taskset, or in a container with a quota."""
+    quota = ["max 100000"]
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)))
+    monkeypatch.setattr(Path, "read_text", lambda _: quota[0])
+    assert usable_cores() == 6
+    for text, cores in (("250000 100000", 2), ("50000 100000", 1), ("900000 100000", 6), ("", 6)):
+        quota[0] = text
+        assert usable_cores() == cores

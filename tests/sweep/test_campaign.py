@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,13 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ConfigError, TrainingFailed
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep import tune
-from raytrain_gpt.sweep.campaign import BASE_FILE, CampaignCallback, check_unchanged, to_yaml
+from raytrain_gpt.sweep.campaign import (
+    BASE_FILE,
+    CampaignCallback,
+    check_facts,
+    check_unchanged,
+    to_yaml,
+)
 from raytrain_gpt.sweep.halving import Rule
 from raytrain_gpt.sweep.history import History
 from raytrain_gpt.sweep.spec import SWEEP_FILE, Sweep
@@ -125,6 +132,22 @@ def test_a_sweep_goes_on_as_it_was_and_not_as_another(started: Sweep, tmp_path: 
     (tmp_path / "config.yaml").touch()
     with raises_line(ConfigError, "is already a run"):
         known(started, base_config(started), directory, resume=False)
+
+
+def test_a_sweep_does_not_go_on_with_other_data_and_tells_of_other_software(tmp_path: Path) -> None:
+    file, lines = Location.of(tmp_path / "facts.json"), list[str]()
+    facts = {"data": "ab12", "vocabulary": "cd34", "torch": "2.13.0"}
+    check_facts("sweep small", facts, file, pytest.fail)
+    file.write_text(json.dumps(facts))
+    check_facts("sweep small", facts, file, pytest.fail)
+    for name in ("data", "vocabulary"):
+        with raises_line(ConfigError, f"changed {name} (hash {facts[name]} -> ef56)"):
+            check_facts("sweep small", {**facts, name: "ef56"}, file, pytest.fail)
+    check_facts("sweep small", {**facts, "torch": "2.14.0"}, file, lines.append)
+    assert lines == ["changed since it started, which may change losses: torch 2.13.0 -> 2.14.0"]
+    file.write_text("[1]")
+    with raises_line(ConfigError, "facts.json is damaged"):
+        check_facts("sweep small", facts, file, pytest.fail)
 
 
 RATES = [1e-3, 2e-3, 3e-3]

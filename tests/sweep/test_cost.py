@@ -82,7 +82,7 @@ def test_a_trial_that_never_fits_is_refused() -> None:
 
 
 def test_a_cluster_of_its_own_has_a_trial_for_each_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost.os, "cpu_count", lambda: 6)
+    monkeypatch.setattr(cost, "usable_cores", lambda: 6)
     config = one_worker_for_auto(base_config(sweep({"use_gpu": False})))
     assert [fit_here(config, 8, most) for most in (None, 99, 1)] == [6, 8, 1]
     assert fit_here(config.updated({"num_workers": 2}), 8, None) == 3

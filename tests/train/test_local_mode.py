@@ -24,7 +24,8 @@ from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.worker import Worker, train_worker
 from tests.conftest import raises_line
 from tests.faults.gates import Faults, Gate, command, gated, wait_until
-from tests.runs import MakeConfig, Straight, assert_same, events, steps
+from tests.ports import free_port
+from tests.runs import MakeConfig, Straight, assert_same, events, flags, steps
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -194,6 +195,35 @@ def test_a_signal_to_one_process_of_torchrun_ends_all_after_saving(
         for d in (summary.run_dir.path, straight(0).run_dir.path)
     ]
     assert hashes[0] == hashes[1]
+
+
+ONE_OF_TWO = """
+import os, sys
+from raytrain_gpt import cli
+from raytrain_gpt.train import local_mode
+
+names = {"WORLD_SIZE": "2", "RANK": sys.argv.pop(1), "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+os.environ.update(names, MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv.pop(1))
+local_mode._TELL_AFTER_S = 0.5
+cli.main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_rank_says_for_whom_it_waits_and_one_signal_ends_it(
+    rank: str, make_config: MakeConfig
+) -> None:
+    config = make_config(num_workers=0, run_name="one-of-two")
+    argv = [rank, str(free_port()), "train", *flags(config)]
+    with subprocess.Popen(
+        [sys.executable, "-c", ONE_OF_TWO, *argv], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        words = f"rank {rank} waits for all 2 ranks (WORLD_SIZE) at 127.0.0.1:"
+        assert any(line.startswith(words) for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == -signal.SIGINT
 
 
 def test_some_variables_of_torchrun_are_one_line(
