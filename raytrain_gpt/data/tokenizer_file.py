@@ -206,11 +206,12 @@ def read_tokenizer_file(path: Location, log: Log = lambda line: None) -> tiktoke
 
 def _of_gpt2_files(vocabulary: dict[str, int], directory: Location) -> dict[str, Any]:
     """Return the content of a `tokenizer.json` for GPT-2's older files; their class must be GPT-2's."""
-    file = directory / "tokenizer_config.json"
+    merges_file, file = directory / GPT2_FILES[1], directory / "tokenizer_config.json"
     config = parse_json(file.read_bytes()) if file.is_file() else {}
     if (config.get("tokenizer_class") or _GPT2_CLASS).removesuffix("Fast") != _GPT2_CLASS:
         raise _Unsupported(f"it is a {config['tokenizer_class']}")
-    lines = (directory / GPT2_FILES[1]).read_bytes().decode().splitlines()
+    refuse_lfs_pointer(merges_file)
+    lines = merges_file.read_bytes().decode().splitlines()
     merges = [line for line in lines if line and not line.startswith("#version")]
     special = [text for text in vocabulary if text == EOT]
     level = {"type": "ByteLevel", "add_prefix_space": config.get("add_prefix_space", False)}

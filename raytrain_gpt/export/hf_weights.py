@@ -20,6 +20,7 @@ from raytrain_gpt.data.sources import refuse_lfs_pointer
 from raytrain_gpt.data.tokenizer import EOT
 from raytrain_gpt.errors import CheckpointError, ConfigError, damage_as, failure_as
 from raytrain_gpt.export import hf_gpt2, hf_qwen3
+from raytrain_gpt.format import listed
 from raytrain_gpt.parsing import parse_json
 
 HF_CONFIG_FILE = "config.json"
@@ -160,7 +161,8 @@ def model_of(hf: Mapping[str, Tensor], where: str, shape: GPTShape) -> GPT:
     """
     tensors = _our_tensors(hf, where, shape)
     rows = (shape.vocab_size, shape.embd_size)
-    embedding = tuple(tensors[_EMBEDDING].shape) if _EMBEDDING in tensors else "missing"
+    stored, names = tensors.get(_EMBEDDING), listed(sorted(hf)[:3])
+    embedding = f"missing (it has {names}, …)" if stored is None else tuple(stored.shape)
     num_layers = len({match[1] for match in map(_LAYER.match, tensors) if match})
     # Before a model of any size is allocated.
     if (num_layers, embedding) != (shape.num_layers, rows):

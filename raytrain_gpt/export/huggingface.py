@@ -27,7 +27,7 @@ from raytrain_gpt.core.model import GPT, GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.data.order import ORDER_VERSION
-from raytrain_gpt.data.tokenizer import load_tokenizer, make_encoding, vocab_hash
+from raytrain_gpt.data.tokenizer import MAX_VOCAB_SIZE, load_tokenizer, make_encoding, vocab_hash
 from raytrain_gpt.data.tokenizer_file import (
     GPT2_FILES,
     IMPORTED,
@@ -49,7 +49,7 @@ from raytrain_gpt.export.hf_weights import (
     read_hf_weights,
 )
 from raytrain_gpt.export.model_card import CARD_FILE, IMPORT_EVENT, model_card
-from raytrain_gpt.format import Log, amount, listed
+from raytrain_gpt.format import Log, amount, count, listed
 from raytrain_gpt.storage.location import Location, force_to_disk, is_url
 from raytrain_gpt.tracking.mlflow_run import track_export
 
@@ -60,7 +60,7 @@ _EVAL_SEQUENCES = 4
 """micro_batch_sequences of imported weights: 4 × 1024 tokens of GPT-2 have 0.8 GB of logits."""
 _GUESSED_TOKENIZERS = {GPT2_VOCAB_SIZE: "gpt2", 257: "bytes"}
 """Vocabulary size -> tokenizer to assume if the weights have none."""
-_OTHER_TOKENIZER = re.compile("(?i)vocab|merges|encoder\\.|spiece|.*(token|\\.(model|vocab|bpe)$)")
+_TOKENIZERS = re.compile(r"(?i).*(token|vocab|merges|tekken|spiece|\.(model|spm|bpe)$)|encoder\.")
 """Names of files of a tokenizer without `tokenizer.json`."""
 
 
@@ -165,16 +165,17 @@ def import_weights(
 
 def _tokenizer(source: Path, name: str | None, shape: GPTShape, log: Log) -> tiktoken.Encoding:
     rows, directory = shape.vocab_size, Location.of(source if source.is_dir() else source.parent)
+    file = directory / TOKENIZER_FILE
     if name is not None:
         encoding = open_tokenizer(name, log)
-    elif (directory / TOKENIZER_FILE).is_file():
-        encoding = read_tokenizer_file(directory / TOKENIZER_FILE, log)
-    elif others := [one for one in directory.names() if _OTHER_TOKENIZER.match(one)]:
-        are_read = {*GPT2_FILES} <= {*others} and "added_tokens.json" not in others
-        if shape.architecture != "gpt2" or not are_read:
+    elif file.is_file():
+        encoding = read_tokenizer_file(file, log)
+    elif others := {one for one in directory.names() if _TOKENIZERS.match(one)}:
+        is_gpt2 = shape.architecture == "gpt2" and others >= {*GPT2_FILES}
+        if not is_gpt2 or "added_tokens.json" in others:
             raise DataError(
-                f"{directory} has {listed(others)}, but no {TOKENIZER_FILE}; add it (transformers makes one: "
-                f"AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)), or set --tokenizer"
+                f"{directory} has {listed(sorted(others))}, but no {TOKENIZER_FILE}; add it (transformers "
+                "makes one: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)), or set --tokenizer"
             )
         encoding = read_tokenizer_file(directory / GPT2_FILES[0], log)
     else:
@@ -189,13 +190,14 @@ def _tokenizer(source: Path, name: str | None, shape: GPTShape, log: Log) -> tik
         )
         encoding = load_tokenizer(guess)
     extra = rows - encoding.n_vocab
-    if extra < 0 or (name is not None and extra > max(128, rows // 16)):  # more than padding
+    is_padding = name is None or extra <= max(128, rows // 16)
+    if extra < 0 or not is_padding or rows > MAX_VOCAB_SIZE:
         raise DataError(
             f"tokenizer {encoding.name} has {encoding.n_vocab} ids, but the weights of {source} have "
             f"{rows}; set --tokenizer to the one they were trained with"
         )
     if extra:
-        log(f"{extra} rows of the embedding have no token")
+        log(f"{count(extra, 'row')} of the embedding without a token")
         # A special token takes the last id, so that ids match rows; ids between have no text.
         special = encoding._special_tokens | {f"<|unused_{rows - 1}|>": rows - 1}
         ranks = encoding._mergeable_ranks

@@ -309,7 +309,7 @@ def test_a_qwen3_of_more_rows_than_ids_is_imported_sampled_and_trained_further(
     change_config(hf, vocab_size=300)
     place = tmp_path / "checkpoint"
     out = run_cli.succeeds("import", hf, "--out", place)
-    assert "43 rows of the embedding have no token" in out
+    assert "43 rows of the embedding without a token" in out
     (line,) = [line for line in out.splitlines() if line.startswith("fine-tune: ")]
     assert line == (
         f"fine-tune: raytrain-gpt train --init_from {place} --seq_len 64 --data_path DATA --run_name NAME"
