@@ -178,9 +178,12 @@ def read_tokenizer(directory: LocationLike) -> tiktoken.Encoding:
     return read_tokenizer_file(Location.of(directory) / TOKENIZER_FILE)
 
 
-def read_tokenizer_file(path: Location, log: Log = lambda line: None) -> tiktoken.Encoding:
-    """Read a `tokenizer.json` of ours, of any version, or of a byte-level BPE like GPT-2's, or `vocab.json`.
+def read_tokenizer_file(
+    path: Location, log: Log = lambda line: None, is_older: bool = False
+) -> tiktoken.Encoding:
+    """Read a `tokenizer.json` of ours, of any version, or of a byte-level BPE like GPT-2's.
 
+    If `is_older`, the file is a `vocab.json` beside the other files of a GPT-2.
     Warns that NFC normalization is dropped. Raises a DataError if the file is damaged or of another kind.
     """
     advice = (
@@ -190,7 +193,7 @@ def read_tokenizer_file(path: Location, log: Log = lambda line: None) -> tiktoke
         with damage_as(DataError, f"tokenizer {path}", advice):
             refuse_lfs_pointer(path)
             content = parse_json(path.read_bytes())
-            if path.name == GPT2_FILES[0]:
+            if is_older:
                 content = _of_gpt2_files(content, path.parent)
             if "ranks" in content:
                 return _encoding_of_ranks(content)

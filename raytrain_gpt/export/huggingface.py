@@ -177,7 +177,7 @@ def _tokenizer(source: Path, name: str | None, shape: GPTShape, log: Log) -> tik
                 f"{directory} has {listed(sorted(others))}, but no {TOKENIZER_FILE}; add it (transformers "
                 "makes one: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)), or set --tokenizer"
             )
-        encoding = read_tokenizer_file(directory / GPT2_FILES[0], log)
+        encoding = read_tokenizer_file(directory / GPT2_FILES[0], log, is_older=True)
     else:
         guess = _GUESSED_TOKENIZERS.get(rows)
         if guess is None:
@@ -190,8 +190,7 @@ def _tokenizer(source: Path, name: str | None, shape: GPTShape, log: Log) -> tik
         )
         encoding = load_tokenizer(guess)
     extra = rows - encoding.n_vocab
-    is_padding = name is None or extra <= max(128, rows // 16)
-    if extra < 0 or not is_padding or rows > MAX_VOCAB_SIZE:
+    if extra < 0 or rows > MAX_VOCAB_SIZE or (name and extra > max(128, rows // 16)):
         raise DataError(
             f"tokenizer {encoding.name} has {encoding.n_vocab} ids, but the weights of {source} have "
             f"{rows}; set --tokenizer to the one they were trained with"
