@@ -7,7 +7,6 @@ in that file (0, row or byte offset in the text) decide its split.
 
 from __future__ import annotations
 
-import codecs
 import io
 import json
 import math
@@ -21,6 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -34,8 +34,12 @@ _JSON_LINES = re.compile(r"\.(jsonl?|ndjson|jsonlines)(\.txt)?(\.gz|\.zst)?\Z", 
 BAD_FILE = "bad_documents.jsonl"
 MAX_KEPT_BAD = 100
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_OBJECT = re.compile(rb'(\xef\xbb\xbf)?\s*\{[ \t]*"([^"\\]|\\.)*"[ \t]*:')
+"""Start of an object of JSON, with its first field on the same line."""
 _HEAD_BYTES = 2**12
 """First bytes of a file's text, which show what it contains."""
+_ENCODINGS = {"<u4": "UTF-32LE", ">u4": "UTF-32BE", "<u2": "UTF-16LE", ">u2": "UTF-16BE"}
+_POINTER_BYTES = 2**10
 _POINTERS = {
     b"version https://git-lfs.github.com/spec/": "a Git LFS pointer; run git lfs pull",
     b"/annex/objects/": "a git-annex pointer; run git annex get",
@@ -151,15 +155,18 @@ def read_documents(
     yield from islice(documents, piece.num_documents)
 
 
-def is_json_lines(name: str) -> bool:
+def is_json(name: str) -> bool:
     return _JSON_LINES.search(name) is not None
 
 
-def refuse_pointer(path: Location, head: bytes) -> None:
-    """Raise a DataError if a file that starts with `head` only names a content that is not here."""
+def refuse_lfs_pointer(path: Path | Location, head: bytes | None = None) -> None:
+    """Raise a DataError if a file, which starts with `head`, only names a content that is not here."""
+    file = Location.of(path)
+    if head is None:
+        head = file.read_bytes() if file.size_bytes() < _POINTER_BYTES else b""
     for start, what in _POINTERS.items():
         if head.startswith(start):
-            raise DataError(f"{path} is {what}")
+            raise DataError(f"{file} is {what}")
 
 
 def _file_documents(
@@ -169,54 +176,30 @@ def _file_documents(
     try:
         with _opened(path) as file:
             head = b"" if piece.start else file.peek(_HEAD_BYTES)[:_HEAD_BYTES]
-            refuse_pointer(path, head)
-            if head[257:262] == b"ustar" or head.startswith(b"WARC/"):
-                raise DataError(f"{path} is an archive; unpack it and prepare the files in it")
-            if encoding := _wide_encoding(head):
-                raise DataError(
-                    f"{path} is likely {encoding}, not UTF-8; convert it: iconv -f {encoding} -t UTF-8"
-                )
-            if is_json_lines(path.name) or _starts_with_object(head):
+            _refuse_content(path, head)
+            if is_json(path.name) or _OBJECT.match(head):
                 yield from _jsonl_documents(file, piece, text_field, bad)
-            else:
-                yield from _text_documents(file, path, bad, separator)
+                return
+            for position, content in _split(file, separator, bad):
+                try:
+                    yield Document(position, content.decode("utf-8"))
+                except UnicodeDecodeError as error:
+                    bad.add(path, f"byte {position + error.start}", "not UTF-8")
     except OSError as error:
-        raise _unreadable(path, error) from None
+        is_long = "too much memory" in str(error)
+        advice = "decompress it: zstd -d --long=31" if is_long else "fix the file"
+        raise DataError(f"cannot read {path}: {reason(error)}; {advice}") from None
 
 
-def _unreadable(path: Location, error: OSError, place: str = "") -> DataError:
-    is_long = "too much memory" in str(error)
-    advice = "decompress it: zstd -d --long=31" if is_long else "fix the file"
-    return DataError(f"cannot read {path}{place}: {reason(error)}; {advice}")
-
-
-def _wide_encoding(head: bytes) -> str | None:
-    """Name the encoding of text whose zero bytes are those of UTF-16 or UTF-32."""
-    zeros, num = [head[i::4].count(0) for i in range(4)], len(head) // 4
-    for first, second, name in ((3, 2, "UTF-32LE"), (0, 1, "UTF-32BE")):
-        if 0 < num <= zeros[first] and num <= 2 * zeros[second]:
-            return name
-    even, odd, few = zeros[0] + zeros[2], zeros[1] + zeros[3], min(8, num // 2)
-    return "UTF-16LE" if odd > 4 * even + few else "UTF-16BE" if even > 4 * odd + few else None
-
-
-def _starts_with_object(head: bytes) -> bool:
-    """Whether the first line is an object of JSON, as far as `head` shows."""
-    line, is_whole, _ = head.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
-    try:
-        return line.startswith(b"{") and isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return not is_whole and re.match(rb'\{\s*"([^"\\]|\\.)*"\s*:', line) is not None
-
-
-def _text_documents(
-    file: io.BufferedReader, path: Location, bad: BadDocuments, separator: str | None
-) -> Iterator[Document]:
-    for position, content in _split(file, separator, bad):
-        try:
-            yield Document(position, content.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            bad.add(path, f"byte {position + error.start}", "not UTF-8")
+def _refuse_content(path: Location, head: bytes) -> None:
+    """Raise a DataError for the first bytes of an archive or pointer, or of UTF-16 or UTF-32: its spaces."""
+    refuse_lfs_pointer(path, head)
+    if head[257:262] == b"ustar" or head.startswith((b"PK\3\4", b"WARC/")):
+        raise DataError(f"{path} is an archive; unpack it")
+    for dtype, name in _ENCODINGS.items() if b"\0" in head else ():
+        units = np.frombuffer(head, dtype, len(head) // int(dtype[2]))
+        if np.isin(units, (10, 32)).sum() > len(head) // 1024:
+            raise DataError(f"{path} is likely {name}; convert it: iconv -f {name} -t UTF-8")
 
 
 def _split(
@@ -293,22 +276,19 @@ def _jsonl_documents(
     path, position = piece.location, 0
     # The length of compressed text is unknown until its end.
     stop = math.inf if _compression(path) else piece.stop
-    try:
-        if piece.start:  # the previous chunk reads the line that ends here
-            position = file.seek(piece.start - 1)
-            position += len(file.readline())
-        while position < stop and (line := file.readline()):
-            start, position = position, position + len(line)
-            if line.isspace():
-                continue
-            try:
-                text = text_in(json.loads(line), text_field)
-            except (ValueError, LookupError, TypeError, RecursionError) as error:
-                bad.add(path, f"byte {start}", str(error))
-                continue
-            yield Document(start, valid_text(text))
-    except OSError as error:
-        raise _unreadable(path, error, f" after byte {position} of its text") from None
+    if piece.start:  # the previous chunk reads the line that ends here
+        position = file.seek(piece.start - 1)
+        position += len(file.readline())
+    while position < stop and (line := file.readline()):
+        start, position = position, position + len(line)
+        if line.isspace():
+            continue
+        try:
+            text = text_in(json.loads(line), text_field)
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            bad.add(path, f"byte {start}", str(error))
+            continue
+        yield Document(start, valid_text(text))
 
 
 def _parquet_documents(

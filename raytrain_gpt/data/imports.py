@@ -1,7 +1,7 @@
 """Imported token ids: read and checked, never cut.
 
     .bin      nanoGPT: uint16 ids without a header; llm.c: 256 int32 (magic, version, number of ids), then
-              uint16 (GPT-2) or uint32 (LLaMA 3) ids; Megatron: ids without a header, of the dtype in its .idx
+              uint16 (GPT-2) or uint32 (LLaMA 3) ids
     .npy      a 1-D array of integers, as build-nanogpt writes them
     .parquet  lists of integers, row after row, in a column input_ids, tokens or --text_field
 
@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import tiktoken
 from numpy.typing import NDArray
 
-from raytrain_gpt.data.documents import SourcePiece, refuse_pointer
+from raytrain_gpt.data.documents import SourcePiece, refuse_lfs_pointer
 from raytrain_gpt.errors import DataError, failure_as, reason
 from raytrain_gpt.storage.location import Location
 
@@ -29,9 +29,6 @@ COLUMNS = ("input_ids", "tokens")
 _HEADER_BYTES = 1024
 _LLMC_KINDS = {20240520: "<u2", 20240801: "<u4"}
 """Magic number -> id dtype of GPT-2 and LLaMA 3 files. Source: llm.c, dev/data."""
-_MEGATRON = b"MMIDIDX\0\0"
-_MEGATRON_KINDS = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-"""Code in byte 17 of an .idx file -> id dtype of its .bin file. Source: Megatron-LM, indexed_dataset.py."""
 _CHUNK_IDS = 2**22
 _CHUNK_ROWS = 1024
 
@@ -66,7 +63,7 @@ def read_layout(path: Location, size: int) -> Layout:
     with failure_as(DataError, f"cannot read source {path}"), path.open() as file:
         if path.name.lower().endswith(".npy"):
             return _npy_layout(path, file, size)
-        refuse_pointer(path, head := file.read(min(size, _HEADER_BYTES)))
+        refuse_lfs_pointer(path, head := file.read(min(size, _HEADER_BYTES)))
         return _bin_layout(path, head, size)
 
 
@@ -74,27 +71,16 @@ def _bin_layout(path: Location, head: bytes, size: int) -> Layout:
     numbers = np.frombuffer(head[: len(head) // 4 * 4], "<i4")
     magic = int(numbers[0]) if len(numbers) else 0
     if magic not in _LLMC_KINDS:
-        dtype = _headless_dtype(path)
-        if size % dtype.itemsize:
+        if size % 2:
             raise DataError(
                 f"source {path} has an odd number of bytes, {size}: it is truncated or does not contain "
-                f"{dtype} ids; download or recreate it"
+                "uint16 ids; download or recreate it"
             )
-        return dtype, 0
+        return np.dtype("<u2"), 0
     dtype = np.dtype(_LLMC_KINDS[magic])
     num_ids = int(numbers[2]) if len(numbers) > 2 else 0
     _check_size(path, size, num_ids, _HEADER_BYTES + num_ids * dtype.itemsize)
     return dtype, _HEADER_BYTES
-
-
-def _headless_dtype(path: Location) -> np.dtype[Any]:
-    """Return the dtype in Megatron's `.idx` beside a `.bin` file, or nanoGPT's."""
-    if (index := path.parent / f"{path.name[:-4]}.idx").is_file():
-        with index.open() as file:
-            head = file.read(len(_MEGATRON) + 9)
-        if head.startswith(_MEGATRON):
-            return np.dtype(_MEGATRON_KINDS.get(head[-1], "<u2"))
-    return np.dtype("<u2")
 
 
 def _npy_layout(path: Location, file: pa.NativeFile, size: int) -> Layout:
@@ -161,17 +147,17 @@ def read_ids(piece: SourcePiece, encoding: tiktoken.Encoding) -> Iterator[IdChun
 
 
 def _refuse_width(path: Location, ids: Ids, encoding: tiktoken.Encoding) -> None:
-    """Raise a DataError for ids of 16 bits that are too few, or halves and quarters of wider ones."""
-    few, num_ids = ids[: _CHUNK_ROWS // 2 * 2], encoding.max_token_value + 1
-    if ids.dtype.itemsize == 2 and num_ids > 2**16:
-        why = f"{encoding.name} has {num_ids}, more than 65536"
-    elif ids.dtype.itemsize == 2 and len(few) > 64 and few.reshape(-1, 2).max(0).min() <= 1:
+    """Raise a DataError for ids of 16 bits that cannot be all, or are halves or quarters of wider ones."""
+    width, num_ids, few = ids.dtype.itemsize, encoding.max_token_value + 1, ids[:_CHUNK_ROWS]
+    if width == 2 and num_ids > 2**16:
+        why = f"{encoding.name} has {num_ids} ids"
+    elif width <= 4 and len(few) >= 16 and sum(few[i::4].max() <= 1 for i in range(4)) > 1:
         why = "every second one is 0 or 1, which no text has"
     else:
         return
     raise DataError(
-        f"{path} is read as {ids.dtype} ids, but {why}; if they are 32-bit, save them as .npy: "
-        f"numpy.save('ids.npy', numpy.fromfile('{path.name}', 'uint32'))"
+        f"{path} is read as {ids.dtype} ids, but {why}; if they are wider, save them as .npy: "
+        f"numpy.save('ids.npy', numpy.fromfile('{path.name}', 'uint32')), or 'int64' for 64 bits"
     )
 
 

@@ -140,7 +140,7 @@ def notices(plan: Plan, results: list[dict[str, Any]]) -> list[str]:
     noticed, separator = Counter[str](), plan.document_separator
     for result in results:
         noticed.update({"documents": result["documents"], **result["bad"].get("noticed", {})})
-    lines = list[str]()
+    lines, documents, empty = list[str](), noticed["documents"], noticed["empty"]
     if plan.pieces[0].ids is not None and not noticed["ends"]:
         lines.append(
             "no document has an end: no id is that of <|endoftext|>, so rows and files run into each other; "
@@ -151,10 +151,8 @@ def notices(plan: Plan, results: list[dict[str, Any]]) -> list[str]:
             f"document_separator {preview(separator, 40)} is in no text file, so each is one document; check "
             f"its spelling, and write newlines as $'\\n\\n'"
         )
-    if 20 * (empty := noticed["empty"]) > (documents := noticed["documents"]):
-        lines.append(
-            f"{empty / documents:.0%} of {count(documents, 'document')} are empty: is each a line of a text?"
-        )
+    if 20 * empty > documents:
+        lines.append(f"{empty / documents:.0%} of {documents} documents are empty: is each a line?")
     files = count(len({piece.location for piece in plan.pieces}), "file")
     found = "" if separator is None else f", {count(noticed['separators'], 'separator')} found"
     return [*lines, f"read {files}, skipped {plan.num_skipped}{found}"]

@@ -13,7 +13,6 @@ import glob
 import math
 import os
 import re
-import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -24,14 +23,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain_gpt.config.call_options import PrepareOptions
-from raytrain_gpt.data.documents import (
-    COMPRESSIONS,
-    STDLIB,
-    SourcePiece,
-    is_json_lines,
-    refuse_pointer,
-    stdlib_root,
-)
+from raytrain_gpt.data.documents import COMPRESSIONS, STDLIB, SourcePiece, is_json, stdlib_root
+from raytrain_gpt.data.documents import refuse_lfs_pointer as refuse_lfs_pointer
 from raytrain_gpt.data.imports import Layout, id_column, read_layout
 from raytrain_gpt.errors import DataError, failure_as, reason
 from raytrain_gpt.format import Log, count, listed
@@ -42,14 +35,15 @@ _IDS = (".bin", ".npy")
 _SUFFIXES = (*_TEXT, ".parquet", *_IDS)
 _READ = (*(f"{one}{packed}" for one in (*_TEXT, ".json") for packed in COMPRESSIONS), *_SUFFIXES)
 """Suffixes of files to read in directories; ids only where they are not the smaller part."""
+_HIDDEN = (".", "_")
 _PACKED = r"\.(gz|zst|zstd|bz2|xz|lzma|lz4|br|z|snappy)"
 _REFUSED = {
     rf"\.(zip|7z|rar|tar|tgz|tbz2?|txz|tzst|warc|wet|npz)({_PACKED})?": "an archive; unpack it",
-    rf"\.(csv|tsv)({_PACKED})?": "a table; convert it: pyarrow.parquet.write_table(pyarrow.csv.read_csv"
-    "(FILE), 'table.parquet'), then name its column with --text_field",
-    rf"\.(parquet|bin|npy){_PACKED}|(?!\.gz|\.zst\Z){_PACKED}": "compressed; decompress it (text and JSON "
-    "lines may be .gz or .zst)",
+    rf"\.(csv|tsv|tab|psv)({_PACKED})?": "a table; convert it: pyarrow.parquet.write_table(pyarrow.csv."
+    "read_csv(FILE), 'table.parquet'), then name its column with --text_field",
+    rf"\.(parquet|bin|npy){_PACKED}|(?!\.gz|\.zst\Z){_PACKED}": "compressed; decompress it",
 }
+"""Suffixes of what is no text -> what it is, and what to do."""
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
 _JSONL_PIECE_BYTES = 2**23
 _ID_PIECE_TOKENS = 2**22
@@ -57,9 +51,6 @@ _TEXT_PER_COMPRESSED_BYTE = 3
 """Estimate for web pages."""
 _TEXT_BYTES_PER_ID = 4
 
-_POINTER_BYTES = 1024
-"""Git LFS keeps its pointers below this size."""
-_HIDDEN = (".", "_")
 _File = tuple[str, Location, int]
 """Name below the source, place and size."""
 
@@ -79,11 +70,11 @@ def find_pieces(
         left = list[str]()
         pieces += _source_pieces(source, options.text_field, suffixes, left)
         if left:
-            num_hidden = sum(name.rpartition("/")[2].startswith(_HIDDEN) for name in left)
-            hidden = f" ({num_hidden} with . or _ before the name)" if num_hidden else ""
+            num_hidden = sum(_is_hidden(name.split("/")) for name in left)
+            hidden = f"; {num_hidden} in names that begin with . or _" if num_hidden else ""
             log(
-                f"skipped {count(len(left), 'file')} of {source}, such as {left[0]}{hidden}; name a file to "
-                "read it, or list suffixes of text, as in --text_suffixes .md,.rst"
+                f"skipped {count(len(left), 'file')} of {source}, such as {left[0]}; to read some as text, "
+                f"list their suffixes, as in --text_suffixes .md,.rst{hidden}"
             )
         if skipped is not None:
             skipped += left
@@ -97,13 +88,6 @@ def find_pieces(
             "instance with a glob"
         )
     return _with_unique_names(pieces)
-
-
-def refuse_lfs_pointer(path: Path | Location, size: int | None = None) -> None:
-    """Raise a DataError if a file of `size` bytes only names a content that is not here."""
-    file = Location.of(path)
-    if (file.size_bytes() if size is None else size) < _POINTER_BYTES:
-        refuse_pointer(file, file.read_bytes())
 
 
 def _with_unique_names(pieces: list[SourcePiece]) -> list[SourcePiece]:
@@ -171,15 +155,15 @@ def _local_files(
         return [(path.name, Location.of(path), path.stat().st_size)], False
     fixed, pattern = (path.parts, []) if path.is_dir() else _cut_at_wildcard(path.parts)
     root = Path(*fixed)
-    if not pattern and root.is_symlink() and not root.is_dir():
-        _size(root, is_read=True)
+    if not root.is_dir():
+        if not pattern and os.path.lexists(root):
+            _size(root, is_read=True)
+        return [], not pattern
     found: dict[tuple[Path, str], _File] = {}
     names = _shown(_below(root, pattern), pattern, skipped)
     for name in sorted(names, key=lambda name: name.split("/"), reverse=True):
         file = root / name
-        # A broken link without a suffix may have been to a directory.
-        is_read = bool(pattern) or _ends(name, suffixes) or (not file.suffix and file.is_symlink())
-        if (size := _size(file, is_read)) is not None:
+        if (size := _size(file, bool(pattern) or _ends(name, suffixes))) is not None:
             # With its suffix: in the cache of the hub, links with one point to files without.
             found[file.resolve(), file.suffix] = name, Location.of(file), size
     return sorted(found.values(), key=lambda file: file[0].split("/")), not pattern
@@ -188,9 +172,9 @@ def _local_files(
 def _size(file: Path, is_read: bool) -> int | None:
     """Return a file's size, or None for a link in a loop; raises a DataError if it cannot be read."""
     try:
-        info = file.stat()
-        if stat.S_ISREG(info.st_mode):
-            return info.st_size
+        size = file.stat().st_size
+        if file.is_file():
+            return size
         why = "it is a device, pipe or socket"
     except OSError as error:
         if error.errno == errno.ELOOP:
@@ -202,25 +186,25 @@ def _size(file: Path, is_read: bool) -> int | None:
 
 
 def _below(root: Path, pattern: list[str]) -> Iterator[str]:
-    """Yield the files below a directory, also in linked ones, but not through a link to a parent.
+    """Yield the files below a directory, also in linked ones, but not through a link to a parent."""
+    depth = len(pattern) if pattern and "**" not in pattern else math.inf
 
-    Hidden directories are not entered, but yielded with a slash.
-    """
-    for parent, names, files in os.walk(root, onerror=_refuse_directory, followlinks=True):
-        here = Path(parent)
-        below = here.relative_to(root)
-        yield from (str(below / file) for file in files)
-        if len(below.parts) + 1 >= _depth(pattern):
-            names.clear()
-        hidden = {name for name in names if _is_hidden(name, pattern)}
-        yield from (f"{below / name}/" for name in hidden)
+    def refuse(error: OSError) -> None:
+        if not _is_hidden(Path(error.filename).relative_to(root).parts):
+            raise DataError(
+                f"cannot read {error.filename}: {reason(error)}; allow it or leave it out"
+            )
+
+    for parent, names, files in os.walk(root, onerror=refuse, followlinks=True):
+        here, parts = Path(parent), Path(parent).relative_to(root).parts
+        is_deeper = len(parts) + 1 < depth
+        for file in files:
+            # A broken link without a suffix may have been one to a directory.
+            if is_deeper and "." not in file and not _is_hidden((*parts, file)):
+                _size(here / file, is_read=(here / file).is_symlink())
+            yield "/".join((*parts, file))
         above = {path.resolve() for path in (here, *here.parents)}
-        names[:] = [n for n in names if n not in hidden and (here / n).resolve() not in above]
-
-
-def _refuse_directory(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError | NotADirectoryError):
-        raise DataError(f"cannot read {error.filename}: {reason(error)}; allow it") from None
+        names[:] = [n for n in names if is_deeper and (here / n).resolve() not in above]
 
 
 def _stored_files(source: str, skipped: list[str]) -> tuple[list[_File], bool]:
@@ -238,38 +222,32 @@ def _stored_files(source: str, skipped: list[str]) -> tuple[list[_File], bool]:
 
 
 def _shown(names: Iterable[str], pattern: list[str], skipped: list[str]) -> list[str]:
-    """Return the names that match; adds hidden ones, each up to its first hidden part, to `skipped`."""
-    shown, hidden = list[str](), dict[str, None]()
+    """Return the names that match; those that do but for a hidden part are added to `skipped`."""
+    shown: list[str] = []
     for name in names:
         parts = name.split("/")
-        is_match = not pattern or _matches(parts, pattern)
-        at = next((i for i, part in enumerate(parts, 1) if _is_hidden(part, pattern)), 0)
-        if at and (is_match or at < min(len(parts), _depth(pattern))):
-            hidden["/".join(parts[:at])] = None
-        elif is_match:
+        if _matches(parts, pattern) if pattern else not _is_hidden(parts):
             shown.append(name)
-    skipped += hidden
+        elif not pattern or _matches(parts, pattern, hidden=True):
+            skipped.append(name)
     return shown
 
 
-def _is_hidden(name: str, pattern: list[str]) -> bool:
-    """Whether a name begins with `.` or `_`, but no part of the pattern that matches it does."""
-    explicit = any(fnmatchcase(name, part) for part in pattern if part.startswith(_HIDDEN))
-    return name.startswith(_HIDDEN) and not explicit
+def _is_hidden(names: Sequence[str]) -> bool:
+    return any(name.startswith(_HIDDEN) for name in names)
 
 
-def _depth(pattern: list[str]) -> float:
-    return len(pattern) if pattern and "**" not in pattern else math.inf
-
-
-def _matches(names: list[str], pattern: list[str]) -> bool:
-    """Match a path like `glob`: `*` stays in one directory, `**` does not."""
+def _matches(names: list[str], pattern: list[str], hidden: bool = False) -> bool:
+    """Match a path like `glob`: `*` stays in one directory, `**` does not, hidden names are skipped."""
     if not pattern or not names:
         return not pattern and not names
     (name, *below), (first, *rest) = names, pattern
+    is_shown = hidden or _is_hidden([first]) or not _is_hidden([name])
     if first == "**":
-        return _matches(names, rest or ["*"]) or (bool(below) and _matches(below, pattern))
-    return fnmatchcase(name, first) and _matches(below, rest)
+        return _matches(names, rest or ["*"], hidden) or (
+            bool(below) and is_shown and _matches(below, pattern, hidden)
+        )
+    return is_shown and fnmatchcase(name, first) and _matches(below, rest, hidden)
 
 
 def _cut_at_wildcard(names: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -279,9 +257,9 @@ def _cut_at_wildcard(names: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _file_pieces(path: Location, size: int, name: str, text_field: str) -> Iterator[SourcePiece]:
-    _refuse_kind(path)
     if path.is_local:  # the reader looks at the first bytes, which here would be a request
-        refuse_lfs_pointer(path, size)
+        refuse_lfs_pointer(path)
+    _refuse_kind(path)
     piece = SourcePiece(name, path, 0, size, size)
     if _ends(path.name, (".parquet",)):
         yield from _parquet_pieces(piece, text_field)
@@ -291,7 +269,7 @@ def _file_pieces(path: Location, size: int, name: str, text_field: str) -> Itera
         if size == 0:
             raise DataError(f"source {path} is empty, not a compressed file; download it again")
         yield replace(piece, text_bytes=size * _TEXT_PER_COMPRESSED_BYTE)
-    elif is_json_lines(path.name) and not _ends(path.name, (".json",)):
+    elif is_json(path.name) and not _ends(path.name, (".json",)):
         for start in range(0, size, _JSONL_PIECE_BYTES):
             stop = min(start + _JSONL_PIECE_BYTES, size)
             yield replace(piece, start=start, stop=stop, text_bytes=stop - start)
