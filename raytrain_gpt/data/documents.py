@@ -1,7 +1,8 @@
 """Documents of text in a chunk of a source file.
 
 A document is a JSON line, a row of a `.parquet` file, or any other file, cut at separators if there are any.
-Its file name and its position in that file (0, row or byte offset in the text) decide its split.
+JSON lines are known by suffix, or by a first line that is an object. A document's file name and its position
+in that file (0, row or byte offset in the text) decide its split.
 """
 
 from __future__ import annotations
@@ -9,26 +10,40 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain_gpt.errors import DataError, failure_as, reason
+from raytrain_gpt.data.tokenizer import valid_text
+from raytrain_gpt.errors import DataError, reason
 from raytrain_gpt.format import count, listed
 from raytrain_gpt.storage.location import Location
 
 STDLIB = "stdlib"
-_JSON_LINES = (".json", ".json.gz", ".json.zst", ".jsonl", ".jsonl.gz", ".jsonl.zst")
+_JSON_LINES = re.compile(r"\.(jsonl?|ndjson|jsonlines)(\.txt)?(\.gz|\.zst)?\Z", re.IGNORECASE)
 BAD_FILE = "bad_documents.jsonl"
 MAX_KEPT_BAD = 100
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_OBJECT = re.compile(rb'(\xef\xbb\xbf)?\s*\{[ \t]*"([^"\\]|\\.)*"[ \t]*:')
+"""Start of an object of JSON, with its first field on the same line."""
+_HEAD_BYTES = 2**12
+"""First bytes of a file's text, which show what it contains."""
+_ENCODINGS = {"<u4": "UTF-32LE", ">u4": "UTF-32BE", "<u2": "UTF-16LE", ">u2": "UTF-16BE"}
+_POINTER_BYTES = 2**10
+_POINTERS = {
+    b"version https://git-lfs.github.com/spec/": "a Git LFS pointer; run git lfs pull",
+    b"/annex/objects/": "a git-annex pointer; run git annex get",
+}
 _READ_BYTES = 2**23
 """Size of a store request."""
 _PARQUET_BATCH_ROWS = 1024
@@ -75,12 +90,16 @@ class BadDocuments:
 
     Args:
         limit: None for no limit.
+
+    Attributes:
+        noticed: Counts of what is no error: `empty` documents, `separators` found, `ends` of imported ones.
     """
 
     def __init__(self, limit: int | None = 0) -> None:
         self.limit = limit
         self.count = 0
         self.kept: list[dict[str, str]] = []
+        self.noticed = Counter[str]()
 
     def add(self, path: Location, place: str, why: str) -> None:
         """Record a skipped document; raises a DataError above the limit."""
@@ -90,6 +109,7 @@ class BadDocuments:
     def merge(self, facts: dict[str, Any]) -> None:
         """Add the `facts` of another pass; raises a DataError if the sum is above the limit."""
         self.count += facts["count"]
+        self.noticed.update(facts.get("noticed", {}))
         self.kept += facts["kept"][: MAX_KEPT_BAD - len(self.kept)]
         if self.limit is not None and self.count > self.limit:
             example = "{path} at {place}: {why}".format(**(facts["kept"] or self.kept)[0])
@@ -99,8 +119,8 @@ class BadDocuments:
             )
 
     def facts(self) -> dict[str, Any]:
-        """Return the count and the first ones, as JSON types."""
-        return {"count": self.count, "kept": self.kept}
+        """Return the count, the first ones and what was noticed, as JSON types."""
+        return {"count": self.count, "kept": self.kept, "noticed": dict(self.noticed)}
 
 
 @cache
@@ -125,67 +145,107 @@ def read_documents(
         DataError: more bad documents than the limit, or a damaged file; gives file and position.
     """
     bad = bad or BadDocuments()
-    name = piece.location.name
     if piece.location.url.startswith(f"{STDLIB}:"):
         path = stdlib_root() / piece.location.url.removeprefix(f"{STDLIB}:")
-        documents = _text_documents(Location.of(path), bad, separator)
-    elif name.endswith(".parquet"):
+        piece = replace(piece, location=Location.of(path))
+    if piece.location.name.lower().endswith(".parquet"):
         documents = _parquet_documents(piece, text_field, bad)
-    elif name.endswith(_JSON_LINES):
-        documents = _jsonl_documents(piece, text_field, bad)
     else:
-        documents = _text_documents(piece.location, bad, separator)
+        documents = _file_documents(piece, text_field, bad, separator)
     yield from islice(documents, piece.num_documents)
 
 
-def _text_documents(path: Location, bad: BadDocuments, separator: str | None) -> Iterator[Document]:
-    with failure_as(DataError, f"cannot read {path}"):
-        for position, content in _split(path, separator):
-            try:
-                yield Document(position, content.decode("utf-8"))
-            except UnicodeDecodeError as error:
-                bad.add(path, f"byte {position + error.start}", "not UTF-8")
+def is_json(name: str) -> bool:
+    return _JSON_LINES.search(name) is not None
 
 
-def _split(path: Location, separator: str | None) -> Iterator[tuple[int, bytes]]:
+def refuse_lfs_pointer(path: Path | Location, head: bytes | None = None) -> None:
+    """Raise a DataError if a file, which starts with `head`, only names a content that is not here."""
+    file = Location.of(path)
+    if head is None:
+        head = file.read_bytes() if file.size_bytes() < _POINTER_BYTES else b""
+    for start, what in _POINTERS.items():
+        if head.startswith(start):
+            raise DataError(f"{file} is {what}")
+
+
+def _file_documents(
+    piece: SourcePiece, text_field: str, bad: BadDocuments, separator: str | None
+) -> Iterator[Document]:
+    path = piece.location
+    try:
+        with _opened(path) as file:
+            head = b"" if piece.start else file.peek(_HEAD_BYTES)[:_HEAD_BYTES]
+            _refuse_content(path, head)
+            if is_json(path.name) or _OBJECT.match(head):
+                yield from _jsonl_documents(file, piece, text_field, bad)
+                return
+            for position, content in _split(file, separator, bad):
+                try:
+                    yield Document(position, content.decode("utf-8"))
+                except UnicodeDecodeError as error:
+                    bad.add(path, f"byte {position + error.start}", "not UTF-8")
+    except OSError as error:
+        is_long = "too much memory" in str(error)
+        advice = "decompress it: zstd -d --long=31" if is_long else "fix the file"
+        raise DataError(f"cannot read {path}: {reason(error)}; {advice}") from None
+
+
+def _refuse_content(path: Location, head: bytes) -> None:
+    """Raise a DataError for the first bytes of an archive or pointer, or of UTF-16 or UTF-32: its spaces."""
+    refuse_lfs_pointer(path, head)
+    if head[257:262] == b"ustar" or head.startswith((b"PK\3\4", b"WARC/")):
+        raise DataError(f"{path} is an archive; unpack it")
+    for dtype, name in _ENCODINGS.items() if b"\0" in head else ():
+        units = np.frombuffer(head, dtype, len(head) // int(dtype[2]))
+        if np.isin(units, (10, 32)).sum() > len(head) // 1024:
+            raise DataError(f"{path} is likely {name}; convert it: iconv -f {name} -t UTF-8")
+
+
+def _split(
+    file: io.BufferedReader, separator: str | None, bad: BadDocuments
+) -> Iterator[tuple[int, bytes]]:
     """Yield (position, content) between separators, stripped of newlines; holds one document at a time."""
     if separator is None:
-        with _opened(path) as file:
-            yield 0, file.read()
+        yield 0, file.read()
         return
     mark = separator.encode("utf-8", "surrogateescape")  # a flag that is not UTF-8 has surrogates
+    longest = len(mark) + mark.count(b"\n")
+    # A carriage return before the first newline is stripped from the content.
+    pattern = re.compile(re.escape(mark[:1]) + re.escape(mark[1:]).replace(b"\\\n", b"\r?\n"))
     held, start, looked, is_end = bytearray(), 0, 0, False  # `held` starts at byte `start`
-    with _opened(path) as file:
-        while not is_end:
-            if (stop := held.find(mark, looked)) < 0:
-                looked = max(0, len(held) - len(mark) + 1)
-                if more := file.read(_READ_BYTES):
-                    held += more
-                    continue
-                is_end, stop = True, len(held)
-            with memoryview(held) as view:  # avoids a copy that may be as large as the file
-                content = bytes(view[:stop]).lstrip(b"\r\n")
-            if content.strip():
-                yield start + stop - len(content), content.rstrip(b"\r\n")
-            del held[: stop + len(mark)]
-            start, looked = start + stop + len(mark), 0
+    while not is_end:
+        if found := pattern.search(held, looked):
+            stop, after = found.span()
+            bad.noticed["separators"] += 1
+        else:
+            looked = max(0, len(held) - longest + 1)
+            if more := file.read(_READ_BYTES):
+                held += more
+                continue
+            is_end, stop, after = True, len(held), len(held)
+        with memoryview(held) as view:  # avoids a copy that may be as large as the file
+            content = bytes(view[:stop]).lstrip(b"\r\n")
+        if content.strip():
+            yield start + stop - len(content), content.rstrip(b"\r\n")
+        del held[:after]
+        start, looked = start + after, 0
 
 
 def _compression(path: Location) -> str | None:
-    return COMPRESSIONS.get(Path(path.name).suffix)
+    return COMPRESSIONS.get(Path(path.name).suffix.lower())
 
 
-def _opened(path: Location) -> BinaryIO | io.BufferedReader:
+def _opened(path: Location) -> io.BufferedReader:
     compression = _compression(path)
-    with failure_as(DataError, f"cannot read {path}"):
-        if path.is_local and compression is None:
-            return path.path.open("rb")
-        file = path.open()
-        if compression is not None:
-            if not path.is_local:  # otherwise each request reads 64 KiB
-                file = pa.BufferedInputStream(file, _READ_BYTES)
-            file = pa.CompressedInputStream(file, compression)
-        return io.BufferedReader(file, _READ_BYTES)
+    if path.is_local and compression is None:
+        return path.path.open("rb")
+    file = path.open()
+    if compression is not None:
+        if not path.is_local:  # otherwise each request reads 64 KiB
+            file = pa.BufferedInputStream(file, _READ_BYTES)
+        file = pa.CompressedInputStream(file, compression)
+    return io.BufferedReader(file, _READ_BYTES)
 
 
 def text_in(content: object, field: str) -> str:
@@ -210,29 +270,25 @@ def _kind(value: object) -> str:
     return names.get(type(value), type(value).__name__)
 
 
-def _jsonl_documents(piece: SourcePiece, text_field: str, bad: BadDocuments) -> Iterator[Document]:
+def _jsonl_documents(
+    file: io.BufferedReader, piece: SourcePiece, text_field: str, bad: BadDocuments
+) -> Iterator[Document]:
     path, position = piece.location, 0
     # The length of compressed text is unknown until its end.
     stop = math.inf if _compression(path) else piece.stop
-    try:
-        with _opened(path) as file:
-            if piece.start:  # the previous chunk reads the line that ends here
-                position = file.seek(piece.start - 1)
-                position += len(file.readline())
-            while position < stop and (line := file.readline()):
-                start, position = position, position + len(line)
-                if line.isspace():
-                    continue
-                try:
-                    text = text_in(json.loads(line), text_field)
-                except (ValueError, LookupError, TypeError, RecursionError) as error:
-                    bad.add(path, f"byte {start}", str(error))
-                    continue
-                yield Document(start, text)
-    except OSError as error:
-        raise DataError(
-            f"cannot read {path} after byte {position} of its text: {reason(error)}; fix the file"
-        ) from None
+    if piece.start:  # the previous chunk reads the line that ends here
+        position = file.seek(piece.start - 1)
+        position += len(file.readline())
+    while position < stop and (line := file.readline()):
+        start, position = position, position + len(line)
+        if line.isspace():
+            continue
+        try:
+            text = text_in(json.loads(line), text_field)
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            bad.add(path, f"byte {start}", str(error))
+            continue
+        yield Document(start, valid_text(text))
 
 
 def _parquet_documents(

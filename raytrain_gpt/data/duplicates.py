@@ -24,8 +24,7 @@ _READS_AT_ONCE = 16
 def hash_texts(texts: Iterable[str]) -> bytes:
     """Concatenate 16-byte hashes of the texts."""
     return b"".join(
-        hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=HASH_BYTES).digest()
-        for text in texts
+        hashlib.blake2b(text.encode(), digest_size=HASH_BYTES).digest() for text in texts
     )
 
 

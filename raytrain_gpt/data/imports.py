@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import tiktoken
 from numpy.typing import NDArray
 
-from raytrain_gpt.data.documents import SourcePiece
+from raytrain_gpt.data.documents import SourcePiece, refuse_lfs_pointer
 from raytrain_gpt.errors import DataError, failure_as, reason
 from raytrain_gpt.storage.location import Location
 
@@ -61,9 +61,10 @@ class IdChunk:
 def read_layout(path: Location, size: int) -> Layout:
     """Read the layout of a `.bin` or `.npy` file of `size` bytes; raises a DataError for a damaged file."""
     with failure_as(DataError, f"cannot read source {path}"), path.open() as file:
-        if path.name.endswith(".npy"):
+        if path.name.lower().endswith(".npy"):
             return _npy_layout(path, file, size)
-        return _bin_layout(path, file.read(min(size, _HEADER_BYTES)), size)
+        refuse_lfs_pointer(path, head := file.read(min(size, _HEADER_BYTES)))
+        return _bin_layout(path, head, size)
 
 
 def _bin_layout(path: Location, head: bytes, size: int) -> Layout:
@@ -126,10 +127,12 @@ def _is_id_list(kind: pa.DataType) -> bool:
 
 def read_ids(piece: SourcePiece, encoding: tiktoken.Encoding) -> Iterator[IdChunk]:
     """Yield a chunk's ids; raises a DataError if the file is damaged or an id is outside the vocabulary."""
-    chunks = _parquet_chunks if piece.location.name.endswith(".parquet") else _flat_chunks
+    is_parquet = piece.location.name.lower().endswith(".parquet")
+    chunks = _parquet_chunks if is_parquet else _flat_chunks
     num_ids = encoding.max_token_value + 1
     offset, opens = 0, False
     for chunk in chunks(piece):
+        _refuse_width(piece.location, chunk.ids, encoding)
         low, top = int(chunk.ids.min(initial=0)), int(chunk.ids.max(initial=0))
         if low < 0 or top >= num_ids:
             at = int(chunk.ids.argmin() if low < 0 else chunk.ids.argmax())
@@ -141,6 +144,21 @@ def read_ids(piece: SourcePiece, encoding: tiktoken.Encoding) -> Iterator[IdChun
         if len(chunk.ids):
             yield replace(chunk, offset=offset, opens=opens)
             offset, opens = offset + len(chunk.ids), bool(chunk.ids[-1] == encoding.eot_token)
+
+
+def _refuse_width(path: Location, ids: Ids, encoding: tiktoken.Encoding) -> None:
+    """Raise a DataError for ids of 16 bits that cannot be all, or are halves or quarters of wider ones."""
+    width, num_ids, few = ids.dtype.itemsize, encoding.max_token_value + 1, ids[:_CHUNK_ROWS]
+    if width == 2 and num_ids > 2**16:
+        why = f"{encoding.name} has {num_ids} ids"
+    elif width <= 4 and len(few) >= 16 and sum(few[i::4].max() <= 1 for i in range(4)) > 1:
+        why = "every second one is 0 or 1, which no text has"
+    else:
+        return
+    raise DataError(
+        f"{path} is read as {ids.dtype} ids, but {why}; if they are wider, save them as .npy: "
+        f"numpy.save('ids.npy', numpy.fromfile('{path.name}', 'uint32')), or 'int64' for 64 bits"
+    )
 
 
 def _flat_chunks(piece: SourcePiece) -> Iterator[IdChunk]:

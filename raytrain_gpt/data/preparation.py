@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ from raytrain_gpt.data.tokenizer import token_dtype, vocab_hash
 from raytrain_gpt.data.tokenizer_file import TOKENIZER_FILE, read_tokenizer, tokenizer_json
 from raytrain_gpt.data.verify import check_shards, check_tokenizer
 from raytrain_gpt.errors import DataError
+from raytrain_gpt.format import count, preview
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import UNFINISHED, Location, LocationLike
 
@@ -131,6 +133,29 @@ def start(directory: LocationLike, plan: Plan, encoding: tiktoken.Encoding) -> M
     plan_file.write_text(plan.hash)
     (directory / TOKENIZER_FILE).write_text(tokenizer_json(encoding))
     return None
+
+
+def notices(plan: Plan, results: list[dict[str, Any]]) -> list[str]:
+    """Say what is odd in the results of all tasks, and how many files were read."""
+    noticed, separator = Counter[str](), plan.document_separator
+    for result in results:
+        noticed.update({"documents": result["documents"], **result["bad"].get("noticed", {})})
+    lines, documents, empty = list[str](), noticed["documents"], noticed["empty"]
+    if plan.pieces[0].ids is not None and not noticed["ends"]:
+        lines.append(
+            "no document has an end: no id is that of <|endoftext|>, so rows and files run into each other; "
+            "add it to each document and prepare again"
+        )
+    if separator is not None and not noticed["separators"]:
+        lines.append(
+            f"document_separator {preview(separator, 40)} is in no text file, so each is one document; check "
+            f"its spelling, and write newlines as $'\\n\\n'"
+        )
+    if 20 * empty > documents:
+        lines.append(f"{empty / documents:.0%} of {documents} documents are empty: is each a line?")
+    files = count(len({piece.location for piece in plan.pieces}), "file")
+    found = "" if separator is None else f", {count(noticed['separators'], 'separator')} found"
+    return [*lines, f"read {files}, skipped {plan.num_skipped}{found}"]
 
 
 def finish(

@@ -40,6 +40,7 @@ class Plan:
         tasks: Index range [first, stop) in `pieces` of every task.
         dedupe: Drop documents with the same text as an earlier one.
         document_separator: Text between the documents of a text file, or None for one document per file.
+        num_skipped: Number of files that are not read.
     """
 
     pieces: tuple[SourcePiece, ...]
@@ -50,10 +51,12 @@ class Plan:
     row_group_tokens: int
     dedupe: bool
     document_separator: str | None = None
+    num_skipped: int = 0
 
     @property
     def hash(self) -> str:
         content = asdict(self)
+        del content["num_skipped"]
         # Without what earlier versions lacked, so that their datasets keep their hash.
         if self.document_separator is None:
             del content["document_separator"]
@@ -87,12 +90,13 @@ def make_plan(
     Raises:
         DataError: a source is missing or empty, a split would be empty, or there is no text to train on.
     """
-    find = partial(find_pieces, options=options, log=log)
+    skipped: list[str] = []
+    find = partial(find_pieces, options=options, log=log, skipped=skipped)
     num_val = 0
     if options.val is None:
         pieces = _first_documents(find(sources), options)
     else:
-        num_val = len(val_pieces := find([options.val]))
+        num_val = len(val_pieces := find_pieces([options.val], options, lambda _: None))
         val_files = {piece.location for piece in val_pieces}
         both = find([*sources, options.val])  # together, so that repeated names are numbered
         pieces = [piece for piece in both[:-num_val] if piece.location not in val_files]
@@ -144,6 +148,7 @@ def make_plan(
         row_group_tokens=row_group_tokens,
         dedupe=dedupe,
         document_separator=options.document_separator,
+        num_skipped=len(skipped),
     )
 
 

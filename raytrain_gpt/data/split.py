@@ -72,7 +72,7 @@ class SplitRule:
         here, cut = (piece, document.position), (self.cut_piece, self.cut_position)
         if here != cut or self.cut_offset == 0:
             return [(head if here < cut else tail, document.text)]
-        text = document.text.encode("utf-8", "replace")
+        text = document.text.encode()
         return [(head, text[: self.cut_offset].decode()), (tail, text[self.cut_offset :].decode())]
 
     def id_parts(self, piece: int, name: str, chunk: IdChunk, eot: int) -> list[tuple[Split, Ids]]:
@@ -137,7 +137,7 @@ def _exact_rule(hashes: list[int], fraction: float) -> SplitRule:
 def _tail_rule(pieces: list[SourcePiece], read: ReadDocuments, fraction: float) -> SplitRule:
     """Cut at the last newline before the final fraction of all text."""
     sizes = [
-        (i, document.position, len(document.text.encode("utf-8", "replace")))
+        (i, document.position, len(document.text.encode()))
         for i, piece in enumerate(pieces)
         for document in read(piece)
     ]
@@ -153,7 +153,7 @@ def _tail_rule(pieces: list[SourcePiece], read: ReadDocuments, fraction: float) 
             break
         left -= size
     cut = next(document for document in read(pieces[at]) if document.position == position)
-    text = cut.text.encode("utf-8", "replace")
+    text = cut.text.encode()
     is_first = (at, position) == next((i, p) for i, p, size in sizes if size)
     offset = text.rfind(b"\n", 0, left) + 1
     if offset == 0 and is_first:

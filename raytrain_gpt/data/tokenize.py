@@ -67,7 +67,7 @@ def run_task(
     writers: dict[Split, ShardWriter] = {}
     try:
         if plan.pieces[0].ids is not None:
-            runs = _imported(plan, task, encoding)
+            runs = _imported(plan, task, encoding, bad)
         else:
             runs = _encoded(plan, task, encoding, bad, left_out)
         for run in runs:
@@ -104,16 +104,19 @@ def _encoded(
     for number, (i, document) in enumerate(_documents(plan, task, bad)):
         if left_out is not None and left_out[number]:
             continue
+        bad.noticed["empty"] += not document.text or document.text.isspace()
         for split, text in plan.split.parts(i, plan.pieces[i].name, document):
             try:
                 tokens = encode_document(encoding, text)
             except DataError as error:
                 bad.add(plan.pieces[i].location, f"document {document.position}", str(error))
                 continue
-            yield _Tokens(split, tokens, len(text.encode("utf-8", "replace")), 1)
+            yield _Tokens(split, tokens, len(text.encode()), 1)
 
 
-def _imported(plan: Plan, task: int, encoding: tiktoken.Encoding) -> Iterator[_Tokens]:
+def _imported(
+    plan: Plan, task: int, encoding: tiktoken.Encoding, bad: BadDocuments
+) -> Iterator[_Tokens]:
     """Yield a task's token ids; ids after the last `eot` of a file also count as a document."""
     eot = encoding.eot_token
     num_bytes = bytes_per_id(encoding, encoding.max_token_value + 1).astype(np.uint16)
@@ -122,6 +125,7 @@ def _imported(plan: Plan, task: int, encoding: tiktoken.Encoding) -> Iterator[_T
         for chunk in read_ids(piece, encoding):
             for split, ids in plan.split.id_parts(i, piece.name, chunk, eot):
                 ended = int(np.count_nonzero(ids == eot))
+                bad.noticed["ends"] += ended
                 last = _Tokens(split, ids, int(num_bytes[ids].sum(dtype=np.int64)), ended)
                 yield last
         following = [(other.location, other.start) for other in plan.pieces[i + 1 : i + 2]]

@@ -79,19 +79,26 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
     return encoding
 
 
+def valid_text(text: str) -> str:
+    """Return the text, with U+FFFD for each lone surrogate, which only JSON allows, as tiktoken does."""
+    try:
+        if not text.isascii():
+            text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
 def encode(encoding: tiktoken.Encoding, text: str) -> NDArray[np.uint32]:
     """Encode text, uint32 (tokens,); raises a DataError if the tokenizer fails or drops text.
 
-    Special tokens in the text are ordinary text; a lone surrogate, which only JSON allows, becomes `?`.
+    Special tokens in the text are ordinary text.
     """
-    num_bytes = len(text.encode("utf-8", "replace"))
+    text = valid_text(text)
+    num_bytes = len(text.encode())
     why = "its pattern does not match the rest"  # which tiktoken drops
     try:
-        try:
-            tokens = encoding.encode_to_numpy(text, disallowed_special=())
-        except UnicodeEncodeError:
-            text = text.encode("utf-8", "replace").decode()
-            tokens = encoding.encode_to_numpy(text, disallowed_special=())
+        tokens = encoding.encode_to_numpy(text, disallowed_special=())
     except BaseException as error:  # a panic of tiktoken's Rust code is not an Exception
         if not isinstance(error, ValueError) and type(error).__module__ != "pyo3_runtime":
             raise

@@ -23,13 +23,15 @@ import tiktoken
 from tiktoken_ext.openai_public import r50k_pat_str  # type: ignore[import-untyped]
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from raytrain_gpt.data.sources import refuse_lfs_pointer
 from raytrain_gpt.data.tokenizer import EOT, load_tokenizer, make_encoding, tokenizer_names
 from raytrain_gpt.errors import DataError, damage_as
-from raytrain_gpt.format import Log
+from raytrain_gpt.format import Log, listed, preview
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, LocationLike
 
 TOKENIZER_FILE = "tokenizer.json"
+GPT2_FILES, _GPT2_CLASS = ("vocab.json", "merges.txt"), "GPT2Tokenizer"
 GPT2_PATTERN: str = r50k_pat_str
 _GPT2_RANKS_SHA256 = "b580654d2e5d585af6dcee97b9cdd3a14a00503812dd6b9d4ea23a20da8bf49f"
 """Hash of GPT-2's tokens in order of rank: one line of hex per token."""
@@ -176,9 +178,12 @@ def read_tokenizer(directory: LocationLike) -> tiktoken.Encoding:
     return read_tokenizer_file(Location.of(directory) / TOKENIZER_FILE)
 
 
-def read_tokenizer_file(path: Location, log: Log = lambda line: None) -> tiktoken.Encoding:
+def read_tokenizer_file(
+    path: Location, log: Log = lambda line: None, is_older: bool = False
+) -> tiktoken.Encoding:
     """Read a `tokenizer.json` of ours, of any version, or of a byte-level BPE like GPT-2's.
 
+    If `is_older`, the file is a `vocab.json` beside the other files of a GPT-2.
     Warns that NFC normalization is dropped. Raises a DataError if the file is damaged or of another kind.
     """
     advice = (
@@ -186,16 +191,38 @@ def read_tokenizer_file(path: Location, log: Log = lambda line: None) -> tiktoke
     )
     try:
         with damage_as(DataError, f"tokenizer {path}", advice):
+            refuse_lfs_pointer(path)
             content = parse_json(path.read_bytes())
+            if is_older:
+                content = _of_gpt2_files(content, path.parent)
             if "ranks" in content:
                 return _encoding_of_ranks(content)
+            encoding = _encoding_of(content)
             if content.get("normalizer") is not None:
                 log(f"{path}: dropping its NFC normalization; normalize text that is not in NFC")
-            return _encoding_of(content)
+            return encoding
     except _Unsupported as error:
         raise DataError(
             f"tokenizer {path} is not supported ({error}); set --tokenizer to one with the same ids"
         ) from None
+
+
+def _of_gpt2_files(vocabulary: dict[str, int], directory: Location) -> dict[str, Any]:
+    """Return the content of a `tokenizer.json` for GPT-2's older files; their class must be GPT-2's."""
+    merges_file, file = directory / GPT2_FILES[1], directory / "tokenizer_config.json"
+    config = parse_json(file.read_bytes()) if file.is_file() else {}
+    if (config.get("tokenizer_class") or _GPT2_CLASS).removesuffix("Fast") != _GPT2_CLASS:
+        raise _Unsupported(f"it is a {config['tokenizer_class']}")
+    refuse_lfs_pointer(merges_file)
+    lines = merges_file.read_bytes().decode().splitlines()
+    merges = [line for line in lines if line and not line.startswith("#version")]
+    special = [text for text in vocabulary if text == EOT]
+    level = {"type": "ByteLevel", "add_prefix_space": config.get("add_prefix_space", False)}
+    return {
+        "added_tokens": [{"content": t, "id": vocabulary[t], "special": True} for t in special],
+        "pre_tokenizer": level,
+        "model": {"vocab": vocabulary, "merges": merges},
+    }
 
 
 def _encoding_of_ranks(content: dict[str, Any]) -> tiktoken.Encoding:
@@ -207,36 +234,41 @@ def _encoding_of_ranks(content: dict[str, Any]) -> tiktoken.Encoding:
 
 
 def _encoding_of(content: dict[str, Any]) -> tiktoken.Encoding:
-    special, model = _special(content), content["model"]
-    ranks = _ranks(model, special)
+    model, vocabulary = content["model"], content["model"]["vocab"]
+    # Older files, such as the released GPT-2's, lack the type.
+    if (kind := model.get("type", "BPE" if "merges" in model else "other than BPE")) != "BPE":
+        raise _Unsupported(f"its model has type {kind}")
+    special = _special(content)
+    ranks = _ranks(model, {text: i for text, i in vocabulary.items() if text not in special})
     if (own := model.get(_OWN_KEY)) is not None:  # then the vocabulary decides, not the merges
         return make_encoding(own["name"], own["pattern"], ranks, special)
     if content.get("normalizer") not in (None, _NFC):
-        raise _Unsupported(f"normalizer {content['normalizer']}")
-    _check_merges(model, ranks)
-    pattern = _pattern(content["pre_tokenizer"])
+        raise _Unsupported(f"it has a normalizer {preview(content['normalizer'], 80)}")
+    pattern = _pattern(content.get("pre_tokenizer"))
+    _check_merges(model, ranks, special)
     if pattern is None and any(len(token) > 1 for token in ranks):
         raise _Unsupported("its pre_tokenizer has no pattern")
-    return make_encoding(*_recognized_name(ranks, pattern), ranks, special)
+    try:
+        return make_encoding(*_recognized_name(ranks, pattern), ranks, special)
+    except ValueError as error:  # Hugging Face reads it
+        raise _Unsupported(str(error)) from None
 
 
-def _ranks(model: dict[str, Any], special: Mapping[str, int]) -> dict[bytes, int]:
-    # Older files, such as the released GPT-2's, lack the type.
-    if model.get("type", "BPE") != "BPE":
-        raise _Unsupported(f"type {model['type']}")
+def _ranks(model: dict[str, Any], vocabulary: Mapping[str, int]) -> dict[bytes, int]:
     for key in ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "dropout"):
         if model.get(key):
             raise _Unsupported(f"it has {key} {model[key]!r}")
-    texts = {text: int(i) for text, i in model["vocab"].items() if text not in special}
-    if odd := [text for text in texts if not _BYTE.keys() >= set(text) or not text]:
+    if odd := [text for text in vocabulary if not _BYTE.keys() >= set(text) or not text]:
         raise _Unsupported(f"its token {odd[0]!r} is not written as bytes")
-    return token_ranks(texts)
+    return token_ranks({text: int(i) for text, i in vocabulary.items()})
 
 
-def _check_merges(model: dict[str, Any], ranks: _TokenRanks) -> None:
+def _check_merges(model: dict[str, Any], ranks: _TokenRanks, special: Mapping[str, int]) -> None:
     """Check that merging in the order of the ids is equivalent to the merges of a file."""
-    listed = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
-    pairs = [(_bytes(left), _bytes(right)) for left, right in listed]
+    merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
+    if odd := [a + b for a, b in merges if not special.keys().isdisjoint((a, b, a + b))]:
+        raise _Unsupported(f"it merges to {odd[0]!r}, which has a special token")
+    pairs = [(_bytes(left), _bytes(right)) for left, right in merges]
     order = [ranks[left + right] for left, right in pairs]
     if order != sorted(order):
         raise _Unsupported("its merges are not in the order of the ids")
@@ -245,11 +277,11 @@ def _check_merges(model: dict[str, Any], ranks: _TokenRanks) -> None:
         raise _Unsupported("its list of merges is incomplete")
     unmade = [token for token in ranks if len(token) > 1 and token not in derived]
     if unmade and not model.get("ignore_merges"):
-        raise _Unsupported(f"no merge makes its token {unmade[0]!r}")
+        raise _Unsupported(f"no merge makes its token {preview(unmade[0], 40)}")
 
 
 def _special(content: dict[str, Any]) -> dict[str, int]:
-    tokens = content["added_tokens"]
+    tokens = content.get("added_tokens", [])
     contents = [token["content"] for token in tokens if not token["special"]]
     # Qwen's <think> and the like, which hardly occur in text, are special for us.
     if ordinary := [text for text in contents if not _TAG.fullmatch(text)]:
@@ -260,17 +292,20 @@ def _special(content: dict[str, Any]) -> dict[str, int]:
     return special
 
 
-def _pattern(pre_tokenizer: dict[str, Any]) -> str | None:
+def _pattern(pre_tokenizer: dict[str, Any] | None) -> str | None:
     """Return the pattern for Oniguruma (tiktoken's if it is GPT-2's), or None without one."""
-    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer]) if pre_tokenizer else []
+    types = [step["type"] for step in steps]
+    if types not in (["ByteLevel"], ["Split", "ByteLevel"]):
+        raise _Unsupported(f"its pre_tokenizer is {listed(types)}, not a Split and ByteLevel")
     *splits, last = steps
-    if last["type"] != "ByteLevel" or last["add_prefix_space"] or len(splits) > 1:
-        raise _Unsupported("its pre_tokenizer is not ByteLevel without add_prefix_space")
+    if last["add_prefix_space"]:
+        raise _Unsupported("its pre_tokenizer has add_prefix_space")
     if not splits:
         return GPT2_PATTERN if last.get("use_regex", True) else None
     (split,) = splits
     pattern = str(split["pattern"].get("Regex"))
-    plain = split["type"] == "Split" and split["behavior"] == "Isolated" and not split["invert"]
+    plain = split["behavior"] == "Isolated" and not split["invert"]
     if not plain or last.get("use_regex", True) or "Regex" not in split["pattern"]:
         raise _Unsupported("its pre_tokenizer is not a Split by a pattern followed by ByteLevel")
     _check_dialects(pattern)

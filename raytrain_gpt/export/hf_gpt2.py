@@ -92,6 +92,13 @@ def from_hf(name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
     return name, tensor.T if name.endswith(_CONV1D) and tensor.dim() == 2 else tensor
 
 
+def as_linear(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Undo the transposition of matrices that a file has as (out, in), as nanoGPT's have."""
+    turned = {k: t.T for k, t in tensors.items() if k.endswith(_CONV1D) and t.dim() == 2}
+    fused = [turned[name].shape for name in turned if "c_attn" in name]
+    return tensors | turned if any(rows == 3 * size for rows, size in fused) else tensors
+
+
 def shape_of_tensors(hf: Mapping[str, Tensor], where: str) -> GPTShape:
     """Infer the shape, without dropout and with a head per 64 channels, from weights without a configuration.
 

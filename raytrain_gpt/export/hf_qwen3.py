@@ -78,8 +78,7 @@ def plain_values(content: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
 def _plain_rope(rope: dict[str, Any] | None) -> dict[str, Any]:
     """Return the entries that do not scale rotary positions."""
     plain = {"rope_type": "default", "type": "default", "factor": 1.0, "partial_rotary_factor": 1.0}
-    entries = (rope or {}).items()
-    return {k: v for k, v in entries if k == "rope_theta" or v is None or v == plain.get(k)}
+    return {k: v for k, v in (rope or {}).items() if k == "rope_theta" or v in (None, plain.get(k))}
 
 
 def _rope_theta(content: dict[str, Any]) -> float:

@@ -16,9 +16,11 @@ from torch import Tensor
 from raytrain_gpt.config import kinds
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.registry import new_model
+from raytrain_gpt.data.sources import refuse_lfs_pointer
 from raytrain_gpt.data.tokenizer import EOT
 from raytrain_gpt.errors import CheckpointError, ConfigError, damage_as, failure_as
 from raytrain_gpt.export import hf_gpt2, hf_qwen3
+from raytrain_gpt.format import listed
 from raytrain_gpt.parsing import parse_json
 
 HF_CONFIG_FILE = "config.json"
@@ -27,6 +29,13 @@ ARCHITECTURES = {"gpt2": hf_gpt2, "qwen3": hf_qwen3}
 HF_WEIGHTS_FILE = "model.safetensors"
 _EMBEDDING, _HEAD = "wte.weight", "lm_head.weight"
 _LAYER = re.compile(r"h\.(\d+)\.")
+_WRAPPED = re.compile(r"(|.*?\.)(?:(?:transformer\.)?wte|(?:model\.)?embed_tokens)\.weight")
+"""Embedding after a prefix that is not transformers', such as `_orig_mod.` of torch.compile."""
+_NO_PICKLES = (
+    "pickles are not read; convert them with transformers' save_pretrained or, those of other programs, with "
+    "python -c 'import sys, torch, safetensors.torch as s; d = torch.load(sys.argv[1], weights_only=True); "
+    'd = d.get("model", d); s.save_file({k: v.clone() for k, v in d.items()}, "model.safetensors")\' FILE'
+)
 
 
 def mapping_of(architecture: str, *needed: str) -> Any:
@@ -70,6 +79,7 @@ def read_hf_config(directory: Path) -> GPTShape:
         )
     only = "only plain GPT-2 and Qwen3 models can be imported"
     with damage_as(CheckpointError, path):
+        refuse_lfs_pointer(path)
         content = parse_json(path.read_bytes())
         kind = content.get("model_type", "gpt2")
         if kind not in ARCHITECTURES:
@@ -108,18 +118,16 @@ def find_hf_weights(path: Path) -> list[Path]:
     if not path.is_dir():
         if path.suffix != ".safetensors":
             raise CheckpointError(
-                f"{path} is neither a Hugging Face directory nor a .safetensors file; convert pickled "
-                "weights with transformers"
+                f"{path} is neither a Hugging Face directory nor a .safetensors file; {_NO_PICKLES}"
             )
         return [path]
     if (path / HF_WEIGHTS_FILE).is_file():
         return [path / HF_WEIGHTS_FILE]
     index = path / f"{HF_WEIGHTS_FILE}.index.json"
     if not index.is_file():
-        raise CheckpointError(
-            f"{path} has no {HF_WEIGHTS_FILE}; convert pickled weights with transformers"
-        )
+        raise CheckpointError(f"{path} has no {HF_WEIGHTS_FILE}; {_NO_PICKLES}")
     with damage_as(CheckpointError, index):
+        refuse_lfs_pointer(index)
         names = sorted(set(parse_json(index.read_bytes())["weight_map"].values()))
         if any(Path(name).name != name for name in names):
             raise ValueError("it names a file outside the directory")
@@ -127,12 +135,15 @@ def find_hf_weights(path: Path) -> list[Path]:
 
 
 def read_hf_weights(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a Hugging Face directory or .safetensors file, or raise a CheckpointError."""
+    """Read the tensors of a directory or file, without a prefix of all; may raise a CheckpointError."""
     tensors: dict[str, Tensor] = {}
     for file in find_hf_weights(path):
         with failure_as(CheckpointError, f"cannot read {file}", "", SafetensorError):
+            refuse_lfs_pointer(file)
             tensors |= load_file(file)
-    return tensors
+    prefix = next((match[1] for match in map(_WRAPPED.fullmatch, tensors) if match), "")
+    is_of_all = all(name.startswith(prefix) for name in tensors)
+    return {name.removeprefix(prefix * is_of_all): tensor for name, tensor in tensors.items()}
 
 
 def model_of(hf: Mapping[str, Tensor], where: str, shape: GPTShape) -> GPT:
@@ -150,7 +161,8 @@ def model_of(hf: Mapping[str, Tensor], where: str, shape: GPTShape) -> GPT:
     """
     tensors = _our_tensors(hf, where, shape)
     rows = (shape.vocab_size, shape.embd_size)
-    embedding = tuple(tensors[_EMBEDDING].shape) if _EMBEDDING in tensors else "missing"
+    stored, names = tensors.get(_EMBEDDING), listed(sorted(hf)[:3])
+    embedding = f"missing (it has {names}, …)" if stored is None else tuple(stored.shape)
     num_layers = len({match[1] for match in map(_LAYER.match, tensors) if match})
     # Before a model of any size is allocated.
     if (num_layers, embedding) != (shape.num_layers, rows):
@@ -161,6 +173,9 @@ def model_of(hf: Mapping[str, Tensor], where: str, shape: GPTShape) -> GPT:
     with torch.device("meta"):
         wanted = {name: tuple(t.shape) for name, t in new_model(shape).state_dict().items()}
     wanted |= {name: rows for name in (_EMBEDDING, _HEAD) if name in wanted}
+    if not any(name.endswith(".bias") for name in tensors):  # as in nanoGPT
+        biases = [name for name in wanted if name.endswith(".bias")]
+        tensors |= {name: torch.zeros(()).expand(wanted[name]) for name in biases}
     for name in sorted(wanted.keys() | tensors.keys()):
         actual = tuple(tensors[name].shape) if name in tensors else "missing"
         if actual != wanted.get(name, "unknown"):
@@ -190,6 +205,7 @@ def _our_tensors(hf: Mapping[str, Tensor], where: str, shape: GPTShape) -> dict[
                 f"{where} has {name} in {tensor.dtype}; only fp32, fp16 and bf16 are imported"
             )
         tensors[ours[0]] = ours[1]
+    tensors = hf_gpt2.as_linear(tensors)
     head = tensors.pop(_HEAD, None) if shape.tied_embeddings else None
     if head is not None and not (_EMBEDDING in tensors and torch.equal(head, tensors[_EMBEDDING])):
         why = "but the architecture gpt2 has no other head; import a GPT-2 that is tied"

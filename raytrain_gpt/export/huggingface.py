@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -26,8 +27,9 @@ from raytrain_gpt.core.model import GPT, GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.data.order import ORDER_VERSION
-from raytrain_gpt.data.tokenizer import load_tokenizer, make_encoding, vocab_hash
+from raytrain_gpt.data.tokenizer import MAX_VOCAB_SIZE, load_tokenizer, make_encoding, vocab_hash
 from raytrain_gpt.data.tokenizer_file import (
+    GPT2_FILES,
     IMPORTED,
     TOKENIZER_FILE,
     open_tokenizer,
@@ -47,7 +49,7 @@ from raytrain_gpt.export.hf_weights import (
     read_hf_weights,
 )
 from raytrain_gpt.export.model_card import CARD_FILE, IMPORT_EVENT, model_card
-from raytrain_gpt.format import Log, amount
+from raytrain_gpt.format import Log, amount, count, listed
 from raytrain_gpt.storage.location import Location, force_to_disk, is_url
 from raytrain_gpt.tracking.mlflow_run import track_export
 
@@ -58,6 +60,8 @@ _EVAL_SEQUENCES = 4
 """micro_batch_sequences of imported weights: 4 × 1024 tokens of GPT-2 have 0.8 GB of logits."""
 _GUESSED_TOKENIZERS = {GPT2_VOCAB_SIZE: "gpt2", 257: "bytes"}
 """Vocabulary size -> tokenizer to assume if the weights have none."""
+_TOKENIZERS = re.compile(r"(?i).*(token|vocab|merges|tekken|spiece|\.(model|spm|bpe)$)|encoder\.")
+"""Names of files of a tokenizer without `tokenizer.json`."""
 
 
 def export_checkpoint(
@@ -131,7 +135,7 @@ def import_weights(
     Args:
         source: A Hugging Face directory, or a file of GPT-2's weights.
         out: Directory or URL of the checkpoint, new or empty.
-        tokenizer: Name; if None the directory's, else gpt2 or bytes by vocabulary size.
+        tokenizer: Name; if None that beside the weights, else gpt2 or bytes by vocabulary size.
 
     Raises:
         CheckpointError: weights are missing, damaged, not a plain GPT-2 or Qwen3, or `out` is not empty.
@@ -153,40 +157,50 @@ def import_weights(
     model = model_of(tensors, str(directory), shape)
     if config_shape is None:
         log(f"no config.json; assuming {shape.num_heads} heads, one per 64 channels")
-    encoding = _tokenizer(directory, tokenizer, shape.vocab_size, log)
+    encoding = _tokenizer(directory, tokenizer, shape, log)
     _write(model, encoding, place, directory.name)
     log(f"imported {directory}: {shape_line(model.shape)}, tokenizer {encoding.name}")
     return place, model.shape
 
 
-def _tokenizer(source: Path, name: str | None, vocab_size: int, log: Log) -> tiktoken.Encoding:
-    file = Location.of(source) / TOKENIZER_FILE
+def _tokenizer(source: Path, name: str | None, shape: GPTShape, log: Log) -> tiktoken.Encoding:
+    rows, directory = shape.vocab_size, Location.of(source if source.is_dir() else source.parent)
+    file = directory / TOKENIZER_FILE
     if name is not None:
         encoding = open_tokenizer(name, log)
     elif file.is_file():
         encoding = read_tokenizer_file(file, log)
-        if encoding.n_vocab < vocab_size:
-            log(f"{vocab_size - encoding.n_vocab} rows of the embedding have no token")
-            # A special token takes the last id, so that ids match rows; ids between have no text.
-            last = {f"<|unused_{vocab_size - 1}|>": vocab_size - 1}
-            special, ranks = encoding._special_tokens | last, encoding._mergeable_ranks
-            encoding = make_encoding(IMPORTED, encoding._pat_str, ranks, special)
+    elif others := {one for one in directory.names() if _TOKENIZERS.match(one)}:
+        is_gpt2 = shape.architecture == "gpt2" and others >= {*GPT2_FILES}
+        if not is_gpt2 or "added_tokens.json" in others:
+            raise DataError(
+                f"{directory} has {listed(sorted(others))}, but no {TOKENIZER_FILE}; add it (transformers "
+                "makes one: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)), or set --tokenizer"
+            )
+        encoding = read_tokenizer_file(directory / GPT2_FILES[0], log, is_older=True)
     else:
-        guess = _GUESSED_TOKENIZERS.get(vocab_size)
+        guess = _GUESSED_TOKENIZERS.get(rows)
         if guess is None:
             raise DataError(
-                f"{source} has no tokenizer, and no default one has {vocab_size} ids; set --tokenizer"
+                f"{source} has no tokenizer, and no default one has {rows} ids; set --tokenizer"
             )
         log(
-            f"no tokenizer with the weights; assuming {guess} from its {vocab_size} ids "
+            f"no tokenizer with the weights; assuming {guess} from its {rows} ids "
             "(override with --tokenizer)"
         )
         encoding = load_tokenizer(guess)
-    if encoding.n_vocab != vocab_size:
+    extra = rows - encoding.n_vocab
+    if extra < 0 or rows > MAX_VOCAB_SIZE or (name and extra > max(128, rows // 16)):
         raise DataError(
             f"tokenizer {encoding.name} has {encoding.n_vocab} ids, but the weights of {source} have "
-            f"{vocab_size}; set --tokenizer to the one they were trained with"
+            f"{rows}; set --tokenizer to the one they were trained with"
         )
+    if extra:
+        log(f"{count(extra, 'row')} of the embedding without a token")
+        # A special token takes the last id, so that ids match rows; ids between have no text.
+        special = encoding._special_tokens | {f"<|unused_{rows - 1}|>": rows - 1}
+        ranks = encoding._mergeable_ranks
+        encoding = make_encoding(IMPORTED, encoding._pat_str, ranks, special)
     return encoding
 
 

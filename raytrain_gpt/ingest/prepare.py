@@ -23,6 +23,7 @@ from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.duplicates import find_duplicates
 from raytrain_gpt.data.preparation import (
     finish,
+    notices,
     prepared_tokenizer,
     start,
     task_file,
@@ -90,7 +91,10 @@ def prepare(
             source["val"] = options.val
         with cluster:  # after all checks: it takes ten seconds or more to start
             results = _run_tasks(directory, plan, options.max_bad_documents, run, log)
-        return finish(directory, plan, results, source, options.max_bad_documents)
+        manifest = finish(directory, plan, results, source, options.max_bad_documents)
+        for line in notices(plan, results):
+            log(line)
+        return manifest
 
 
 def _plan_and_tokenizer(

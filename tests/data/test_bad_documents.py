@@ -4,16 +4,55 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from raytrain_gpt.data.documents import BAD_FILE
+from raytrain_gpt.data.preparation import notices, start
 from raytrain_gpt.data.shards import read_manifest
+from raytrain_gpt.data.tokenize import run_task
+from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.errors import DataError
 from tests.conftest import raises_line
-from tests.data.shard_tools import documents, prepare_here
+from tests.data.shard_tools import documents, plan_of, prepare_here
+
+EOT = 256
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "said"),
+    [
+        ({"text": ["a\n", "", " \n"] * 50}, {}, "67% of 150 documents are empty"),
+        ({"text": ["a\n"] * 50}, {"document_separator": r"\n"}, "is in no text file"),
+        ({"tokens": [[1, 2, 3]] * 50}, {}, "no document has an end"),
+        ({"tokens": [[1, 2, EOT]] * 50}, {}, ""),
+        ({"text": ["a", *["b\n"] * 50, ""]}, {}, ""),
+    ],
+)
+def test_what_is_odd_but_no_error_is_said_at_the_end(
+    tmp_path: Path, rows: dict[str, list[Any]], options: dict[str, str], said: str
+) -> None:
+    pq.write_table(pa.table(rows), tmp_path / "a.parquet")
+    (tmp_path / "b.md").touch()
+    encoding = load_tokenizer("bytes")
+    plan = plan_of([str(tmp_path)], encoding, **options)
+    start(tmp_path / "out", plan, encoding)
+    results = [run_task(tmp_path / "out", plan, task) for task in range(len(plan.tasks))]
+    *lines, last = notices(plan, results)
+    assert len(lines) == bool(said)
+    assert said in " ".join(lines)
+    assert last.startswith("read 1 file, skipped 1")
+
+
+def test_a_lone_surrogate_becomes_the_replacement_character(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a\\ud83d b"}\n{"text": "\\ud83d\\ude00"}\n')
+    manifest = prepare_here([str(tmp_path / "a.jsonl")], tmp_path / "out", "bytes", val_tokens=1)
+    assert documents(tmp_path / "out", manifest, "val") == ["a\ufffd b".encode()]
+    assert documents(tmp_path / "out", manifest, "train") == ["😀".encode()]
+
 
 BAD_LINES = {
     "no JSON": b'{"text": "cut o',

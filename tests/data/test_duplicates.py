@@ -99,8 +99,8 @@ def test_only_the_first_is_read_however_often(tmp_path: Path) -> None:
 
 
 def test_a_hash_is_blake2b_of_the_text() -> None:
-    texts = ["one", "日本", "\ud800"]
-    parts = [hashlib.blake2b(t, digest_size=16).digest() for t in (b"one", "日本".encode(), b"?")]
+    texts = ["one", "日本"]
+    parts = [hashlib.blake2b(t, digest_size=16).digest() for t in (b"one", "日本".encode())]
     assert hash_texts(texts) == b"".join(parts)
 
 

@@ -13,8 +13,10 @@ import pytest
 
 from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data import imports, sources
+from raytrain_gpt.data.imports import read_ids
 from raytrain_gpt.data.shards import MANIFEST_FILE
 from raytrain_gpt.data.sources import find_pieces
+from raytrain_gpt.data.tokenizer import make_encoding
 from raytrain_gpt.data.verify import check_shard
 from raytrain_gpt.errors import DataError
 from tests.conftest import raises_line
@@ -276,6 +278,26 @@ def test_an_id_beyond_the_vocabulary_is_refused_with_its_place(
     with raises_line(DataError, name, f"id 257 at {place}", "0 to 256", "--tokenizer"):
         prepare_here([source], tmp_path / "out", "bytes")
     assert not (tmp_path / "out" / MANIFEST_FILE).exists()
+
+
+@pytest.mark.parametrize("kind", ["<i4", ">i4", "<i8"])
+@pytest.mark.parametrize("name", ["a.bin", "a.BIN", "a.npy"])
+def test_halves_of_wider_ids_are_refused(tmp_path: Path, kind: str, name: str) -> None:
+    ids = np.array(drawn(100), kind)
+    if name == "a.npy":
+        np.save(tmp_path / name, ids.view("<u2"))
+    else:
+        ids.tofile(tmp_path / name)
+    with raises_line(DataError, f"{name} is read as uint16", "every second one", "numpy.save("):
+        prepare_here([str(tmp_path / name)], tmp_path / "out", "bytes")
+
+
+def test_a_large_vocabulary_does_not_fit_in_16_bits(tmp_path: Path) -> None:
+    piece = find_pieces([write_nanogpt(tmp_path / "a.bin", [3, 4, 5])], PrepareOptions(), print)[0]
+    ranks = {bytes([i]): i for i in range(256)}
+    large = make_encoding("large", r"(?s).", ranks, {"<|endoftext|>": 2**16})
+    with raises_line(DataError, "a.bin is read as uint16", "large has 65537 ids", "'uint32'"):
+        next(read_ids(piece, large))
 
 
 def test_a_negative_id_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import io
+import os
+import tarfile
 from pathlib import Path
 
 import pyarrow as pa
@@ -119,6 +122,8 @@ EOT = "<|endoftext|>"
         ("\n one\n\n\n\n\ntwo\n\nmore\n", "\n\n\n", [(1, " one"), (10, "two\n\nmore")]),
         ("a.*b", ".*", [(0, "a"), (3, "b")]),
         ("\none <|end\n", EOT, [(1, "one <|end")]),
+        ("a\r\nb\r\n\r\n\r\nc\n\nd", "\n\n", [(0, "a\r\nb"), (10, "c"), (13, "d")]),
+        ("a\r\n--\r\nb\n--\n\nc", "\n--\n", [(0, "a"), (7, "b"), (13, "c")]),
     ],
 )
 def test_separators_are_between_documents(
@@ -199,9 +204,10 @@ def test_links_are_followed(tmp_path: Path) -> None:
     for name in ("p", "q", "r"):
         (outside / name).symlink_to(data)
     found = {
-        "": ["b/.hidden/y.txt", "b/c/x.txt", "b/out/o.txt", "b/y.txt", "z.txt"],
+        "": ["b/c/x.txt", "b/out/o.txt", "b/y.txt", "z.txt"],
         "**/*.txt": ["b/c/x.txt", "b/out/o.txt", "b/y.txt", "z.txt"],
         "b/*/[wx].txt": ["c/x.txt"],
+        "**/.h*/*.txt": ["b/.hidden/y.txt"],
     }
     for pattern, names in found.items():
         assert [name for name, _, _ in read(f"{data}/{pattern}")] == names, pattern
@@ -223,14 +229,17 @@ def test_a_named_file_is_text_whatever_its_ending(tmp_path: Path, name: str) -> 
 
 
 def test_what_a_directory_is_left_without_is_counted(tmp_path: Path) -> None:
-    for name in ("b.md", "c.md", "d.rst", "e.csv.gz", "noending"):
+    for name in ("b.md", "c.MD", "d.rst", "noending"):
         (tmp_path / name).write_text(name)
-    with raises_line(DataError, "has no .txt", "but 5 others", "--text_suffixes"):
+    with raises_line(DataError, "has no .txt", "but 4 others", "--text_suffixes"):
+        find_pieces([str(tmp_path)], PrepareOptions(), print)
+    (tmp_path / "e.csv.gz").write_text("e")
+    with raises_line(DataError, "e.csv.gz is a table; convert it"):
         find_pieces([str(tmp_path)], PrepareOptions(), print)
     (tmp_path / "a.txt").write_text("a")
     lines: list[str] = []
     found = find_pieces([str(tmp_path)], PrepareOptions(text_suffixes=".md, rst"), lines.append)
-    assert [piece.name for piece in found] == ["a.txt", "b.md", "c.md", "d.rst"]
+    assert [piece.name for piece in found] == ["a.txt", "b.md", "c.MD", "d.rst"]
     assert len(lines) == 1
     assert f"skipped 2 files of {tmp_path}, such as e.csv.gz;" in lines[0]
     lines.clear()
@@ -304,17 +313,133 @@ def test_truncated_parquet_is_refused(tmp_path: Path, keep: int) -> None:
         find_pieces([str(path)], PrepareOptions(), print)
 
 
+JSON_NAMES = (
+    "a.ndjson",
+    "a.JSONL",
+    "a.jsonlines",
+    "a.jl",
+    "a.jsonl.TXT",
+    "a.NDJSON.gz",
+    "a.jl.zst",
+)
+
+
+@pytest.mark.parametrize("name", JSON_NAMES)
+def test_json_lines_have_many_names(tmp_path: Path, name: str) -> None:
+    content = Path(write_jsonl(tmp_path / "source", MANY)).read_bytes()
+    (tmp_path / "in").mkdir()
+    compress = {".gz": gzip.compress, ".zst": zstd}.get(Path(name).suffix, bytes)
+    (tmp_path / "in" / name).write_bytes(compress(content))
+    assert texts(str(tmp_path / "in")) == texts(str(tmp_path / "in" / name)) == MANY
+
+
+def test_text_whose_first_line_is_an_object_is_json_lines(tmp_path: Path) -> None:
+    long = ["x" * 2 * documents._HEAD_BYTES, "b"]
+    assert texts(write_jsonl(tmp_path / "part-00000", long)) == long
+    (tmp_path / "b.md").write_text('\n{"body": "a"}\n')
+    with raises_line(DataError, "b.md at byte 1: no field text; fields: body"):
+        texts(str(tmp_path / "b.md"))
+    for text in ('{\n  "text": "a"\n}\n', '{"quoted"} he said', "{% a %}"):
+        (tmp_path / "c.txt").write_text(text)
+        assert texts(str(tmp_path / "c.txt")) == [text]
+
+
+REFUSED = {
+    "a.zip": "an archive; unpack",
+    "a.TAR.GZ": "an archive; unpack",
+    "a.csv": "a table; convert it",
+    "a.TSV.gz": "a table; convert it",
+    "a.jsonl.xz": "compressed; decompress",
+    "a.bin.gz": "compressed; decompress",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_text_by_its_name_is_refused_with_advice(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("some words\n" * 9)
+    for source in (tmp_path, tmp_path / "*", tmp_path / name):
+        with raises_line(DataError, f"{name} is {REFUSED[name]}"):
+            find_pieces([str(source)], PrepareOptions(), print)
+
+
+def test_an_archive_of_text_is_not_read_as_text(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "all", "w") as tar:
+        (entry := tarfile.TarInfo("a.txt")).size = 900
+        tar.addfile(entry, io.BytesIO(b"a story. " * 100))
+    with raises_line(DataError, "all is an archive"):
+        texts(str(tmp_path / "all"))
+
+
+@pytest.mark.parametrize("encoding", ["UTF-16LE", "UTF-16BE", "UTF-32LE", "UTF-32BE"])
+def test_another_encoding_without_a_mark_is_named(tmp_path: Path, encoding: str) -> None:
+    for text in ("Grüße aus Köln\n", "一日一善。\n", "{}\n", "Привет, мир\n" * 999):
+        (tmp_path / "a.txt").write_bytes(text.encode(encoding))
+        with raises_line(DataError, f"a.txt is likely {encoding}", f"iconv -f {encoding} -t UTF-8"):
+            texts(str(tmp_path / "a.txt"))
+        (tmp_path / "a.txt").write_text(f"\0\0{text}")
+        assert texts(str(tmp_path / "a.txt")) == [f"\0\0{text}"]
+
+
+def test_a_long_window_of_zstandard_is_said(tmp_path: Path) -> None:
+    # Magic number, no size, a window of 2^28, a last raw block of 5 bytes.
+    (tmp_path / "a.zst").write_bytes(b"\x28\xb5\x2f\xfd\0\x90\x29\0\0story")
+    with raises_line(DataError, "a.zst", "zstd -d --long=31"):
+        texts(str(tmp_path / "a.zst"))
+
+
+@pytest.mark.parametrize("pattern", ["", "*", "**/*.txt"])
+@pytest.mark.parametrize("name", ["b.txt", "deeper"])
+def test_what_a_broken_link_pointed_to_is_missed(tmp_path: Path, pattern: str, name: str) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / ".#a.txt").symlink_to("me@host:1")
+    (tmp_path / name).symlink_to("not-there")
+    with raises_line(DataError, f"{name}: its link to not-there is broken"):
+        read(f"{tmp_path}/{pattern}")
+
+
+def test_a_directory_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.txt", "locked/b.txt", ".Trash/c.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    closed, scandir = {".Trash"}, os.scandir
+
+    def scan(path: str) -> object:
+        if Path(path).name in closed:
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    assert texts(str(tmp_path)) == texts(f"{tmp_path}/**") == ["a.txt", "locked/b.txt"]
+    closed.add("locked")
+    for pattern in ("", "**/*.txt"):
+        with raises_line(DataError, f"{tmp_path}/locked: Permission denied"):
+            texts(f"{tmp_path}/{pattern}")
+
+
+def test_hidden_names_are_skipped_and_counted(tmp_path: Path) -> None:
+    names = ("a.txt", ".b.txt", "_c.txt", "x/.old/d.txt", "_temporary/0/e.txt", "x/f.txt")
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    for pattern in ("", "**/*.txt"):
+        lines: list[str] = []
+        found = find_pieces([f"{tmp_path}/{pattern}"], PrepareOptions(), lines.append)
+        assert [piece.name for piece in found] == ["a.txt", "x/f.txt"]
+        assert "skipped 4 files" in lines[0]
+        assert "4 in names that begin with . or _" in lines[0]
+    for named in ("_c.txt", ".b*", "_temporary", "_*/**"):
+        assert len(read(f"{tmp_path}/{named}")) == 1, named
+
+
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0f" * 32 + "\nsize 5123\n"
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl.gz", "a.parquet", "a.bin", "a.npy", "part-0"])
-@pytest.mark.parametrize("place", ["", "*", "{name}"])
-def test_a_pointer_of_git_lfs_is_refused_under_any_name(
-    tmp_path: Path, name: str, place: str
-) -> None:
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl.gz", "a.parquet", "a.bin", "a.npy", "a.csv"])
+def test_a_pointer_of_git_lfs_is_refused_under_any_name(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text(LFS)
-    if place or name != "part-0":
-        with raises_line(DataError, f"{name} is a Git LFS pointer; run git lfs pull"):
-            find_pieces([str(tmp_path / place.format(name=name))], PrepareOptions(), print)
+    with raises_line(DataError, f"{name} is a Git LFS pointer; run git lfs pull"):
+        find_pieces([str(tmp_path / name)], PrepareOptions(), print)
     (tmp_path / name).write_text(f"What is this?\n{LFS}")
     refuse_lfs_pointer(tmp_path / name)

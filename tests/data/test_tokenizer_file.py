@@ -305,14 +305,24 @@ def test_a_tokenizer_like_qwens_is_carried(trained: Tokenizer, tmp_path: Path) -
     assert found._special_tokens["</think>"] == tokenizer.token_to_id("</think>")
 
 
-SPACES = {"content": "   ", "id": 900, "special": False}
+SPACES = {"content": "   ", "id": 900, "special": False, "lstrip": False, "rstrip": False}
+SPACES |= {"single_word": False, "normalized": False}
+DIGITS = {"type": "Digits", "individual_digits": True}
+UNIGRAM = {"vocab": [["a", 0.0]], "unk_id": 0}
+
+
+def digits_before(content: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", "pretokenizers": [DIGITS, content["pre_tokenizer"]]}
+
+
 Change = Callable[[dict[str, Any]], object]
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda c: c["model"].update(type="Unigram"), ["type Unigram"]),
+        (lambda c: c.update(model={"type": "Unigram", **UNIGRAM}), ["type Unigram"]),
+        (lambda c: c.update(model=UNIGRAM), ["type other than BPE"]),
         (lambda c: c.update(normalizer={"type": "NFD"}), ["normalizer", "NFD"]),
         (lambda c: c["model"].update(byte_fallback=True), ["byte_fallback"]),
         (
@@ -329,7 +339,16 @@ Change = Callable[[dict[str, Any]], object]
         (lambda c: c["pre_tokenizer"].update(use_regex=False), ["no pattern"]),
         (lambda c: c.update(pre_tokenizer=split("a|^a|.")), ["may read '^a|.' in patterns diff"]),
         (lambda c: c.update(pre_tokenizer=split(r" ?\p{L}+|\p{N}+")), ["drops text such as"]),
-        (lambda c: c.update(pre_tokenizer={"type": "Whitespace"}), ["pre_tokenizer"]),
+        (lambda c: c.update(pre_tokenizer={"type": "Whitespace"}), ["pre_tokenizer is Whitespace"]),
+        (lambda c: c.update(pre_tokenizer=None), ["pre_tokenizer is none"]),
+        (lambda c: c.update(pre_tokenizer=DIGITS), ["pre_tokenizer is Digits, not"]),
+        (
+            lambda c: c.update(pre_tokenizer=digits_before(c)),
+            ["pre_tokenizer is Digits, ByteLevel"],
+        ),
+        (lambda c: c["model"]["vocab"].pop("ÿ"), ["no token for one of the 256 bytes"]),
+        (lambda c: c["added_tokens"].append(SPACES | {"content": "th", "special": True}), ["'th'"]),
+        (lambda c: c.pop("added_tokens"), [f"no {EOT}"]),
     ],
 )
 def test_another_kind_of_tokenizer_is_refused(
@@ -337,8 +356,14 @@ def test_another_kind_of_tokenizer_is_refused(
 ) -> None:
     content = json.loads(trained.to_str())
     change(content)
-    with raises_line(DataError, TOKENIZER_FILE, "--tokenizer", *words):
+    Tokenizer.from_str(json.dumps(content))  # it is no damage
+    with raises_line(DataError, f"{TOKENIZER_FILE} is not supported", "set --tokenizer", *words):
         read(tmp_path, json.dumps(content))
+
+
+def test_a_pointer_of_git_lfs_is_no_damaged_tokenizer(tmp_path: Path) -> None:
+    with raises_line(DataError, f"{TOKENIZER_FILE} is a Git LFS pointer; run git lfs pull"):
+        read(tmp_path, "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
 
 
 @pytest.mark.parametrize(

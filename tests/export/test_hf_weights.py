@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,7 @@ from torch import Tensor
 from raytrain_gpt.config.built_in import Qwen3Settings
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.registry import resolved_shape
-from raytrain_gpt.errors import CheckpointError
+from raytrain_gpt.errors import CheckpointError, UserError
 from raytrain_gpt.export.hf_gpt2 import shape_of_tensors
 from raytrain_gpt.export.hf_weights import (
     hf_config_files,
@@ -103,13 +105,37 @@ def old(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors | masks | {"lm_head.weight": tensors["transformer.wte.weight"]}
 
 
-@pytest.mark.parametrize("written", [plain, old])
+def turned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the matrices as (out, in), as nanoGPT stores them."""
+    ends = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+    return {name: t.T.contiguous() if name.endswith(ends) else t for name, t in tensors.items()}
+
+
+@pytest.mark.parametrize("written", [plain, old, turned])
 def test_all_ways_of_writing_it_are_the_same_model(
     written: Callable[..., Any], tmp_path: Path
 ) -> None:
     tensors = saved(hf_model(ODD[1]), tmp_path)
     model = model_of(written(tensors), "here", ODD[1])
     assert equal(hf_tensors(model, torch.float32), tensors)
+
+
+def test_biases_that_a_file_lacks_are_zero() -> None:
+    tensors = {k: t for k, t in hf_model(ODD[1]).state_dict().items() if not k.endswith("bias")}
+    found = hf_tensors(model_of(tensors, "here", ODD[1]), torch.float32)
+    assert not any(t.any() for name, t in found.items() if name.endswith("bias"))
+    assert all(torch.equal(found[name], t) for name, t in tensors.items() if name != HEAD)
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "model.", "module._orig_mod."])
+@pytest.mark.parametrize(
+    "names", [["transformer.wte.weight", "lm_head.weight"], ["model.embed_tokens.weight"]], ids=str
+)
+def test_a_prefix_of_all_tensors_is_dropped(prefix: str, names: list[str], tmp_path: Path) -> None:
+    single({prefix + name: torch.zeros(1) for name in names}, tmp_path)
+    assert list(read_hf_weights(tmp_path)) == sorted(names)
+    single({prefix + name: torch.zeros(1) for name in names} | {"x": torch.ones(1)}, tmp_path)
+    assert prefix + names[0] in read_hf_weights(tmp_path)
 
 
 def test_padded_rows_take_no_probability_from_a_trained_model() -> None:
@@ -216,8 +242,37 @@ def test_every_kind_of_file_is_read(write: Callable[..., None], tmp_path: Path) 
 @pytest.mark.parametrize("path", ["", "pytorch_model.bin"])
 def test_pickles_are_not_read(path: str, tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
-    with raises_line(CheckpointError, "convert pickled", "with transformers"):
+    with raises_line(CheckpointError, "pickles are not read", "transformers' save_pretrained"):
         read_hf_weights(tmp_path / path)
+
+
+def test_the_advice_for_a_pickle_of_another_program_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = turned(hf_model(ODD[1]).state_dict())  # the head is the embedding, in one memory
+    compiled = {f"_orig_mod.{name}": tensor for name, tensor in tensors.items()}
+    torch.save({"model": compiled, "loss": torch.ones(1), "iter_num": 5}, tmp_path / "ckpt.pt")
+    with raises_line(CheckpointError, "ckpt.pt", "FILE") as caught:
+        read_hf_weights(tmp_path / "ckpt.pt")
+    code = shlex.split(str(caught.value).partition(" with python ")[2])[1]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["-c", "ckpt.pt"])
+    exec(code, {})
+    found = read_hf_weights(tmp_path / "model.safetensors")
+    assert equal(found, tensors)
+    model_of(found, "here", ODD[1])
+
+
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 9\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "model.safetensors.index.json"]
+)
+def test_a_pointer_of_git_lfs_is_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(LFS)
+    with raises_line(UserError, name, "Git LFS pointer; run git lfs pull"):
+        read_hf_config(tmp_path) if name == "config.json" else read_hf_weights(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from tokenizers import ByteLevelBPETokenizer
 
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.load import load_preset
@@ -27,7 +28,7 @@ from raytrain_gpt.core.registry import new_model, resolved_shape
 from raytrain_gpt.data.reader import read_sequences
 from raytrain_gpt.data.shards import read_manifest
 from raytrain_gpt.data.tokenizer import load_tokenizer, vocab_hash
-from raytrain_gpt.data.tokenizer_file import tokenizer_json
+from raytrain_gpt.data.tokenizer_file import read_tokenizer, tokenizer_json
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
 from raytrain_gpt.evaluate.inference import evaluate_checkpoint
 from raytrain_gpt.export import huggingface
@@ -308,7 +309,7 @@ def test_a_qwen3_of_more_rows_than_ids_is_imported_sampled_and_trained_further(
     change_config(hf, vocab_size=300)
     place = tmp_path / "checkpoint"
     out = run_cli.succeeds("import", hf, "--out", place)
-    assert "43 rows of the embedding have no token" in out
+    assert "43 rows of the embedding without a token" in out
     (line,) = [line for line in out.splitlines() if line.startswith("fine-tune: ")]
     assert line == (
         f"fine-tune: raytrain-gpt train --init_from {place} --seq_len 64 --data_path DATA --run_name NAME"
@@ -443,11 +444,77 @@ def test_a_tokenizer_of_another_size_is_refused(
     assert "gpt2 has 50257 ids" in line
     assert "have 257; set --tokenizer" in line
     (hf / "tokenizer.json").unlink()
+    (hf / "tokenizer_config.json").unlink()
     change_config(hf, vocab_size=256)
     tensors = load_file(hf / "model.safetensors")
     tensors["transformer.wte.weight"] = tensors["transformer.wte.weight"][:256].clone()
     save_file(tensors, hf / "model.safetensors")
     assert "no tokenizer, and no default one has 256 ids" in refused("import", hf)
+
+
+@pytest.mark.parametrize("rows", [258, 320, 1000])
+def test_rows_that_pad_a_named_tokenizer_are_imported(hf: Path, rows: int, tmp_path: Path) -> None:
+    tensors = load_file(hf / "model.safetensors")
+    tensors["transformer.wte.weight"] = torch.rand(rows, 32)
+    save_file(tensors, hf / "model.safetensors")
+    change_config(hf, vocab_size=rows)
+    import_weights(hf, tmp_path / "beside", print)
+    if rows == 1000:  # not the tokenizer of these weights
+        with raises_line(DataError, "bytes has 257 ids", "have 1000; set --tokenizer"):
+            import_weights(hf, tmp_path / "named", print, tokenizer="bytes")
+        return
+    import_weights(hf, tmp_path / "named", print, tokenizer="bytes")
+    files = [tmp_path / name / "tokenizer.json" for name in ("named", "beside")]
+    assert files[0].read_text() == files[1].read_text()
+
+
+@pytest.fixture
+def vocabulary(hf: Path) -> ByteLevelBPETokenizer:
+    """Write GPT-2's older files of another tokenizer of 257 ids beside the weights."""
+    for file in hf.glob("tokenizer*"):
+        file.unlink()
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(["a"], 257, special_tokens=["<|endoftext|>"], show_progress=False)
+    tokenizer.save_model(str(hf))
+    return tokenizer
+
+
+def test_a_vocabulary_beside_the_weights_is_used(
+    vocabulary: ByteLevelBPETokenizer, hf: Path, tmp_path: Path
+) -> None:
+    place, _ = import_weights(hf, tmp_path / "new", print)
+    found = read_tokenizer(place)
+    assert found.eot_token == vocabulary.token_to_id("<|endoftext|>") == 0
+    assert found.encode_ordinary("naïve 日") == vocabulary.encode("naïve 日").ids
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("added_tokens.json", "{}", "has added_tokens.json, merges.txt, vocab.json, but no"),
+        ("tokenizer_config.json", '{"tokenizer_class": "CTRLTokenizer"}', "it is a CTRLTokenizer"),
+        ("tokenizer_config.json", '{"add_prefix_space": true}', "has add_prefix_space"),
+        ("vocab.json", '{"a": 0}', "has no <|endoftext|>"),
+        ("tokenizer.model", "", "has tokenizer.model, but no tokenizer.json; add it"),
+        ("vocab.txt", "", "has vocab.txt, but no tokenizer.json; add it"),
+        ("x.tiktoken", "", "has x.tiktoken, but no tokenizer.json; add it"),
+    ],
+)
+@pytest.mark.usefixtures("vocabulary")
+@pytest.mark.parametrize("source", ["", "model.safetensors"])
+def test_no_tokenizer_is_assumed_beside_another(
+    hf: Path, name: str, text: str, words: str, source: str, refused: Refused
+) -> None:
+    if source:
+        tensors = hf_tensors(new_model(replace(SHAPE, embd_size=64)), torch.float32)
+        save_file(tensors, hf / source)
+    if not text:
+        (hf / "vocab.json").unlink()
+        (hf / "merges.txt").unlink()
+    (hf / name).write_text(text)
+    line = refused("import", hf / source)
+    assert words in line
+    assert "set --tokenizer" in line
 
 
 def test_init_from_refuses_what_does_not_fit(

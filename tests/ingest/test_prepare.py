@@ -182,6 +182,7 @@ def test_prepare_shows_what_it_made_and_is_done_once(
     assert "skipping 2 duplicates among 152 documents" in shown
     assert "prepare done in" in shown
     assert "| 150 documents, " in shown
+    assert "read 1 file, skipped 0\n" in shown
     train, val = re.findall(r"tokens in (\d+) documents", shown)
     assert (int(train) + int(val), int(val)) == (150, pytest.approx(15, abs=2))
     assert f"skipped: 1 unreadable, see {out / BAD_FILE}" in shown
