@@ -19,7 +19,6 @@ from typing import Any
 import ray
 import torch
 import yaml
-from pydantic import TypeAdapter
 from ray import tune
 from ray.tune.experiment import Trial as TuneTrial
 
@@ -35,7 +34,7 @@ from raytrain_gpt.config.load import without_removed
 from raytrain_gpt.config.resolved import workers_of
 from raytrain_gpt.config.schema import Config, changed_fields, changes_math, parse_config
 from raytrain_gpt.data.locations import location, read_data
-from raytrain_gpt.errors import ConfigError, Interrupted, damage_as
+from raytrain_gpt.errors import ConfigError, Interrupted
 from raytrain_gpt.format import Log, count
 from raytrain_gpt.parsing import parse_yaml
 from raytrain_gpt.storage.lease import LEASE_FILE, Lease, hold_lease
@@ -117,11 +116,10 @@ class Campaign:
         self.base: Config = preflight.absolute_paths(sized)
         self.data = read_data(self.base)  # raises before a cluster starts
         self.directory = location(self.base, self.base.run.storage_path) / definition.name
-        if changed := check_unchanged(definition, self.base, self.directory, resume):
-            log(f"changed since it started: {changed}")
         self._facts = {"data": self.data.hash, "vocabulary": self.data.vocab_hash}
         self._facts |= {"torch": torch.__version__, "raytrain-gpt": VERSION}
-        check_facts(definition.title, self._facts, self.directory / FACTS_FILE, log)
+        for change in check_unchanged(definition, self.base, self._facts, self.directory, resume):
+            log(f"changed since it started: {change}")
         for line in tracker_warnings(self.base):
             log(line)
 
@@ -256,9 +254,13 @@ def to_yaml(file: CampaignFile) -> str:
 
 
 def check_unchanged(
-    definition: CampaignFile, base: Config, directory: Location, resume: bool
-) -> str:
-    """Compare a campaign with what it was when it started; returns the change of its code, if accepted.
+    definition: CampaignFile,
+    base: Config,
+    facts: Mapping[str, str],
+    directory: Location,
+    resume: bool,
+) -> list[str]:
+    """Compare a campaign with what it was when it started; returns changes of accepted code and of software.
 
     Raises:
         ConfigError: it exists and `resume` is false, or it was changed since.
@@ -268,7 +270,7 @@ def check_unchanged(
     if (directory / CONFIG_FILE).is_file():
         raise ConfigError(f"{directory} is already a run; {another}")
     if not file.is_file():
-        return ""
+        return []
     if not resume:
         raise ConfigError(f"{title} already exists in {directory}; use --resume, or {another}")
     before, now = parse_yaml(file.read_text()), definition.model_dump(mode="json")
@@ -291,32 +293,17 @@ def check_unchanged(
         change = describe_change(sha256, before, base.code)
     if not may_replace(before, base.code):
         changed.append(f"{change} (it had {code}; --accept_changed_code accepts yours)")
+    known = directory / FACTS_FILE  # earlier versions have none
+    before_facts = parse_yaml(known.read_text()) if known.is_file() else facts
+    changes = {
+        name: f"{name} {shown}" for name, shown in changed_fields(before_facts, facts).items()
+    }
+    changed += [f"{changes.pop(name)} (hash)" for name in ("data", "vocabulary") if name in changes]
     if changed:
         raise ConfigError(
             f"{title} cannot continue with changed {', '.join(changed)}; restore it, or {another}"
         )
-    return change
-
-
-def check_facts(title: str, now: Mapping[str, str], file: Location, log: Log) -> None:
-    """Compare the data and software of a campaign with those in its file, if it has one.
-
-    Raises:
-        ConfigError: the data or its vocabulary is another one.
-    """
-    if not file.is_file():
-        return
-    with damage_as(ConfigError, file):
-        before = TypeAdapter(dict[str, str]).validate_json(file.read_bytes())
-    changed = changed_fields(before, now)
-    for name in ("data", "vocabulary"):
-        if name in changed:
-            raise ConfigError(
-                f"{title} cannot continue with changed {name} (hash {before.get(name)} -> {now[name]}); "
-                "restore it, or start a new one under another name"
-            )
-    for name, change in changed.items():
-        log(f"changed since it started, which may change losses: {name} {change}")
+    return [*[change] * bool(change), *changes.values()]
 
 
 def _interrupted() -> Interrupted:

@@ -16,8 +16,8 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep import tune
 from raytrain_gpt.sweep.campaign import (
     BASE_FILE,
+    FACTS_FILE,
     CampaignCallback,
-    check_facts,
     check_unchanged,
     to_yaml,
 )
@@ -105,6 +105,7 @@ def test_a_report_of_an_earlier_session_is_not_noted_again(
     assert noted.curve == ((10, 2.0), (20, 2.0), (30, 2.0))
 
 
+FACTS = {"data": "ab12", "vocabulary": "cd34", "torch": "2.13.0"}
 SPACE: dict[str, Any] = {"peak_lr": {"grid": [1e-3, 2e-3]}}
 
 
@@ -118,7 +119,7 @@ def started(tmp_path: Path) -> Sweep:
 
 
 def known(sweep: Sweep, base: Config, directory: Location, resume: bool) -> None:
-    check_unchanged(sweep, base, directory, resume)
+    check_unchanged(sweep, base, FACTS, directory, resume)
 
 
 def test_a_sweep_goes_on_as_it_was_and_not_as_another(started: Sweep, tmp_path: Path) -> None:
@@ -134,20 +135,20 @@ def test_a_sweep_goes_on_as_it_was_and_not_as_another(started: Sweep, tmp_path: 
         known(started, base_config(started), directory, resume=False)
 
 
-def test_a_sweep_does_not_go_on_with_other_data_and_tells_of_other_software(tmp_path: Path) -> None:
-    file, lines = Location.of(tmp_path / "facts.json"), list[str]()
-    facts = {"data": "ab12", "vocabulary": "cd34", "torch": "2.13.0"}
-    check_facts("sweep small", facts, file, pytest.fail)
-    file.write_text(json.dumps(facts))
-    check_facts("sweep small", facts, file, pytest.fail)
+def test_a_sweep_does_not_go_on_with_other_data_and_tells_of_other_software(
+    started: Sweep, tmp_path: Path
+) -> None:
+    def check(**changes: str) -> list[str]:
+        base, directory = base_config(started), Location.of(tmp_path)
+        return check_unchanged(started, base, {**FACTS, **changes}, directory, True)
+
+    assert check(data="as in earlier versions") == []
+    (tmp_path / FACTS_FILE).write_text(json.dumps(FACTS))
+    assert check() == []
     for name in ("data", "vocabulary"):
-        with raises_line(ConfigError, f"changed {name} (hash {facts[name]} -> ef56)"):
-            check_facts("sweep small", {**facts, name: "ef56"}, file, pytest.fail)
-    check_facts("sweep small", {**facts, "torch": "2.14.0"}, file, lines.append)
-    assert lines == ["changed since it started, which may change losses: torch 2.13.0 -> 2.14.0"]
-    file.write_text("[1]")
-    with raises_line(ConfigError, "facts.json is damaged"):
-        check_facts("sweep small", facts, file, pytest.fail)
+        with raises_line(ConfigError, f"changed {name} {FACTS[name]} -> ef56 (hash)"):
+            check(**{name: "ef56"})
+    assert check(torch="2.14.0") == ["torch 2.13.0 -> 2.14.0"]
 
 
 RATES = [1e-3, 2e-3, 3e-3]
