@@ -151,7 +151,7 @@ def _refuse_width(path: Location, ids: Ids, encoding: tiktoken.Encoding) -> None
     width, num_ids, few = ids.dtype.itemsize, encoding.max_token_value + 1, ids[:_CHUNK_ROWS]
     if width == 2 and num_ids > 2**16:
         why = f"{encoding.name} has {num_ids} ids"
-    elif width <= 4 and len(few) >= 16 and sum(few[i::4].max() <= 1 for i in range(4)) > 1:
+    elif width <= 4 and len(few) >= 64 and sum(few[i::4].max() <= 1 for i in range(4)) > 1:
         why = "every second one is 0 or 1, which no text has"
     else:
         return
