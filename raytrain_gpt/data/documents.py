@@ -39,7 +39,7 @@ _OBJECT = re.compile(rb'(\xef\xbb\xbf)?\s*\{[ \t]*"([^"\\]|\\.)*"[ \t]*:')
 _HEAD_BYTES = 2**12
 """First bytes of a file's text, which show what it contains."""
 _ENCODINGS = {"<u4": "UTF-32LE", ">u4": "UTF-32BE", "<u2": "UTF-16LE", ">u2": "UTF-16BE"}
-_POINTER_BYTES = 2**10
+LFS_BYTES = 2**10
 _POINTERS = {
     b"version https://git-lfs.github.com/spec/": "a Git LFS pointer; run git lfs pull",
     b"/annex/objects/": "a git-annex pointer; run git annex get",
@@ -155,15 +155,11 @@ def read_documents(
     yield from islice(documents, piece.num_documents)
 
 
-def is_json(name: str) -> bool:
-    return _JSON_LINES.search(name) is not None
-
-
 def refuse_lfs_pointer(path: Path | Location, head: bytes | None = None) -> None:
     """Raise a DataError if a file, which starts with `head`, only names a content that is not here."""
     file = Location.of(path)
     if head is None:
-        head = file.read_bytes() if file.size_bytes() < _POINTER_BYTES else b""
+        head = file.read_bytes() if file.size_bytes() < LFS_BYTES else b""
     for start, what in _POINTERS.items():
         if head.startswith(start):
             raise DataError(f"{file} is {what}")
@@ -177,7 +173,7 @@ def _file_documents(
         with _opened(path) as file:
             head = b"" if piece.start else file.peek(_HEAD_BYTES)[:_HEAD_BYTES]
             _refuse_content(path, head)
-            if is_json(path.name) or _OBJECT.match(head):
+            if _JSON_LINES.search(path.name) or _OBJECT.match(head):
                 yield from _jsonl_documents(file, piece, text_field, bad)
                 return
             for position, content in _split(file, separator, bad):

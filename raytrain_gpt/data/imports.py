@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import tiktoken
 from numpy.typing import NDArray
 
-from raytrain_gpt.data.documents import SourcePiece, refuse_lfs_pointer
+from raytrain_gpt.data.documents import SourcePiece
 from raytrain_gpt.errors import DataError, failure_as, reason
 from raytrain_gpt.storage.location import Location
 
@@ -63,8 +63,7 @@ def read_layout(path: Location, size: int) -> Layout:
     with failure_as(DataError, f"cannot read source {path}"), path.open() as file:
         if path.name.lower().endswith(".npy"):
             return _npy_layout(path, file, size)
-        refuse_lfs_pointer(path, head := file.read(min(size, _HEADER_BYTES)))
-        return _bin_layout(path, head, size)
+        return _bin_layout(path, file.read(min(size, _HEADER_BYTES)), size)
 
 
 def _bin_layout(path: Location, head: bytes, size: int) -> Layout:
@@ -151,7 +150,7 @@ def _refuse_width(path: Location, ids: Ids, encoding: tiktoken.Encoding) -> None
     width, num_ids, few = ids.dtype.itemsize, encoding.max_token_value + 1, ids[:_CHUNK_ROWS]
     if width == 2 and num_ids > 2**16:
         why = f"{encoding.name} has {num_ids} ids"
-    elif width <= 4 and len(few) >= 16 and sum(few[i::4].max() <= 1 for i in range(4)) > 1:
+    elif width <= 4 and len(few) >= 64 and sum(few[i::4].max() <= 1 for i in range(4)) > 1:
         why = "every second one is 0 or 1, which no text has"
     else:
         return

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain_gpt.config.call_options import PrepareOptions
-from raytrain_gpt.data.documents import COMPRESSIONS, STDLIB, SourcePiece, is_json, stdlib_root
+from raytrain_gpt.data.documents import COMPRESSIONS, LFS_BYTES, STDLIB, SourcePiece, stdlib_root
 from raytrain_gpt.data.documents import refuse_lfs_pointer as refuse_lfs_pointer
 from raytrain_gpt.data.imports import Layout, id_column, read_layout
 from raytrain_gpt.errors import DataError, failure_as, reason
@@ -257,7 +257,8 @@ def _cut_at_wildcard(names: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _file_pieces(path: Location, size: int, name: str, text_field: str) -> Iterator[SourcePiece]:
-    if path.is_local:  # the reader looks at the first bytes, which here would be a request
+    # The reader of text looks at the first bytes, which here would be a request.
+    if size < LFS_BYTES and (path.is_local or _ends(path.name, (".parquet", *_IDS))):
         refuse_lfs_pointer(path)
     _refuse_kind(path)
     piece = SourcePiece(name, path, 0, size, size)
@@ -269,7 +270,7 @@ def _file_pieces(path: Location, size: int, name: str, text_field: str) -> Itera
         if size == 0:
             raise DataError(f"source {path} is empty, not a compressed file; download it again")
         yield replace(piece, text_bytes=size * _TEXT_PER_COMPRESSED_BYTE)
-    elif is_json(path.name) and not _ends(path.name, (".json",)):
+    elif _ends(path.name, (".jsonl", ".ndjson", ".jsonlines")):
         for start in range(0, size, _JSONL_PIECE_BYTES):
             stop = min(start + _JSONL_PIECE_BYTES, size)
             yield replace(piece, start=start, stop=stop, text_bytes=stop - start)
