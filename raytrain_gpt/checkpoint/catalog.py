@@ -346,19 +346,16 @@ def best_by_loss(checkpoints: list[Checkpoint]) -> Checkpoint | None:
 
 def _by_preference(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
     """Sort by validation loss, then earlier step; others last, see `best_by_loss`, newest first."""
-    checkpoints = list(checkpoints)
-    evaluated = [one for one in checkpoints if one.state.val_loss is not None]
-    newest = max(evaluated, key=lambda one: one.state.step, default=None)
+    by_step = sorted(checkpoints, key=lambda one: one.state.step)
+    tokens = [_eval_tokens(one) for one in by_step if one.state.val_loss is not None][-1:]
 
-    def rank(checkpoint: Checkpoint) -> tuple[int, float, int]:
+    def rank(checkpoint: Checkpoint) -> tuple[bool, float, int]:
         loss, step = checkpoint.state.val_loss, checkpoint.state.step
-        if loss is None:
-            return 2, -step, step
-        assert newest is not None, "it is evaluated"
-        is_comparable = _eval_tokens(checkpoint) == _eval_tokens(newest)
-        return int(not is_comparable), loss, step
+        if loss is None or [_eval_tokens(checkpoint)] != tokens:
+            return True, -step, step
+        return False, loss, step
 
-    return sorted(checkpoints, key=rank)
+    return sorted(by_step, key=rank)
 
 
 def _eval_tokens(checkpoint: Checkpoint) -> object:
