@@ -31,7 +31,6 @@ from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, LocationLike
 
 TOKENIZER_FILE = "tokenizer.json"
-GPT2_FILES, _GPT2_CLASS = ("vocab.json", "merges.txt"), "GPT2Tokenizer"
 GPT2_PATTERN: str = r50k_pat_str
 _GPT2_RANKS_SHA256 = "b580654d2e5d585af6dcee97b9cdd3a14a00503812dd6b9d4ea23a20da8bf49f"
 """Hash of GPT-2's tokens in order of rank: one line of hex per token."""
@@ -178,12 +177,9 @@ def read_tokenizer(directory: LocationLike) -> tiktoken.Encoding:
     return read_tokenizer_file(Location.of(directory) / TOKENIZER_FILE)
 
 
-def read_tokenizer_file(
-    path: Location, log: Log = lambda line: None, is_older: bool = False
-) -> tiktoken.Encoding:
+def read_tokenizer_file(path: Location, log: Log = lambda line: None) -> tiktoken.Encoding:
     """Read a `tokenizer.json` of ours, of any version, or of a byte-level BPE like GPT-2's.
 
-    If `is_older`, the file is a `vocab.json` beside the other files of a GPT-2.
     Warns that NFC normalization is dropped. Raises a DataError if the file is damaged or of another kind.
     """
     advice = (
@@ -193,8 +189,6 @@ def read_tokenizer_file(
         with damage_as(DataError, f"tokenizer {path}", advice):
             refuse_lfs_pointer(path)
             content = parse_json(path.read_bytes())
-            if is_older:
-                content = _of_gpt2_files(content, path.parent)
             if "ranks" in content:
                 return _encoding_of_ranks(content)
             encoding = _encoding_of(content)
@@ -205,24 +199,6 @@ def read_tokenizer_file(
         raise DataError(
             f"tokenizer {path} is not supported ({error}); set --tokenizer to one with the same ids"
         ) from None
-
-
-def _of_gpt2_files(vocabulary: dict[str, int], directory: Location) -> dict[str, Any]:
-    """Return the content of a `tokenizer.json` for GPT-2's older files; their class must be GPT-2's."""
-    merges_file, file = directory / GPT2_FILES[1], directory / "tokenizer_config.json"
-    config = parse_json(file.read_bytes()) if file.is_file() else {}
-    if (config.get("tokenizer_class") or _GPT2_CLASS).removesuffix("Fast") != _GPT2_CLASS:
-        raise _Unsupported(f"it is a {config['tokenizer_class']}")
-    refuse_lfs_pointer(merges_file)
-    lines = merges_file.read_bytes().decode().splitlines()
-    merges = [line for line in lines if line and not line.startswith("#version")]
-    special = [text for text in vocabulary if text == EOT]
-    level = {"type": "ByteLevel", "add_prefix_space": config.get("add_prefix_space", False)}
-    return {
-        "added_tokens": [{"content": t, "id": vocabulary[t], "special": True} for t in special],
-        "pre_tokenizer": level,
-        "model": {"vocab": vocabulary, "merges": merges},
-    }
 
 
 def _encoding_of_ranks(content: dict[str, Any]) -> tiktoken.Encoding:
@@ -295,21 +271,21 @@ def _special(content: dict[str, Any]) -> dict[str, int]:
 def _pattern(pre_tokenizer: dict[str, Any] | None) -> str | None:
     """Return the pattern for Oniguruma (tiktoken's if it is GPT-2's), or None without one."""
     steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer]) if pre_tokenizer else []
-    types = [step["type"] for step in steps]
-    if types not in (["ByteLevel"], ["Split", "ByteLevel"]):
-        raise _Unsupported(f"its pre_tokenizer is {listed(types)}, not a Split and ByteLevel")
-    *splits, last = steps
-    if last["add_prefix_space"]:
-        raise _Unsupported("its pre_tokenizer has add_prefix_space")
-    if not splits:
-        return GPT2_PATTERN if last.get("use_regex", True) else None
-    (split,) = splits
-    pattern = str(split["pattern"].get("Regex"))
-    plain = split["behavior"] == "Isolated" and not split["invert"]
-    if not plain or last.get("use_regex", True) or "Regex" not in split["pattern"]:
-        raise _Unsupported("its pre_tokenizer is not a Split by a pattern followed by ByteLevel")
-    _check_dialects(pattern)
-    return pattern
+    match steps:
+        case [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]:
+            return None
+        case [{"type": "ByteLevel", "add_prefix_space": False}]:
+            return GPT2_PATTERN
+        case [
+            {"type": "Split", "pattern": {"Regex": str(pattern)}} as split,
+            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+        ] if split["behavior"] == "Isolated" and not split["invert"]:
+            _check_dialects(pattern)
+            return pattern
+    raise _Unsupported(
+        f"its pre_tokenizer is {listed(step['type'] for step in steps)}, not ByteLevel without "
+        "add_prefix_space, or that after a Split by a pattern"
+    )
 
 
 def _recognized_name(ranks: _TokenRanks, pattern: str | None) -> tuple[str, str]:

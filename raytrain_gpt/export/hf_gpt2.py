@@ -24,7 +24,7 @@ _PREFIX = "transformer."
 _CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 _MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
 """Buffers in files of older versions of transformers."""
-_LAYER = re.compile(r"h\.(\d+)\.")
+LAYER = re.compile(r"h\.(\d+)\.")
 _HEAD_SIZE = 64
 """Channels per head in all released sizes."""
 
@@ -113,7 +113,7 @@ def shape_of_tensors(hf: Mapping[str, Tensor], where: str) -> GPTShape:
                 "models from a directory with config.json"
             )
     (vocab_size, embd_size), seq_len = tensors["wte.weight"].shape, len(tensors["wpe.weight"])
-    layers = {match[1] for match in map(_LAYER.match, tensors) if match}
+    layers = {match[1] for match in map(LAYER.match, tensors) if match}
     if embd_size % _HEAD_SIZE:
         raise CheckpointError(
             f"{where} has {embd_size} channels, not a multiple of {_HEAD_SIZE} per head; import a directory "

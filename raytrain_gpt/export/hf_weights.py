@@ -28,7 +28,6 @@ ARCHITECTURES = {"gpt2": hf_gpt2, "qwen3": hf_qwen3}
 """Architecture, the same as Hugging Face's `model_type` -> module that converts its files."""
 HF_WEIGHTS_FILE = "model.safetensors"
 _EMBEDDING, _HEAD = "wte.weight", "lm_head.weight"
-_LAYER = re.compile(r"h\.(\d+)\.")
 _WRAPPED = re.compile(r"(|.*?\.)(?:(?:transformer\.)?wte|(?:model\.)?embed_tokens)\.weight")
 """Embedding after a prefix that is not transformers', such as `_orig_mod.` of torch.compile."""
 _NO_PICKLES = (
@@ -163,7 +162,7 @@ def model_of(hf: Mapping[str, Tensor], where: str, shape: GPTShape) -> GPT:
     rows = (shape.vocab_size, shape.embd_size)
     stored, names = tensors.get(_EMBEDDING), listed(sorted(hf)[:3])
     embedding = f"missing (it has {names}, …)" if stored is None else tuple(stored.shape)
-    num_layers = len({match[1] for match in map(_LAYER.match, tensors) if match})
+    num_layers = len({match[1] for match in map(hf_gpt2.LAYER.match, tensors) if match})
     # Before a model of any size is allocated.
     if (num_layers, embedding) != (shape.num_layers, rows):
         raise CheckpointError(

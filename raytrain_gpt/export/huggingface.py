@@ -29,11 +29,9 @@ from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.data.order import ORDER_VERSION
 from raytrain_gpt.data.tokenizer import MAX_VOCAB_SIZE, load_tokenizer, make_encoding, vocab_hash
 from raytrain_gpt.data.tokenizer_file import (
-    GPT2_FILES,
     IMPORTED,
     TOKENIZER_FILE,
     open_tokenizer,
-    read_tokenizer_file,
     tokenizer_json,
 )
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError, failure_as
@@ -157,33 +155,28 @@ def import_weights(
     model = model_of(tensors, str(directory), shape)
     if config_shape is None:
         log(f"no config.json; assuming {shape.num_heads} heads, one per 64 channels")
-    encoding = _tokenizer(directory, tokenizer, shape, log)
+    encoding = _tokenizer(directory, tokenizer, shape.vocab_size, log)
     _write(model, encoding, place, directory.name)
     log(f"imported {directory}: {shape_line(model.shape)}, tokenizer {encoding.name}")
     return place, model.shape
 
 
-def _tokenizer(source: Path, name: str | None, shape: GPTShape, log: Log) -> tiktoken.Encoding:
-    rows, directory = shape.vocab_size, Location.of(source if source.is_dir() else source.parent)
+def _tokenizer(source: Path, name: str | None, rows: int, log: Log) -> tiktoken.Encoding:
+    directory = Location.of(source if source.is_dir() else source.parent)
     file = directory / TOKENIZER_FILE
-    if name is not None:
-        encoding = open_tokenizer(name, log)
-    elif file.is_file():
-        encoding = read_tokenizer_file(file, log)
-    elif others := {one for one in directory.names() if _TOKENIZERS.match(one)}:
-        is_gpt2 = shape.architecture == "gpt2" and others >= {*GPT2_FILES}
-        if not is_gpt2 or "added_tokens.json" in others:
-            raise DataError(
-                f"{directory} has {listed(sorted(others))}, but no {TOKENIZER_FILE}; add it (transformers "
-                "makes one: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)), or set --tokenizer"
-            )
-        encoding = read_tokenizer_file(directory / GPT2_FILES[0], log, is_older=True)
+    if name is not None or file.is_file():
+        encoding = open_tokenizer(str(file) if name is None else name, log)
+    elif others := sorted(filter(_TOKENIZERS.match, directory.names())):
+        raise DataError(
+            f"{directory} has {listed(others)}, but no {TOKENIZER_FILE}; add it: python -c 'from "
+            'transformers import AutoTokenizer as T; T.from_pretrained(".").save_pretrained(".")\' '
+            "in that directory, or set --tokenizer"
+        )
+    elif (guess := _GUESSED_TOKENIZERS.get(rows)) is None:
+        raise DataError(
+            f"{source} has no tokenizer, and no default one has {rows} ids; set --tokenizer"
+        )
     else:
-        guess = _GUESSED_TOKENIZERS.get(rows)
-        if guess is None:
-            raise DataError(
-                f"{source} has no tokenizer, and no default one has {rows} ids; set --tokenizer"
-            )
         log(
             f"no tokenizer with the weights; assuming {guess} from its {rows} ids "
             "(override with --tokenizer)"

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -468,52 +469,41 @@ def test_rows_that_pad_a_named_tokenizer_are_imported(hf: Path, rows: int, tmp_p
     assert files[0].read_text() == files[1].read_text()
 
 
-@pytest.fixture
-def vocabulary(hf: Path) -> ByteLevelBPETokenizer:
-    """Write GPT-2's older files of another tokenizer of 257 ids beside the weights."""
+def test_the_advice_for_a_vocabulary_beside_the_weights_works(
+    hf: Path, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for file in hf.glob("tokenizer*"):
         file.unlink()
-    tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(["a"], 257, special_tokens=["<|endoftext|>"], show_progress=False)
-    tokenizer.save_model(str(hf))
-    return tokenizer
-
-
-def test_a_vocabulary_beside_the_weights_is_used(
-    vocabulary: ByteLevelBPETokenizer, hf: Path, tmp_path: Path
-) -> None:
+    vocabulary = ByteLevelBPETokenizer()
+    vocabulary.train_from_iterator(
+        ["a"], 257, special_tokens=["<|endoftext|>"], show_progress=False
+    )
+    vocabulary.save_model(str(hf))
+    line = refused("import", hf)
+    assert "has merges.txt, vocab.json, but no tokenizer.json; add it: python -c " in line
+    code = shlex.split(line.partition("add it: python ")[2])[1]
+    with monkeypatch.context() as there:
+        there.chdir(hf)
+        exec(code, {})
     place, _ = import_weights(hf, tmp_path / "new", print)
     found = read_tokenizer(place)
     assert found.eot_token == vocabulary.token_to_id("<|endoftext|>") == 0
     assert found.encode_ordinary("naïve 日") == vocabulary.encode("naïve 日").ids
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "words"),
-    [
-        ("added_tokens.json", "{}", "has added_tokens.json, merges.txt, vocab.json, but no"),
-        ("tokenizer_config.json", '{"tokenizer_class": "CTRLTokenizer"}', "it is a CTRLTokenizer"),
-        ("tokenizer_config.json", '{"add_prefix_space": true}', "has add_prefix_space"),
-        ("vocab.json", '{"a": 0}', "has no <|endoftext|>"),
-        ("tokenizer.model", "", "has tokenizer.model, but no tokenizer.json; add it"),
-        ("vocab.txt", "", "has vocab.txt, but no tokenizer.json; add it"),
-        ("x.tiktoken", "", "has x.tiktoken, but no tokenizer.json; add it"),
-    ],
-)
-@pytest.mark.usefixtures("vocabulary")
+@pytest.mark.parametrize("name", ["vocab.json", "tokenizer.model", "vocab.txt", "x.tiktoken"])
 @pytest.mark.parametrize("source", ["", "model.safetensors"])
 def test_no_tokenizer_is_assumed_beside_another(
-    hf: Path, name: str, text: str, words: str, source: str, refused: Refused
+    hf: Path, name: str, source: str, refused: Refused
 ) -> None:
+    for file in hf.glob("tokenizer*"):
+        file.unlink()
     if source:
         tensors = hf_tensors(new_model(replace(SHAPE, embd_size=64)), torch.float32)
         save_file(tensors, hf / source)
-    if not text:
-        (hf / "vocab.json").unlink()
-        (hf / "merges.txt").unlink()
-    (hf / name).write_text(text)
+    (hf / name).write_text("")
     line = refused("import", hf / source)
-    assert words in line
+    assert f"has {name}, but no tokenizer.json; add it" in line
     assert "set --tokenizer" in line
 
 
