@@ -15,6 +15,7 @@ from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import CheckpointError, ConfigError
 from raytrain_gpt.format import Log, shell
+from raytrain_gpt.storage.location import Location
 
 if TYPE_CHECKING:
     from raytrain_gpt.checkpoint.collectives import Collectives
@@ -49,16 +50,16 @@ def replaced_code(config: Config, resumed: Checkpoint | None) -> tuple[str, ...]
 
 def check_unchanged(checkpoint: Checkpoint, used: Code | None, log: Log) -> None:
     """Compare the code with that of a checkpoint to continue; raises CheckpointError if it may not."""
-    if not (change := change_of_code(checkpoint, used)):
-        return
-    if not may_replace(_stored(checkpoint), used):
+    change, may_replace = compare(checkpoint.state.code_sha256, _code_of(checkpoint), used)
+    if not may_replace:
         before = f"if you trust it, pass --code {shell(checkpoint.path / CODE_FILE)}"
         back = before if checkpoint.state.code_sha256 else "leave out --code"
         raise CheckpointError(
             f"{checkpoint.path} has other code ({change}); {back}, or accept the change with "
             "--accept_changed_code"
         )
-    log(f"changed since that checkpoint: {change}")
+    if change:
+        log(f"changed since that checkpoint: {change}")
 
 
 def check_executable(checkpoint: Checkpoint, log: Log) -> None:
@@ -69,33 +70,37 @@ def check_executable(checkpoint: Checkpoint, log: Log) -> None:
 
 def change_of_code(checkpoint: Checkpoint, used: Code | None) -> str:
     """Describe a difference from a checkpoint's code; empty if there is none."""
-    before = checkpoint.state.code_sha256
-    if before == (used.sha256 if used else None):
-        return ""
-    return describe_change(before, _stored(checkpoint), used)
+    return compare(checkpoint.state.code_sha256, _code_of(checkpoint), used)[0]
 
 
-def describe_change(sha256: str | None, before: Code | None, used: Code | None) -> str:
-    """Describe how code differs from that of a SHA-256, whose text is unknown if `before` is empty."""
+def compare(sha256: str | None, before: Code | None, used: Code | None) -> tuple[str, bool]:
+    """Return how code differs from that of a SHA-256, if it does, and whether it may replace that.
+
+    It may if it acts alike, or the user accepts any. The text before is unknown if it is empty.
+    """
+    if sha256 == (now := used.sha256 if used else None):
+        return "", True
     lines = f", {used.changed_lines(before)}" if used and before else ""
-    return f"code {_short(sha256)} -> {_short(used.sha256 if used else None)}{lines}"
-
-
-def may_replace(before: Code | None, used: Code | None) -> bool:
-    """Whether code acts like the code before it, or the user accepts any."""
     accepted = used is not None and used.may_differ
-    return accepted or (before and before.acts) == (used and used.acts)
+    acts_alike = (before and before.acts) == (used and used.acts)
+    return f"code {_short(sha256)} -> {_short(now)}{lines}", accepted or acts_alike
 
 
-def _stored(checkpoint: Checkpoint) -> Code | None:
-    """Return a checkpoint's code; empty if it cannot be read, None if it has none."""
-    if checkpoint.state.code_sha256 is None:
+def stored_code(directory: Location) -> Code | None:
+    """Return the code beside a run, a campaign or a checkpoint; empty if it is too long."""
+    file = directory / CODE_FILE
+    if not file.is_file():
         return None
-    file, text = checkpoint.path / CODE_FILE, ""
-    if CODE_FILE in checkpoint.file_names and file.size_bytes() <= _MAX_CODE_BYTES:
-        text = file.read_bytes().decode("utf-8", "replace")
-    stored = Code(CODE_FILE, text)
-    return stored if stored.sha256 == checkpoint.state.code_sha256 else Code(CODE_FILE, "")
+    content = file.read_bytes() if file.size_bytes() <= _MAX_CODE_BYTES else b""
+    return Code(CODE_FILE, content.decode("utf-8", "replace"))
+
+
+def _code_of(checkpoint: Checkpoint) -> Code | None:
+    """Return a checkpoint's code; empty if it cannot be read, None if it has none."""
+    if (sha256 := checkpoint.state.code_sha256) is None:
+        return None
+    code = stored_code(checkpoint.path)
+    return code if code and code.sha256 == sha256 else Code(CODE_FILE, "")
 
 
 def code_flags(checkpoint: Checkpoint | None) -> tuple[str, ...]:

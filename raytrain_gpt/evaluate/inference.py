@@ -80,18 +80,11 @@ def _average(model: GPT, newest: Checkpoint, num: int, log: Log) -> None:
     """Change the weights of a checkpoint to the mean over `num` checkpoints, summed in float64."""
     run_dir, steps = newest.path.parent.parent, [newest.state.step]
     sums = [p.double() for p in model.parameters()]
-    for checkpoint in Catalog(run_dir).before(steps[0], log):
-        if len(steps) == num:
-            break
-        try:
-            checkpoint.verify()
-            with checkpoint.files() as directory:
-                load_model(directory, model)
-        except CheckpointError as error:  # also of one that the run prunes meanwhile
-            log(f"skipped: {error}")
-            continue
+    while len(steps) < num and (earlier := Catalog(run_dir).pick("before", log, steps[0])):
+        with earlier.files() as directory:
+            load_model(directory, model)
         torch._foreach_add_(sums, [p.double() for p in model.parameters()])
-        steps.insert(0, checkpoint.state.step)
+        steps.insert(0, earlier.state.step)
     if len(steps) < num:
         raise ConfigError(
             f"average={num}, but {run_dir} has {count(len(steps), 'good checkpoint')} up to step "

@@ -120,11 +120,7 @@ def shape_line(shape: GPTShape) -> str:
 
 
 def import_weights(
-    source: str | Path,
-    out: str | Path,
-    log: Log,
-    *,
-    tokenizer: str | None = None,
+    source: str | Path, out: str | Path, log: Log, *, tokenizer: str | None = None
 ) -> tuple[Location, GPTShape]:
     """Create a checkpoint from GPT-2 or Qwen3 weights in Hugging Face's format; return it and its shape.
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,11 +35,9 @@ from raytrain_gpt.format import Log, shell
 from raytrain_gpt.ingest.feed import to_device
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, chunks_in_process, rank_chunks
 from raytrain_gpt.tracking.run_files import Row, finite
-from raytrain_gpt.train.local_mode import in_local_mode
+from raytrain_gpt.train.local_mode import T, in_local_mode
 from raytrain_gpt.train.model_setup import set_up_training
 from raytrain_gpt.train.provenance import RunProvenance
-
-T = TypeVar("T")
 
 _COMPARED = ("step", "train/loss", "optim/lr", "optim/grad_norm")
 _REPLAYED = ("model", "data", "optim", "train")
@@ -94,8 +92,7 @@ class Replay:
             on_gpu = torch.cuda.is_available() and "cpu" not in begun["device"].lower()
             here = {"num_workers": 0, "cpus_per_worker": self._threads, "use_gpu": on_gpu}
             here |= {name: begun[name] for name in ("precision", *_FITTED)}
-        given = [code for code in codes if code]
-        self._code = next((code for code in given if code.sha256 == sha256), None)
+        self._code = next((code for code in codes if code and code.sha256 == sha256), None)
         if sha256 and not self._code:
             theirs = shell(holder / CODE_FILE)
             raise ConfigError(f"no given code is the run's; if you trust it, give --code {theirs}")
@@ -225,17 +222,13 @@ class _InTurn(FloatAccumulator):
 
 def undisturbed(replay: Callable[[], T]) -> T:
     """Call a function in local mode that uses replays; afterwards this process computes as before it."""
-    states = random.getstate(), np.random.get_state()
-    precision = torch.get_float32_matmul_precision()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    try:
-        with torch.random.fork_rng():
-            return in_local_mode(replay)
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_float32_matmul_precision(precision)
-        torch.use_deterministic_algorithms(deterministic)
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    with torch.random.fork_rng(), ExitStack() as after:
+        after.callback(random.setstate, random.getstate())
+        after.callback(np.random.set_state, np.random.get_state())
+        after.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        after.callback(torch.use_deterministic_algorithms, is_deterministic)
+        return in_local_mode(replay)
 
 
 def compared(row: Row) -> Row:

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,12 @@ from ray import tune
 from ray.tune.experiment import Trial as TuneTrial
 
 from raytrain_gpt.checkpoint.catalog import CODE_FILE
-from raytrain_gpt.checkpoint.code_check import code_hash, describe_change, may_replace
+from raytrain_gpt.checkpoint.code_check import compare, stored_code
 from raytrain_gpt.cluster.all_nodes import check_storage
 from raytrain_gpt.cluster.capacity import fit_to_cluster
 from raytrain_gpt.cluster.connection import connected
 from raytrain_gpt.cluster.failures import root_cause, user_error_in
 from raytrain_gpt.cluster.signals import StopSignals
-from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.load import without_removed
 from raytrain_gpt.config.resolved import workers_of
 from raytrain_gpt.config.schema import Config, changed_fields, changes_math, parse_config
@@ -63,6 +62,7 @@ BASE_FILE = "base.yaml"
 FACTS_FILE = "facts.json"
 _CHANGES_LOSS = ("data_path", "init_from", "branch_from")
 """Fields that may change when a run resumes, but change the objective of trials, as those of eval do."""
+_INTERRUPTED = "interrupted; continue with the same command and --resume"
 _TUNE_DIR = "tune"
 """Ray Tune's own files, in the directory until the end."""
 _ACTOR_BYTES = 2**29
@@ -187,7 +187,8 @@ class Campaign:
             self._tune(rest, scheduler, CampaignCallback(self, rule, len(names)), objective)
             self.lease.verify()
             if any(trial.state == "running" for trial in self.history.trials()):
-                raise _interrupted()  # Ray Tune returns at once on SIGUSR1, which batch systems may send
+                # Ray Tune returns at once on SIGUSR1, which batch systems may send.
+                raise Interrupted(_INTERRUPTED)
         except Interrupted:
             with contextlib.suppress(Exception):  # a tracker's error
                 self._mark_interrupted()
@@ -254,11 +255,7 @@ def to_yaml(file: CampaignFile) -> str:
 
 
 def check_unchanged(
-    definition: CampaignFile,
-    base: Config,
-    facts: Mapping[str, str],
-    directory: Location,
-    resume: bool,
+    definition: CampaignFile, base: Config, facts: dict[str, str], directory: Location, resume: bool
 ) -> list[str]:
     """Compare a campaign with what it was when it started; returns changes of accepted code and of software.
 
@@ -287,27 +284,19 @@ def check_unchanged(
         for name, values in changed_fields(first.field_values(), base.field_values()).items()
         if name in measured or changes_math(name, first, base)
     ]
-    code, change = directory / CODE_FILE, ""
-    before = Code(CODE_FILE, code.read_text()) if code.is_file() else None
-    if (sha256 := before.sha256 if before else None) != code_hash(base):
-        change = describe_change(sha256, before, base.code)
-    if not may_replace(before, base.code):
-        changed.append(f"{change} (it had {code}; --accept_changed_code accepts yours)")
+    code = stored_code(directory)
+    change, may_replace = compare(code.sha256 if code else None, code, base.code)
+    if not may_replace:
+        changed.append(f"{change} (from {directory / CODE_FILE}; --accept_changed_code accepts it)")
     known = directory / FACTS_FILE  # earlier versions have none
-    before_facts = parse_yaml(known.read_text()) if known.is_file() else facts
-    changes = {
-        name: f"{name} {shown}" for name, shown in changed_fields(before_facts, facts).items()
-    }
-    changed += [f"{changes.pop(name)} (hash)" for name in ("data", "vocabulary") if name in changes]
+    facts_changed = changed_fields(parse_yaml(known.read_text()), facts) if known.is_file() else {}
+    hashes = [name for name in ("data", "vocabulary") if name in facts_changed]
+    changed += [f"{name} {facts_changed.pop(name)} (hash)" for name in hashes]
     if changed:
         raise ConfigError(
             f"{title} cannot continue with changed {', '.join(changed)}; restore it, or {another}"
         )
-    return [*[change] * bool(change), *changes.values()]
-
-
-def _interrupted() -> Interrupted:
-    return Interrupted("interrupted; continue with the same command and --resume")
+    return [*[change] * bool(change), *(f"{name} {new}" for name, new in facts_changed.items())]
 
 
 class CampaignCallback(tune.Callback):  # type: ignore[misc]
@@ -354,7 +343,7 @@ class CampaignCallback(tune.Callback):  # type: ignore[misc]
             for trial in trials:
                 if (actor := trial.temporary_state.ray_actor) is not None:
                     ray.kill(actor)
-            raise _interrupted()
+            raise Interrupted(_INTERRUPTED)
 
     def _add_end(self, trial: TuneTrial, **details: Any) -> None:
         self._history.add("ended", str(trial), **details)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from raytrain_gpt.checkpoint.branch import read_branch
-from raytrain_gpt.checkpoint.catalog import CODE_FILE, Catalog
-from raytrain_gpt.config.code import Code
+from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.checkpoint.code_check import stored_code
 from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import make_order, read_data, recorded, recorded_data
@@ -74,14 +74,12 @@ class RunProvenance:
         self.dir = sync.run_dir
         stored = load_config_file(sync.work_dir / CONFIG_FILE)
         self.newest = newest = next(reversed(Catalog(self.dir).complete()), None)
-        self.latest = self.config = recorded(stored.model_dump(), str(self.dir))
+        self.latest = config = recorded(stored.model_dump(), str(self.dir))
         if newest is not None:  # the file may have been edited
             kept = recorded(newest.state.config, str(newest.path))
-            self.config = kept.updated({"data_path": stored.data.data_path})
-        if data is None:
-            self.data = recorded_data(self.config, self.dir)
-        else:
-            self.data = read_data(self.config, data)
+            config = kept.updated({"data_path": stored.data.data_path})
+        self.config = config
+        self.data = recorded_data(config, self.dir) if data is None else read_data(config, data)
         self.seq_len = self.config.data.seq_len
         self.order = make_order(self.config, self.data)
         if newest is not None and newest.state.manifest_hash != self.data.hash:
@@ -131,8 +129,7 @@ class RunProvenance:
     def source_of(self, step: int) -> tuple[Config, str | None, Location]:
         """Return the settings of a step's attempt, the SHA-256 of its code and a directory with that code.
 
-        Raises:
-            ConfigError: it is not the last attempt, and all of its checkpoints are gone.
+        Raises a ConfigError if it is not the last attempt, and all of its checkpoints are gone.
         """
         kept = next(one.kept for one in self.attempts if step in one.kept)
         for saved in Catalog(self.dir).complete():
@@ -144,9 +141,8 @@ class RunProvenance:
                 f"{self.dir} has no checkpoint left of the attempt that trained step {step}, so its settings "
                 "are unknown; give a later step"
             )
-        code = self.dir / CODE_FILE
-        sha256 = Code(CODE_FILE, code.read_text()).sha256 if code.is_file() else None
-        return self.latest, sha256, self.dir
+        code = stored_code(self.dir)
+        return self.latest, code.sha256 if code else None, self.dir
 
     def step(self, step: int, worker: int | None = None) -> list[TrainedSequence]:
         """Return the sequences of a step, or of one worker in it.

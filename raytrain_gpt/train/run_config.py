@@ -9,7 +9,7 @@ from typing import Any
 
 from raytrain_gpt.config.load import describe, given_fields, load_config_file, start_of
 from raytrain_gpt.config.schema import FIELDS, Config, check_kinds, parse_config
-from raytrain_gpt.config.sections import SHAPE_FIELDS, ClusterSection, TrackingSection
+from raytrain_gpt.config.sections import SHAPE_FIELDS, TrackingSection
 from raytrain_gpt.data.locations import file_on_disk, location, run_location
 from raytrain_gpt.errors import CheckpointError, ConfigError
 from raytrain_gpt.format import shell
@@ -17,7 +17,6 @@ from raytrain_gpt.redact import say
 from raytrain_gpt.storage.location import Location, is_url
 from raytrain_gpt.tracking.run_files import CONFIG_FILE
 
-_CHECKPOINTS_DIR = "checkpoints"
 _PLACE = ("run_name", "storage_path", "s3_endpoint", "retry_for_s")
 FINE_TUNING_LR = 5e-5
 """Rate for weights of `init_from`, by default; that of transformers' `Trainer`."""
@@ -54,11 +53,7 @@ def run_config(
 
 
 def _existing_run(fields: Mapping[str, Any]) -> Location | None:
-    """Find the run that `run_name`, or for a new branch `branch_from`, names.
-
-    Raises:
-        CheckpointError: a new branch has no origin.
-    """
+    """Find the run of `run_name`, or the origin of a new branch; may raise CheckpointError."""
     if "run_name" not in fields:
         return None
     config = Config().updated({name: fields[name] for name in _PLACE if name in fields})
@@ -66,62 +61,54 @@ def _existing_run(fields: Mapping[str, Any]) -> Location | None:
     if origin := fields.get("branch_from"):
         path = location(config, str(origin))  # of a run or checkpoint
         runs += [runs[0].parent / str(origin).partition("@")[0], path, path.parent.parent]
-    found = next((run for run in runs if (run / CONFIG_FILE).is_file()), None)
-    found = found or next((run for run in runs if (run / _CHECKPOINTS_DIR).names()), None)
-    if origin and found is None:
+    begun = (one for one in runs if (one / CONFIG_FILE).is_file() or (one / "checkpoints").names())
+    if (run := next(begun, None)) is None and origin:
         from raytrain_gpt.checkpoint.branch import find_origin  # slow to import
 
         find_origin(config, str(origin), say)
-    return found
+    return run
 
 
 def _remembered(run: Location, fields: Mapping[str, Any]) -> tuple[Config, str]:
     """Read a run's settings, except its place, a branch's `init_from`, and what only the caller may choose.
 
-    Returns:
-        The settings, and a remark on trackers, evaluations and their settings that were left out.
+    A remark comes with them, on trackers, evaluations and their settings that were left out.
 
     Raises:
         ConfigError: they are damaged, or name a store or server other than the run's, which `fields` do not.
             Its author is unknown, and credentials would go there.
     """
+    from raytrain_gpt.checkpoint.catalog import Catalog  # slow to import
+
     default = Config().field_values()
     place = {name: default[name] for name in ("storage_path", "s3_endpoint", "resume")}
     start = {"init_from": None} if "branch_from" in fields else {}
-    stored = _stored(run)
+    if (run / CONFIG_FILE).is_file():
+        with file_on_disk(run / CONFIG_FILE) as file:
+            stored = load_config_file(file)
+    else:
+        newest = Catalog(run).pick("newest", say)
+        assert newest is not None, "the run has a checkpoint"
+        stored = parse_config(newest.state.config, str(newest.path)).updated(dict(Config().cluster))
     ours = {name: default[name] for name in ("evaluations", *TrackingSection.model_fields)}
     config = stored.updated({**place, **start, **ours})
-    kept = config.field_values()
-    words = [
-        f"--{name} {shell(','.join(value) if isinstance(value, tuple) else value)}"
-        for name, value in stored.field_values().items()
-        if name not in {*fields, *place, *start}
-        and value != kept.get(name, FIELDS[name][1].default if name in FIELDS else None)
-    ]
-    left_out = f" without its own {' '.join(words)}, which only you may choose" if words else ""
-    for name, value in stored.field_values().items():
-        is_theirs = isinstance(value, str) and name not in {*fields, *place, *start}
-        parts = value.split(",") if is_theirs else []
-        for part in parts:
+    chosen = {*fields, *place, *start}
+    theirs = {name: v for name, v in stored.field_values().items() if name not in chosen}
+    for name, value in theirs.items():
+        for part in value.split(",") if isinstance(value, str) else ():
             if is_url(part) and not part.startswith(f"{run.bucket}/"):
                 raise ConfigError(
                     f"run {run.name} has {name}={value} in another store, which only you may choose; if "
                     f"you trust it, add --{name} {shell(value)}"
                 )
+    kept = {name: field.default for name, (_, field) in FIELDS.items()} | config.field_values()
+    words = [
+        f"--{name} {shell(','.join(value) if isinstance(value, tuple) else value)}"
+        for name, value in theirs.items()
+        if value != kept.get(name)
+    ]
+    left_out = f" without its own {' '.join(words)}, which only you may choose" if words else ""
     return config, left_out
-
-
-def _stored(run: Location) -> Config:
-    """Read a run's settings from its configuration, or without one from its newest checkpoint."""
-    from raytrain_gpt.checkpoint.catalog import Catalog  # slow to import
-
-    if (run / CONFIG_FILE).is_file():
-        with file_on_disk(run / CONFIG_FILE) as file:
-            return load_config_file(file)
-    newest = Catalog(run).pick("newest", say)
-    assert newest is not None, "the run has a checkpoint"
-    cluster = {name: field.default for name, field in ClusterSection.model_fields.items()}
-    return parse_config(newest.state.config, str(newest.path)).updated(cluster)
 
 
 def fields_of_init_from(
@@ -136,10 +123,7 @@ def fields_of_init_from(
         CheckpointError: there is no good checkpoint.
         ConfigError: the configuration is invalid.
     """
-    from raytrain_gpt.checkpoint.catalog import (
-        Catalog,
-        resolve_checkpoint,
-    )  # slow to import
+    from raytrain_gpt.checkpoint.catalog import Catalog, resolve_checkpoint  # slow to import
     from raytrain_gpt.train.preflight import start_path
 
     # Other fields may be valid only with these sizes.
