@@ -40,10 +40,12 @@ _HEAD_BYTES = 2**12
 """First bytes of a file's text, which show what it contains."""
 _ENCODINGS = {"<u4": "UTF-32LE", ">u4": "UTF-32BE", "<u2": "UTF-16LE", ">u2": "UTF-16BE"}
 LFS_BYTES = 2**10
-_POINTERS = {
-    b"version https://git-lfs.github.com/spec/": "a Git LFS pointer; run git lfs pull",
-    b"/annex/objects/": "a git-annex pointer; run git annex get",
+_NO_CONTENT = {
+    rb"version https://git-lfs.github.com/spec/": "a Git LFS pointer; run git lfs pull",
+    rb"/annex/objects/": "a git-annex pointer; run git annex get",
+    rb"PK\x03\x04|WARC/|(?s:.{257})ustar": "an archive; unpack it",
 }
+"""Pattern of a file's first bytes -> what it is, and what to do."""
 _READ_BYTES = 2**23
 """Size of a store request."""
 _PARQUET_BATCH_ROWS = 1024
@@ -156,12 +158,12 @@ def read_documents(
 
 
 def refuse_lfs_pointer(path: Path | Location, head: bytes | None = None) -> None:
-    """Raise a DataError if a file, which starts with `head`, only names a content that is not here."""
+    """Raise a DataError if a file, which starts with `head`, has its content elsewhere or packed."""
     file = Location.of(path)
     if head is None:
         head = file.read_bytes() if file.size_bytes() < LFS_BYTES else b""
-    for start, what in _POINTERS.items():
-        if head.startswith(start):
+    for start, what in _NO_CONTENT.items():
+        if re.match(start, head):
             raise DataError(f"{file} is {what}")
 
 
@@ -172,7 +174,8 @@ def _file_documents(
     try:
         with _opened(path) as file:
             head = b"" if piece.start else file.peek(_HEAD_BYTES)[:_HEAD_BYTES]
-            _refuse_content(path, head)
+            refuse_lfs_pointer(path, head)
+            _refuse_encoding(path, head)
             if _JSON_LINES.search(path.name) or _OBJECT.match(head):
                 yield from _jsonl_documents(file, piece, text_field, bad)
                 return
@@ -187,11 +190,8 @@ def _file_documents(
         raise DataError(f"cannot read {path}: {reason(error)}; {advice}") from None
 
 
-def _refuse_content(path: Location, head: bytes) -> None:
-    """Raise a DataError for the first bytes of an archive or pointer, or of UTF-16 or UTF-32: its spaces."""
-    refuse_lfs_pointer(path, head)
-    if head[257:262] == b"ustar" or head.startswith((b"PK\3\4", b"WARC/")):
-        raise DataError(f"{path} is an archive; unpack it")
+def _refuse_encoding(path: Location, head: bytes) -> None:
+    """Raise a DataError for UTF-16 and UTF-32, known by spaces and newlines in a file's first bytes."""
     for dtype, name in _ENCODINGS.items() if b"\0" in head else ():
         units = np.frombuffer(head, dtype, len(head) // int(dtype[2]))
         if np.isin(units, (10, 32)).sum() > len(head) // 1024:
@@ -214,11 +214,11 @@ def _split(
         if found := pattern.search(held, looked):
             stop, after = found.span()
             bad.noticed["separators"] += 1
-        else:
+        elif more := file.read(_READ_BYTES):
             looked = max(0, len(held) - longest + 1)
-            if more := file.read(_READ_BYTES):
-                held += more
-                continue
+            held += more
+            continue
+        else:
             is_end, stop, after = True, len(held), len(held)
         with memoryview(held) as view:  # avoids a copy that may be as large as the file
             content = bytes(view[:stop]).lstrip(b"\r\n")
@@ -237,10 +237,8 @@ def _opened(path: Location) -> io.BufferedReader:
     if path.is_local and compression is None:
         return path.path.open("rb")
     file = path.open()
-    if compression is not None:
-        if not path.is_local:  # otherwise each request reads 64 KiB
-            file = pa.BufferedInputStream(file, _READ_BYTES)
-        file = pa.CompressedInputStream(file, compression)
+    if compression is not None:  # unbuffered, each request to a store reads 64 KiB
+        file = pa.input_stream(file, compression, 0 if path.is_local else _READ_BYTES)
     return io.BufferedReader(file, _READ_BYTES)
 
 

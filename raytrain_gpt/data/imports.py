@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import tiktoken
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from raytrain_gpt.data.documents import SourcePiece
@@ -33,8 +34,8 @@ _CHUNK_IDS = 2**22
 _CHUNK_ROWS = 1024
 
 Ids = NDArray[np.integer[Any]]
-Layout = tuple[np.dtype[Any], int]
-"""Dtype of a file's ids, and the byte offset of the first; they extend to the end of the file."""
+_Header = tuple[np.dtype[Any], int, int]
+"""Dtype of a file's ids, the byte offset of the first, and their number."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,21 @@ class IdChunk:
     opens: bool = False
 
 
-def read_layout(path: Location, size: int) -> Layout:
-    """Read the layout of a `.bin` or `.npy` file of `size` bytes; raises a DataError for a damaged file."""
+def read_layout(path: Location, size: int) -> tuple[np.dtype[Any], int]:
+    """Return dtype and offset of the ids to the end of a file of `size` bytes, or raise a DataError."""
+    read_header = _npy_header if path.name.lower().endswith(".npy") else _bin_header
     with failure_as(DataError, f"cannot read source {path}"), path.open() as file:
-        if path.name.lower().endswith(".npy"):
-            return _npy_layout(path, file, size)
-        return _bin_layout(path, file.read(min(size, _HEADER_BYTES)), size)
+        dtype, start, num_ids = read_header(path, file, size)
+    if size != (expected := start + num_ids * dtype.itemsize):
+        raise DataError(
+            f"source {path} has {size} bytes, but the {num_ids} ids in its header need {expected}; "
+            "download or recreate it"
+        )
+    return dtype, start
 
 
-def _bin_layout(path: Location, head: bytes, size: int) -> Layout:
+def _bin_header(path: Location, file: pa.NativeFile, size: int) -> _Header:
+    head = file.read(min(size, _HEADER_BYTES))
     numbers = np.frombuffer(head[: len(head) // 4 * 4], "<i4")
     magic = int(numbers[0]) if len(numbers) else 0
     if magic not in _LLMC_KINDS:
@@ -75,21 +82,15 @@ def _bin_layout(path: Location, head: bytes, size: int) -> Layout:
                 f"source {path} has an odd number of bytes, {size}: it is truncated or does not contain "
                 "uint16 ids; download or recreate it"
             )
-        return np.dtype("<u2"), 0
-    dtype = np.dtype(_LLMC_KINDS[magic])
+        return np.dtype("<u2"), 0, size // 2
     num_ids = int(numbers[2]) if len(numbers) > 2 else 0
-    _check_size(path, size, num_ids, _HEADER_BYTES + num_ids * dtype.itemsize)
-    return dtype, _HEADER_BYTES
+    return np.dtype(_LLMC_KINDS[magic]), _HEADER_BYTES, num_ids
 
 
-def _npy_layout(path: Location, file: pa.NativeFile, size: int) -> Layout:
+def _npy_header(path: Location, file: pa.NativeFile, size: int) -> _Header:
     try:
-        version = np.lib.format.read_magic(file)
-        read_header = {
-            (1, 0): np.lib.format.read_array_header_1_0,
-            (2, 0): np.lib.format.read_array_header_2_0,
-        }[version]
-        shape, _, dtype = read_header(file)
+        read_header = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+        shape, _, dtype = read_header[npy.read_magic(file)](file)
     except (ValueError, KeyError, TokenError) as error:
         raise DataError(
             f"source {path} is not a .npy file of numbers: {reason(error)}; recreate it"
@@ -99,29 +100,18 @@ def _npy_layout(path: Location, file: pa.NativeFile, size: int) -> Layout:
             f"source {path} contains {dtype} of shape {shape}, not a 1-D array of integers; save the "
             "ids as numpy.uint16 (tokens,)"
         )
-    start = int(file.tell())
-    _check_size(path, size, shape[0], start + shape[0] * dtype.itemsize)
-    return dtype, start
-
-
-def _check_size(path: Location, size: int, num_ids: int, expected: int) -> None:
-    if size != expected:
-        raise DataError(
-            f"source {path} has {size} bytes, but the {num_ids} ids in its header need {expected}; "
-            "download or recreate it"
-        )
+    return dtype, int(file.tell()), shape[0]
 
 
 def id_column(schema: pa.Schema, text_field: str) -> str | None:
     """Return the token id column of a parquet file, or None without one."""
     columns = [text_field] if text_field in schema.names else COLUMNS
-    present = [column for column in columns if column in schema.names]
-    return next((column for column in present if _is_id_list(schema.field(column).type)), None)
-
-
-def _is_id_list(kind: pa.DataType) -> bool:
-    checks = pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list
-    return any(check(kind) for check in checks) and bool(pa.types.is_integer(kind.value_type))
+    for column in columns:
+        kind: Any = schema.field(column).type if column in schema.names else None
+        is_list = isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
+        if is_list and pa.types.is_integer(kind.value_type):
+            return column
+    return None
 
 
 def read_ids(piece: SourcePiece, encoding: tiktoken.Encoding) -> Iterator[IdChunk]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -42,10 +43,8 @@ _UNFINISHED_SHARD = re.compile(
     rf"(train|val)-\d{{5,}}\.parquet\.[0-9a-f]{{8}}{re.escape(UNFINISHED)}"
 )
 
-_NoteSuffix = Literal[".hashes", ".json"]
 
-
-def task_file(directory: LocationLike, task: int, suffix: _NoteSuffix) -> Location:
+def task_file(directory: LocationLike, task: int, suffix: Literal[".hashes", ".json"]) -> Location:
     return Location.of(directory) / _NOTES_DIR / f"{task:05d}{suffix}"
 
 
@@ -135,27 +134,27 @@ def start(directory: LocationLike, plan: Plan, encoding: tiktoken.Encoding) -> M
     return None
 
 
-def notices(plan: Plan, results: list[dict[str, Any]]) -> list[str]:
+def notices(plan: Plan, results: list[dict[str, Any]]) -> Iterator[str]:
     """Say what is odd in the results of all tasks, and how many files were read."""
     noticed, separator = Counter[str](), plan.document_separator
     for result in results:
         noticed.update({"documents": result["documents"], **result["bad"].get("noticed", {})})
-    lines, documents, empty = list[str](), noticed["documents"], noticed["empty"]
+    documents, empty = noticed["documents"], noticed["empty"]
     if plan.pieces[0].ids is not None and not noticed["ends"]:
-        lines.append(
+        yield (
             "no document has an end: no id is that of <|endoftext|>, so rows and files run into each other; "
             "add it to each document and prepare again"
         )
     if separator is not None and not noticed["separators"]:
-        lines.append(
+        yield (
             f"document_separator {preview(separator, 40)} is in no text file, so each is one document; check "
             f"its spelling, and write newlines as $'\\n\\n'"
         )
     if 20 * empty > documents:
-        lines.append(f"{empty / documents:.0%} of {documents} documents are empty: is each a line?")
+        yield f"{empty / documents:.0%} of {documents} documents are empty: is each a line?"
     files = count(len({piece.location for piece in plan.pieces}), "file")
     found = "" if separator is None else f", {count(noticed['separators'], 'separator')} found"
-    return [*lines, f"read {files}, skipped {plan.num_skipped}{found}"]
+    yield f"read {files}, skipped {plan.num_skipped}{found}"
 
 
 def finish(

@@ -90,22 +90,18 @@ def make_plan(
     Raises:
         DataError: a source is missing or empty, a split would be empty, or there is no text to train on.
     """
-    skipped: list[str] = []
-    find = partial(find_pieces, options=options, log=log, skipped=skipped)
-    num_val = 0
-    if options.val is None:
-        pieces = _first_documents(find(sources), options)
-    else:
-        num_val = len(val_pieces := find_pieces([options.val], options, lambda _: None))
-        val_files = {piece.location for piece in val_pieces}
-        both = find([*sources, options.val])  # together, so that repeated names are numbered
-        pieces = [piece for piece in both[:-num_val] if piece.location not in val_files]
-        if not pieces:
-            raise DataError(
-                f"all files of the sources are also in --val {options.val}; add text to train on"
-            )
-        pieces = _first_documents(pieces, options) + both[-num_val:]
-
+    skipped, val = list[str](), [] if options.val is None else [options.val]
+    num_val = len(find_pieces(val, options, lambda _: None)) if val else 0
+    # Together, so that repeated names are numbered.
+    both = find_pieces([*sources, *val], options, log, skipped)
+    val_pieces = both[len(both) - num_val :]
+    val_files = {piece.location for piece in val_pieces}
+    pieces = [p for p in both[: len(both) - num_val] if p.location not in val_files]
+    if not pieces:
+        raise DataError(
+            f"all files of the sources are also in --val {options.val}; add text to train on"
+        )
+    pieces = _first_documents(pieces, options) + val_pieces
     dedupe = options.dedupe == "exact"
     read = reader(options)
     is_import = pieces[0].ids is not None

@@ -9,12 +9,10 @@ is to be read, but cannot be, is an error. `documents` reads text, `imports` ids
 from __future__ import annotations
 
 import errno
-import glob
 import math
 import os
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -25,7 +23,7 @@ import pyarrow.parquet as pq
 from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.documents import COMPRESSIONS, LFS_BYTES, STDLIB, SourcePiece, stdlib_root
 from raytrain_gpt.data.documents import refuse_lfs_pointer as refuse_lfs_pointer
-from raytrain_gpt.data.imports import Layout, id_column, read_layout
+from raytrain_gpt.data.imports import id_column, read_layout
 from raytrain_gpt.errors import DataError, failure_as, reason
 from raytrain_gpt.format import Log, count, listed
 from raytrain_gpt.storage.location import Location, is_url
@@ -80,26 +78,20 @@ def find_pieces(
             skipped += left
     if not any(piece.text_bytes for piece in pieces):
         raise DataError(f"no text in {' '.join(sources)}: all files are empty; add text")
-    text = next((piece for piece in pieces if piece.ids is None), None)
-    ids = next((piece for piece in pieces if piece.ids is not None), None)
-    if text is not None and ids is not None:
+    kinds = {piece.ids is None: piece.location for piece in pieces}
+    if len(kinds) == 2:
         raise DataError(
-            f"{text.location} contains text, but {ids.location} token ids; select files of one kind, for "
+            f"{kinds[True]} contains text, but {kinds[False]} token ids; select files of one kind, for "
             "instance with a glob"
         )
-    return _with_unique_names(pieces)
-
-
-def _with_unique_names(pieces: list[SourcePiece]) -> list[SourcePiece]:
-    """Number repeated file names: one-document files of the same name would all go to one split."""
+    # Repeated names are numbered: one-document files of the same name would all go to one split.
     numbers: dict[str, dict[Location, int]] = {}
-    named = []
-    for piece in pieces:
+    for i, piece in enumerate(pieces):
         same_name = numbers.setdefault(piece.name, {})
-        number = same_name.setdefault(piece.location, len(same_name))
-        # No relative path contains two slashes.
-        named.append(replace(piece, name=f"{number}//{piece.name}") if number else piece)
-    return named
+        if number := same_name.setdefault(piece.location, len(same_name)):
+            # No relative path contains two slashes.
+            pieces[i] = replace(piece, name=f"{number}//{piece.name}")
+    return pieces
 
 
 def _source_pieces(
@@ -112,17 +104,13 @@ def _source_pieces(
             yield SourcePiece(name, Location(f"{STDLIB}:{name}"), 0, size, size)
         return
     with failure_as(DataError, f"cannot read source {source}"):
-        if is_url(source):
-            files, is_directory = _stored_files(source, skipped)
-        else:
-            files, is_directory = _local_files(source, suffixes, skipped)
-        num_bytes = Counter[bool]()
-        for name, _, file_bytes in files:
-            num_bytes[_ends(name, _IDS)] += file_bytes * _ends(name, suffixes)
-        if is_directory and num_bytes[False] > num_bytes[True]:
-            suffixes = tuple(one for one in suffixes if one not in _IDS)
+        files, is_directory = _find_files(source, suffixes, skipped)
+        if is_directory:
+            texts = tuple(one for one in suffixes if one not in _IDS)
+            sizes = [sum(f[2] for f in files if _ends(f[0], kind)) for kind in (texts, _IDS)]
+            suffixes = texts if sizes[0] > sizes[1] else suffixes
+            skipped += [name for name, _, _ in files if not _ends(name, suffixes)]
         read = [f for f in files if not is_directory or _ends(f[0], suffixes)]
-        skipped += [name for name, _, _ in files if is_directory and not _ends(name, suffixes)]
         if not read:
             for _, file, _ in files:
                 _refuse_kind(file)
@@ -130,7 +118,7 @@ def _source_pieces(
                 f"source {source} has no {', '.join(_SUFFIXES)} file, but {count(len(skipped), 'other')}; "
                 "select text files with a glob, or by suffix with --text_suffixes"
                 if skipped
-                else f"source {source} does not exist or has no file; check the path"
+                else f"source {source} does not exist, is a broken link or has no file; check the path"
             )
         for name, file, size in read:
             yield from _file_pieces(file, size, name, text_field)
@@ -146,27 +134,34 @@ def _refuse_kind(path: Location) -> None:
             raise DataError(f"source {path} is {kind}")
 
 
-def _local_files(
+def _find_files(
     source: str, suffixes: tuple[str, ...], skipped: list[str]
 ) -> tuple[list[_File], bool]:
-    """Find the files of a path or glob, following links; a file with several names has the first one."""
-    path = Path(source)
-    if path.is_file():
-        return [(path.name, Location.of(path), path.stat().st_size)], False
-    fixed, pattern = (path.parts, []) if path.is_dir() else _cut_at_wildcard(path.parts)
-    root = Path(*fixed)
-    if not root.is_dir():
-        if not pattern and os.path.lexists(root):
-            _size(root, is_read=True)
-        return [], not pattern
-    found: dict[tuple[Path, str], _File] = {}
-    names = _shown(_below(root, pattern), pattern, skipped)
-    for name in sorted(names, key=lambda name: name.split("/"), reverse=True):
-        file = root / name
-        if (size := _size(file, bool(pattern) or _ends(name, suffixes))) is not None:
+    """Find the sorted files of a path, URL or glob, and whether it is a directory.
+
+    Links are followed; a file with several names has the first one. Adds hidden files to `skipped`.
+    """
+    wildcard = None if os.path.lexists(source) else re.search(r"[^/]*[*?[]", source)
+    at = wildcard.start() if wildcard else len(source)
+    pattern = Path(source[at:]).parts
+    root = (Location.of_source if is_url(source) else Location.of)(source[:at]).pinned()
+    if not pattern and root.is_file():
+        return [(root.name, root, root.size_bytes())], False
+    sizes = {} if root.is_local else dict(root.files())
+    names = (name.split("/") for name in (_below(root, pattern) if root.is_local else sizes))
+    found: dict[object, _File] = {}
+    for parts in sorted(parts for parts in names if not pattern or _matches(parts, pattern)):
+        file = root / (name := "/".join(parts))
+        if _is_hidden(parts, pattern):
+            skipped.append(name)
+        elif not root.is_local:
+            found[name] = name, file, sizes[name]
+        elif (size := _size(file.path, bool(pattern) or _ends(name, suffixes))) is not None:
             # With its suffix: in the cache of the hub, links with one point to files without.
-            found[file.resolve(), file.suffix] = name, Location.of(file), size
-    return sorted(found.values(), key=lambda file: file[0].split("/")), not pattern
+            found.setdefault((file.path.resolve(), file.path.suffix), (name, file, size))
+    if not found:
+        root.exists()  # raises if the bucket is missing
+    return list(found.values()), not pattern
 
 
 def _size(file: Path, is_read: bool) -> int | None:
@@ -185,18 +180,17 @@ def _size(file: Path, is_read: bool) -> int | None:
     return 0
 
 
-def _below(root: Path, pattern: list[str]) -> Iterator[str]:
-    """Yield the files below a directory, also in linked ones, but not through a link to a parent."""
+def _below(root: Location, pattern: Sequence[str]) -> Iterator[str]:
+    """Yield the files below a local directory, also in linked ones, but not through a link to a parent."""
     depth = len(pattern) if pattern and "**" not in pattern else math.inf
 
     def refuse(error: OSError) -> None:
-        if not _is_hidden(Path(error.filename).relative_to(root).parts):
-            raise DataError(
-                f"cannot read {error.filename}: {reason(error)}; allow it or leave it out"
-            )
+        is_there = not isinstance(error, FileNotFoundError | NotADirectoryError)
+        if is_there and not _is_hidden(Path(error.filename).relative_to(root.path).parts):
+            raise DataError(f"cannot read {error.filename}: {reason(error)}; allow it or omit it")
 
-    for parent, names, files in os.walk(root, onerror=refuse, followlinks=True):
-        here, parts = Path(parent), Path(parent).relative_to(root).parts
+    for parent, names, files in os.walk(root.path, onerror=refuse, followlinks=True):
+        here, parts = Path(parent), Path(parent).relative_to(root.path).parts
         is_deeper = len(parts) + 1 < depth
         for file in files:
             # A broken link without a suffix may have been one to a directory.
@@ -207,53 +201,21 @@ def _below(root: Path, pattern: list[str]) -> Iterator[str]:
         names[:] = [n for n in names if is_deeper and (here / n).resolve() not in above]
 
 
-def _stored_files(source: str, skipped: list[str]) -> tuple[list[_File], bool]:
-    """Find the files of a file, directory or glob in a store, named as on a disk."""
-    scheme, _, key = source.partition("://")
-    fixed, pattern = _cut_at_wildcard([name for name in key.split("/") if name])
-    root = Location.of_source(f"{scheme}://{'/'.join(fixed)}").pinned()
-    if not pattern and root.is_file():
-        return [(root.name, root, root.size_bytes())], False
-    sizes = dict(root.files())
-    names = _shown(sizes, pattern, skipped)
-    if not names:
-        root.exists()  # raises if the bucket is missing
-    return [(name, root / name, sizes[name]) for name in names], not pattern
+def _is_hidden(names: Sequence[str], pattern: Sequence[str] = ()) -> bool:
+    """Whether one of the names begins with `.` or `_`, unless a part of the pattern that does matches it."""
+    named = [part for part in pattern if part.startswith(_HIDDEN)]
+    hidden = [name for name in names if name.startswith(_HIDDEN)]
+    return not all(any(fnmatchcase(name, part) for part in named) for name in hidden)
 
 
-def _shown(names: Iterable[str], pattern: list[str], skipped: list[str]) -> list[str]:
-    """Return the names that match; those that do but for a hidden part are added to `skipped`."""
-    shown: list[str] = []
-    for name in names:
-        parts = name.split("/")
-        if _matches(parts, pattern) if pattern else not _is_hidden(parts):
-            shown.append(name)
-        elif not pattern or _matches(parts, pattern, hidden=True):
-            skipped.append(name)
-    return shown
-
-
-def _is_hidden(names: Sequence[str]) -> bool:
-    return any(name.startswith(_HIDDEN) for name in names)
-
-
-def _matches(names: list[str], pattern: list[str], hidden: bool = False) -> bool:
-    """Match a path like `glob`: `*` stays in one directory, `**` does not, hidden names are skipped."""
+def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Match a path like `glob`: `*` stays in one directory, `**` does not."""
     if not pattern or not names:
         return not pattern and not names
     (name, *below), (first, *rest) = names, pattern
-    is_shown = hidden or _is_hidden([first]) or not _is_hidden([name])
     if first == "**":
-        return _matches(names, rest or ["*"], hidden) or (
-            bool(below) and is_shown and _matches(below, pattern, hidden)
-        )
-    return is_shown and fnmatchcase(name, first) and _matches(below, rest, hidden)
-
-
-def _cut_at_wildcard(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Cut the components of a path before its first wildcard."""
-    at = next((i for i, name in enumerate(names) if glob.has_magic(name)), len(names))
-    return list(names[:at]), list(names[at:])
+        return _matches(names, rest or ["*"]) or (bool(below) and _matches(below, pattern))
+    return fnmatchcase(name, first) and _matches(below, rest)
 
 
 def _file_pieces(path: Location, size: int, name: str, text_field: str) -> Iterator[SourcePiece]:
@@ -265,29 +227,25 @@ def _file_pieces(path: Location, size: int, name: str, text_field: str) -> Itera
     if _ends(path.name, (".parquet",)):
         yield from _parquet_pieces(piece, text_field)
     elif _ends(path.name, _IDS):
-        yield from _id_pieces(piece, read_layout(path, size))
+        dtype, first = read_layout(path, size)
+        for part in _cut(piece, first, _ID_PIECE_TOKENS * dtype.itemsize):
+            tokens = part.text_bytes // dtype.itemsize
+            text_bytes = tokens * _TEXT_BYTES_PER_ID
+            yield replace(part, text_bytes=text_bytes, ids=dtype.str, tokens=tokens)
     elif _ends(path.name, tuple(COMPRESSIONS)):
         if size == 0:
             raise DataError(f"source {path} is empty, not a compressed file; download it again")
         yield replace(piece, text_bytes=size * _TEXT_PER_COMPRESSED_BYTE)
     elif _ends(path.name, (".jsonl", ".ndjson", ".jsonlines")):
-        for start in range(0, size, _JSONL_PIECE_BYTES):
-            stop = min(start + _JSONL_PIECE_BYTES, size)
-            yield replace(piece, start=start, stop=stop, text_bytes=stop - start)
+        yield from _cut(piece, 0, _JSONL_PIECE_BYTES)
     else:
         yield piece
 
 
-def _id_pieces(piece: SourcePiece, layout: Layout) -> Iterator[SourcePiece]:
-    dtype, first = layout
-    step = _ID_PIECE_TOKENS * dtype.itemsize
+def _cut(piece: SourcePiece, first: int, step: int) -> Iterator[SourcePiece]:
     for start in range(first, piece.stop, step):
         stop = min(start + step, piece.stop)
-        tokens = (stop - start) // dtype.itemsize
-        text_bytes = tokens * _TEXT_BYTES_PER_ID
-        yield replace(
-            piece, start=start, stop=stop, text_bytes=text_bytes, ids=dtype.str, tokens=tokens
-        )
+        yield replace(piece, start=start, stop=stop, text_bytes=stop - start)
 
 
 def _parquet_pieces(piece: SourcePiece, text_field: str) -> Iterator[SourcePiece]:

@@ -114,7 +114,9 @@ def text_rule(
     if options.val_tokens is not None:
         assert encoding is not None
         return _head_rule(pieces, read, encoding, options.val_tokens, log)
-    if options.val_fraction is None and _are_named_for_splits(pieces):
+    # Every file is named for one split; `test` alone is in the names of many ordinary text files.
+    kinds = {(bool(_TRAIN_NAME.search(piece.name)), is_named_val(piece.name)) for piece in pieces}
+    if options.val_fraction is None and kinds == {(True, False), (False, True)}:
         return SplitRule(by_name=True)
     fraction = options.val_fraction or _VAL_FRACTION
     enough = max(_TAIL_SPLIT_DOCUMENTS, int(_EXACT_VAL_DOCUMENTS / fraction))
@@ -260,17 +262,6 @@ def _id_head_rule(
 def is_named_val(name: str) -> bool:
     """Whether a file name marks the val split, as in `val.bin` or `fineweb_val_000000.npy`."""
     return _VAL_NAME.search(name) is not None
-
-
-def _are_named_for_splits(pieces: list[SourcePiece]) -> bool:
-    """Whether every text file is named for one split, and each split has a file.
-
-    Stricter than for token ids, since ordinary text files often have `test` in their names.
-    """
-    kinds = {
-        (_TRAIN_NAME.search(piece.name) is not None, is_named_val(piece.name)) for piece in pieces
-    }
-    return kinds == {(True, False), (False, True)}
 
 
 def _complete_documents(chunk: IdChunk, eot: int) -> list[tuple[int, int]]:

@@ -82,8 +82,7 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
 def valid_text(text: str) -> str:
     """Return the text, with U+FFFD for each lone surrogate, which only JSON allows, as tiktoken does."""
     try:
-        if not text.isascii():
-            text.encode()
+        text.encode()
     except UnicodeEncodeError:
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return text

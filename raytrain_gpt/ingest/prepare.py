@@ -21,13 +21,7 @@ import tiktoken
 from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.duplicates import find_duplicates
-from raytrain_gpt.data.preparation import (
-    finish,
-    notices,
-    prepared_tokenizer,
-    start,
-    task_file,
-)
+from raytrain_gpt.data.preparation import finish, notices, prepared_tokenizer, start, task_file
 from raytrain_gpt.data.prepare_plan import Plan, make_plan
 from raytrain_gpt.data.shards import Manifest
 from raytrain_gpt.data.tokenize import hash_task, run_task
@@ -127,12 +121,11 @@ def _run_tasks(
             f"skipping {count(sum(int(mask.sum()) for mask in duplicates), 'duplicate')} among "
             f"{count(num_documents, 'document')}"
         )
-    run_one = partial(_task_row, **fixed)
     sizes = [sum(piece.text_bytes for piece in plan.pieces[slice(*task)]) for task in plan.tasks]
     total, done, documents, tokens = sum(sizes), 0, 0, 0
     started = shown = time.monotonic()
     results: list[dict[str, Any]] = []
-    for row in run(run_one, rows):
+    for row in run(partial(_task_row, **fixed), rows):
         results.append(row["result"])
         done += sizes[results[-1]["task"]]
         documents, tokens = documents + results[-1]["documents"], tokens + results[-1]["tokens"]
@@ -140,8 +133,7 @@ def _run_tasks(
         if now - shown >= PROGRESS_EVERY_S and 0 < done < total:
             shown, eta = now, duration((total - done) * (now - started) / done)
             log(f"prepare {done / total:4.0%} | {_amounts(documents, tokens)} | eta {eta}")
-    seconds = time.monotonic() - started
-    log(f"prepare done in {duration(seconds)} | {_amounts(documents, tokens)}")
+    log(f"prepare done in {duration(time.monotonic() - started)} | {_amounts(documents, tokens)}")
     return results
 
 
