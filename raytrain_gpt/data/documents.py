@@ -158,7 +158,7 @@ def read_documents(
 
 
 def refuse_lfs_pointer(path: Path | Location, head: bytes | None = None) -> None:
-    """Raise a DataError if a file, which starts with `head`, has its content elsewhere or packed."""
+    """Raise a DataError if a file, which starts with `head`, is a pointer or an archive."""
     file = Location.of(path)
     if head is None:
         head = file.read_bytes() if file.size_bytes() < LFS_BYTES else b""
@@ -191,7 +191,7 @@ def _file_documents(
 
 
 def _refuse_encoding(path: Location, head: bytes) -> None:
-    """Raise a DataError for UTF-16 and UTF-32, known by spaces and newlines in a file's first bytes."""
+    """Raise a DataError for UTF-16 and UTF-32, known by spaces and newlines in the first bytes."""
     for dtype, name in _ENCODINGS.items() if b"\0" in head else ():
         units = np.frombuffer(head, dtype, len(head) // int(dtype[2]))
         if np.isin(units, (10, 32)).sum() > len(head) // 1024:

@@ -60,7 +60,7 @@ class IdChunk:
 
 
 def read_layout(path: Location, size: int) -> tuple[np.dtype[Any], int]:
-    """Return dtype and offset of the ids to the end of a file of `size` bytes, or raise a DataError."""
+    """Return dtype and first byte of the ids, which fill the file; raises a DataError for damage."""
     read_header = _npy_header if path.name.lower().endswith(".npy") else _bin_header
     with failure_as(DataError, f"cannot read source {path}"), path.open() as file:
         dtype, start, num_ids = read_header(path, file, size)

@@ -81,8 +81,8 @@ def find_pieces(
     kinds = {piece.ids is None: piece.location for piece in pieces}
     if len(kinds) == 2:
         raise DataError(
-            f"{kinds[True]} contains text, but {kinds[False]} token ids; select files of one kind, for "
-            "instance with a glob"
+            f"{kinds[True]} contains text, but {kinds[False]} token ids; select files of one kind, "
+            "for instance with a glob"
         )
     # Repeated names are numbered: one-document files of the same name would all go to one split.
     numbers: dict[str, dict[Location, int]] = {}
@@ -118,7 +118,7 @@ def _source_pieces(
                 f"source {source} has no {', '.join(_SUFFIXES)} file, but {count(len(skipped), 'other')}; "
                 "select text files with a glob, or by suffix with --text_suffixes"
                 if skipped
-                else f"source {source} does not exist, is a broken link or has no file; check the path"
+                else f"source {source} does not exist, is a pipe or broken link, or has no file"
             )
         for name, file, size in read:
             yield from _file_pieces(file, size, name, text_field)
@@ -156,9 +156,9 @@ def _find_files(
             skipped.append(name)
         elif not root.is_local:
             found[name] = name, file, sizes[name]
-        elif (size := _size(file.path, bool(pattern) or _ends(name, suffixes))) is not None:
+        elif (size := _size(path := file.path, bool(pattern) or _ends(name, suffixes))) is not None:
             # With its suffix: in the cache of the hub, links with one point to files without.
-            found.setdefault((file.path.resolve(), file.path.suffix), (name, file, size))
+            found.setdefault((path.resolve(), path.suffix), (name, file, size))
     if not found:
         root.exists()  # raises if the bucket is missing
     return list(found.values()), not pattern
@@ -181,7 +181,7 @@ def _size(file: Path, is_read: bool) -> int | None:
 
 
 def _below(root: Location, pattern: Sequence[str]) -> Iterator[str]:
-    """Yield the files below a local directory, also in linked ones, but not through a link to a parent."""
+    """Yield the files below a local directory, also in linked ones, but in no parent again."""
     depth = len(pattern) if pattern and "**" not in pattern else math.inf
 
     def refuse(error: OSError) -> None:
@@ -202,7 +202,7 @@ def _below(root: Location, pattern: Sequence[str]) -> Iterator[str]:
 
 
 def _is_hidden(names: Sequence[str], pattern: Sequence[str] = ()) -> bool:
-    """Whether one of the names begins with `.` or `_`, unless a part of the pattern that does matches it."""
+    """Whether a name begins with `.` or `_`, unless a part of the pattern that does matches it."""
     named = [part for part in pattern if part.startswith(_HIDDEN)]
     hidden = [name for name in names if name.startswith(_HIDDEN)]
     return not all(any(fnmatchcase(name, part) for part in named) for name in hidden)
