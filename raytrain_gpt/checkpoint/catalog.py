@@ -277,13 +277,6 @@ class Catalog:
             )
         return None
 
-    def before(self, step: int, on_skip: Log) -> Iterator[Checkpoint]:
-        """Yield checkpoints that look complete, the newest before a step first; logs others."""
-        paths = [
-            path for path in reversed(self._paths()) if _is_choice("before", _step(path), step)
-        ]
-        return self._readable(paths, on_skip)
-
     @staticmethod
     def _readable(paths: Iterable[Location], on_skip: Log) -> Iterator[Checkpoint]:
         for path in paths:

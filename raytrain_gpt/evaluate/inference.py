@@ -30,7 +30,7 @@ from raytrain_gpt.data.locations import read_data, recorded, recorded_data
 from raytrain_gpt.data.mixture import Mixture, check_val_split, check_vocabulary
 from raytrain_gpt.data.tokenizer import decode_tokens, prompt_tokens
 from raytrain_gpt.data.tokenizer_file import TOKENIZER_FILE, read_tokenizer
-from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
+from raytrain_gpt.errors import CheckpointError, ConfigError, DataError, reason
 from raytrain_gpt.evaluate.evaluation import Evaluation, check_evaluations
 from raytrain_gpt.format import Log, count, shell
 from raytrain_gpt.redact import say
@@ -80,11 +80,17 @@ def _average(model: GPT, newest: Checkpoint, num: int, log: Log) -> None:
     """Change the weights of a checkpoint to the mean over `num` checkpoints, summed in float64."""
     run_dir, steps = newest.path.parent.parent, [newest.state.step]
     sums = [p.double() for p in model.parameters()]
-    while len(steps) < num and (earlier := Catalog(run_dir).pick("before", log, steps[0])):
-        with earlier.files() as directory:
-            load_model(directory, model)
+    before = steps[0]
+    while len(steps) < num and (earlier := Catalog(run_dir).pick("before", log, before)):
+        before = earlier.state.step
+        try:
+            with earlier.files() as directory:
+                load_model(directory, model)
+        except (CheckpointError, OSError) as error:  # of another shape, or pruned meanwhile
+            log(f"skipped: {earlier.path}: {reason(error)}")
+            continue
         torch._foreach_add_(sums, [p.double() for p in model.parameters()])
-        steps.insert(0, earlier.state.step)
+        steps.insert(0, before)
     if len(steps) < num:
         raise ConfigError(
             f"average={num}, but {run_dir} has {count(len(steps), 'good checkpoint')} up to step "

@@ -87,8 +87,10 @@ def _remembered(run: Location, fields: Mapping[str, Any]) -> tuple[Config, str]:
         with file_on_disk(run / CONFIG_FILE) as file:
             stored = load_config_file(file)
     else:
-        newest = Catalog(run).pick("newest", say)
-        assert newest is not None, "the run has a checkpoint"
+        if (newest := Catalog(run).pick("newest", say)) is None:
+            raise CheckpointError(
+                f"{run} has neither {CONFIG_FILE} nor a checkpoint; use another run_name"
+            )
         stored = parse_config(newest.state.config, str(newest.path)).updated(dict(Config().cluster))
     ours = {name: default[name] for name in ("evaluations", *TrackingSection.model_fields)}
     config = stored.updated({**place, **start, **ours})
