@@ -75,8 +75,9 @@ def _read_ledger(run: TrackedRun, name: str) -> _Ledger:
 
 
 def _settings(run: TrackedRun, name: str) -> str:
-    settings = run.config.tracking.settings(kinds.kind("trackers", name).settings).model_dump_json()
-    return f"{mlflow_run.tracking_uri(run.config)}" if name == "mlflow" else settings
+    if name == "mlflow":
+        return str(mlflow_run.tracking_uri(run.config))
+    return run.config.tracking.settings(kinds.kind("trackers", name).settings).model_dump_json()
 
 
 class NamedTracker:
@@ -99,11 +100,8 @@ class NamedTracker:
         self._unwritten: deque[tuple[float, DeliveryState]] = deque()
         self._file = Location.of(run.directory / TRACKERS_DIR / f".{name}.json")
         self._tracker = kind.call(run, run.config.tracking.settings(kind.settings))
-        settings = _settings(run, name)
-        self._ledger.last, self._ledger.settings = (
-            getattr(self._tracker, "store", settings),
-            settings,
-        )
+        self._ledger.settings = settings = _settings(run, name)
+        self._ledger.last = getattr(self._tracker, "store", settings)
         stores = {} if getattr(self._tracker, "is_new", False) else self._ledger.stores
         self._delivered = stores.get(self._ledger.last, stores.get("", DeliveryState()))
         if getattr(kind.resolve(), "replaces_rows", not kind.is_built_in):
