@@ -61,7 +61,7 @@ def recording() -> Iterator[Given]:
         yield found
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prepare a dataset of 400 short documents; every 40th has a sentence that the others lack."""
     root = tmp_path_factory.mktemp("stories")
@@ -74,7 +74,7 @@ def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "data"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def plain(make_config: MakeConfig, stories: Path) -> tuple[RunSummary, Given]:
     """Train a run on the stories; return it and what its rank received."""
     with recording() as given:
