@@ -63,9 +63,8 @@ def start_own_cluster(num_cpus: int, **options: Any) -> None:
         advice = "; make room there, or set TMPDIR to another directory"
         with failure_as(ClusterError, f"cannot make a directory in {base}", advice):
             directory = Path(tempfile.mkdtemp(prefix="rgpt-", dir=base))  # mode 0700
-        for _ in range(
-            2
-        ):  # again: exiting processes of the cluster may have written there until now
+        # Twice: exiting processes of the cluster may have written there until now.
+        for _ in range(2):
             _at_end.callback(shutil.rmtree, directory, ignore_errors=True)
         try:
             with _start_settings(directory), _guarded():

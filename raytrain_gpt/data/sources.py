@@ -21,8 +21,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain_gpt.config.call_options import PrepareOptions
-from raytrain_gpt.data.documents import COMPRESSIONS, LFS_BYTES, STDLIB, SourcePiece, stdlib_root
-from raytrain_gpt.data.documents import refuse_lfs_pointer as refuse_lfs_pointer
+from raytrain_gpt.data.documents import (
+    COMPRESSIONS,
+    LFS_BYTES,
+    STDLIB,
+    SourcePiece,
+    refuse_lfs_pointer,
+    stdlib_root,
+)
 from raytrain_gpt.data.imports import id_column, read_layout
 from raytrain_gpt.errors import DataError, failure_as, reason
 from raytrain_gpt.format import Log, count, listed

@@ -23,7 +23,7 @@ import tiktoken
 from tiktoken_ext.openai_public import r50k_pat_str  # type: ignore[import-untyped]
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from raytrain_gpt.data.sources import refuse_lfs_pointer
+from raytrain_gpt.data.documents import refuse_lfs_pointer
 from raytrain_gpt.data.tokenizer import EOT, load_tokenizer, make_encoding, tokenizer_names
 from raytrain_gpt.errors import DataError, damage_as
 from raytrain_gpt.format import Log, listed, preview

@@ -16,7 +16,7 @@ from torch import Tensor
 from raytrain_gpt.config import kinds
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.registry import new_model
-from raytrain_gpt.data.sources import refuse_lfs_pointer
+from raytrain_gpt.data.documents import refuse_lfs_pointer
 from raytrain_gpt.data.tokenizer import EOT
 from raytrain_gpt.errors import CheckpointError, ConfigError, damage_as, failure_as
 from raytrain_gpt.export import hf_gpt2, hf_qwen3

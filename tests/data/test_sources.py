@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data import documents, sources
-from raytrain_gpt.data.documents import BadDocuments, read_documents
-from raytrain_gpt.data.sources import find_pieces, refuse_lfs_pointer
+from raytrain_gpt.data.documents import BadDocuments, read_documents, refuse_lfs_pointer
+from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.errors import DataError
 from tests.conftest import raises_line
 from tests.data.shard_tools import (
