@@ -57,7 +57,7 @@ def test_a_study_survives_a_failure_and_forecasts_a_larger_run(
     directory = tmp_path / "runs" / "tiny"
     assert [file.name for file in files] == ["law.json", "scale.html", "best.yaml"]
     assert sorted(path.name for path in directory.iterdir() if path.suffix == ".json") == [
-        "forecast.json", "law.json", "validation.json",
+        "facts.json", "forecast.json", "law.json", "validation.json",
     ]  # fmt: skip
     law = read_result(LawFile, files[0])
     assert len(law.fitted) == 20
