@@ -6,8 +6,10 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -16,7 +18,7 @@ from raytrain_gpt.cluster.capacity import Node, Resources, usable_cores
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.head import ask_head, check_head, given_address, keep_token_private
 from raytrain_gpt.cluster.private_cluster import end_own_cluster, start_own_cluster
-from raytrain_gpt.errors import ClusterError
+from raytrain_gpt.errors import ClusterError, ConfigError
 from raytrain_gpt.format import Log
 
 _ENVIRONMENT = {
@@ -38,7 +40,9 @@ def connect(num_cpus_needed: int, log: Log) -> Resources:
 
     Raises:
         ClusterError: RAY_ADDRESS names a cluster that cannot be joined, or a private one does not start.
+        ConfigError: the current directory hides an installed package.
     """
+    check_hides_nothing(Path.cwd())
     os.environ.update({k: v for k, v in _ENVIRONMENT.items() if k not in os.environ})
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     logging.getLogger("ray.train").setLevel(logging.ERROR)
@@ -52,6 +56,18 @@ def connect(num_cpus_needed: int, log: Log) -> Resources:
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     return cluster_resources(ours)
+
+
+def check_hides_nothing(directory: Path) -> None:
+    """Raise ConfigError if `directory`, which Ray's workers import from first, hides a loaded package."""
+    for name, module in sorted(sys.modules.items()):
+        if name in sys.stdlib_module_names or not (file := getattr(module, "__file__", None)):
+            continue
+        for other in (directory / f"{name}.py", directory / name / "__init__.py"):
+            if other.is_file() and not other.samefile(file):
+                raise ConfigError(
+                    f"{other} hides the package {name} from Ray's workers; rename it, or start elsewhere"
+                )
 
 
 @contextlib.contextmanager

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -54,6 +57,21 @@ def test_who_compiles_nothing_needs_none(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("CC", "/opt/cc")
     assert missing_compiler(on_gpu=True) == ""
     assert missing_compiler(on_gpu=False) == "a C++ compiler"
+
+
+def test_a_temporary_directory_that_is_mounted_noexec_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CXX", "/opt/c++")
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC | os.ST_NODEV)
+    )
+    with raises_line(
+        ConfigError,
+        f"{tempfile.gettempdir()} on a CPU is mounted noexec; set TMPDIR",
+        "or set compile",
+    ):
+        check_compiler(COMPILED, on_gpu=False, where="a CPU")
 
 
 def test_pythons_headers_are_needed_as_well(

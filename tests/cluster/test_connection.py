@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import ray
 
+import raytrain_gpt
 from raytrain_gpt.cluster.capacity import Node, largest_world_size
-from raytrain_gpt.cluster.connection import cluster_resources
-from raytrain_gpt.errors import ClusterError
+from raytrain_gpt.cluster.connection import check_hides_nothing, cluster_resources
+from raytrain_gpt.errors import ClusterError, ConfigError
 from tests.cluster.test_capacity import config
 from tests.conftest import raises_line
 
@@ -37,3 +40,14 @@ def test_dead_and_draining_nodes_are_not_counted(monkeypatch: pytest.MonkeyPatch
         one["Alive"] = False
     with raises_line(ClusterError, "Ray has died on this machine; run the same command again"):
         cluster_resources()
+
+
+def test_a_directory_that_hides_a_package_from_workers_is_refused(tmp_path: Path) -> None:
+    for harmless in ("queue.py", "my_model.py", "ray.txt"):
+        (tmp_path / harmless).touch()
+    (tmp_path / "torch").mkdir()  # without __init__.py, the installed package wins
+    check_hides_nothing(tmp_path)
+    check_hides_nothing(Path(raytrain_gpt.__file__).parents[1])
+    (tmp_path / "torch" / "__init__.py").touch()
+    with raises_line(ConfigError, f"{tmp_path}/torch/__init__.py hides the package torch"):
+        check_hides_nothing(tmp_path)
