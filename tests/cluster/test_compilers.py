@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sysconfig
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,15 +59,16 @@ def test_who_compiles_nothing_needs_none(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_temporary_directory_that_is_mounted_noexec_is_one_line(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CXX", "/opt/c++")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(
         os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC | os.ST_NODEV)
     )
     with raises_line(
         ConfigError,
-        f"{tempfile.gettempdir()} on a CPU is mounted noexec; set TMPDIR",
+        f"{tmp_path} on a CPU is mounted noexec; set TMPDIR",
         "or set compile",
     ):
         check_compiler(COMPILED, on_gpu=False, where="a CPU")
