@@ -88,7 +88,7 @@ def train(mark: Path, train_flags: list[str]) -> None:
             record(self, result)
 
         worker.Worker.record = marked_record
-        worker.train_worker(spec)
+        worker.train_rank(spec)
 
     launch.train = functools.partial(launch.train, train_loop=train_loop)
     cli.main(["train", *train_flags])

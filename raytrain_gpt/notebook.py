@@ -102,7 +102,7 @@ def train(
         from raytrain_gpt.tracking.run_files import read_rows
         from raytrain_gpt.tracking.summary import run_end
         from raytrain_gpt.train import launch, preflight
-        from raytrain_gpt.train.supervisor import BEFORE_FIRST_STEP
+        from raytrain_gpt.train.run import BEFORE_FIRST_STEP
 
     say(source)
     with StopSignals(BEFORE_FIRST_STEP):

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ def cluster_resources(ours: bool = False) -> Resources:
     Raises:
         ClusterError: all nodes have died, including this process's. Ray does not always end the process then.
     """
-    draining = ray._private.state.state.get_draining_nodes()
+    draining = draining_nodes()
     if not (alive := [node for node in ray.nodes() if node["Alive"]]):
         raise ClusterError("Ray has died on this machine; run the same command again")
     nodes = tuple(
@@ -117,6 +117,12 @@ def cluster_resources(ours: bool = False) -> Resources:
         for has in [node["Resources"]]
     )
     return Resources(nodes, ours)
+
+
+def draining_nodes() -> Collection[str]:
+    """Return Ray's ids of the nodes that are about to end."""
+    nodes: dict[str, int] = ray._private.state.state.get_draining_nodes()
+    return nodes
 
 
 @contextlib.contextmanager

@@ -113,7 +113,7 @@ def train(options: TrainOptions) -> None:
     from raytrain_gpt.cluster.signals import StopSignals
     from raytrain_gpt.tracking.summary import run_end
     from raytrain_gpt.train import launch, preflight
-    from raytrain_gpt.train.supervisor import BEFORE_FIRST_STEP
+    from raytrain_gpt.train.run import BEFORE_FIRST_STEP
 
     with StopSignals(BEFORE_FIRST_STEP):
         preflight.prepare_default_data(config, options.log)

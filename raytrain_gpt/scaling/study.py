@@ -34,15 +34,15 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.campaign import Campaign
 from raytrain_gpt.sweep.halving import Rule
 from raytrain_gpt.sweep.history import Trial
-from raytrain_gpt.train.supervisor import TrainLoop
-from raytrain_gpt.train.worker import train_worker
+from raytrain_gpt.train.rank import train_rank
+from raytrain_gpt.train.worker_group import TrainLoop
 
 _PAGE_FILE = "scale.html"
 _FORECAST_FILE, _VALIDATION_FILE = "forecast.json", "validation.json"
 
 
 def run_study(
-    study: Study, *, resume: bool, validate: bool, log: Log, train_loop: TrainLoop = train_worker
+    study: Study, *, resume: bool, validate: bool, log: Log, train_loop: TrainLoop = train_rank
 ) -> list[Location]:
     """Train all unfinished runs of a study, and write its results.
 

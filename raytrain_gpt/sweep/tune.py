@@ -40,8 +40,8 @@ from raytrain_gpt.sweep.trial_plan import (
     trial_config,
 )
 from raytrain_gpt.tracking.report import REPORT_FILE
-from raytrain_gpt.train.supervisor import TrainLoop
-from raytrain_gpt.train.worker import train_worker
+from raytrain_gpt.train.rank import train_rank
+from raytrain_gpt.train.worker_group import TrainLoop
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class SweepSummary:
 
 
 def run_sweep(
-    sweep: Sweep, *, resume: bool, log: Log, train_loop: TrainLoop = train_worker
+    sweep: Sweep, *, resume: bool, log: Log, train_loop: TrainLoop = train_rank
 ) -> SweepSummary:
     """Run all unfinished trials of a sweep.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import tempfile
 import time
 from pathlib import Path
@@ -23,10 +22,10 @@ from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.storage.lease import LEASE_FILE, still_held
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import Row
-from raytrain_gpt.train.heartbeat import RecorderClient
 from raytrain_gpt.train.model_setup import TrainingSetup
+from raytrain_gpt.train.outbox import Outbox
 from raytrain_gpt.train.step_log import StepLog
-from raytrain_gpt.train.worker_group import WorkerSpec
+from raytrain_gpt.train.worker_group import RankJob
 
 WRITE_TIMEOUT_S = 1800.0
 """Longest write of one checkpoint while the storage responds; anything longer counts as hung."""
@@ -40,25 +39,26 @@ class Checkpointing:
 
     def __init__(
         self,
-        spec: WorkerSpec,
+        job: RankJob,
         setup: TrainingSetup,
         log: StepLog,
         collectives: Collectives,
-        recorder: RecorderClient,
+        outbox: Outbox,
     ) -> None:
-        self._spec, self._setup, self._log = spec, setup, log
-        self._collectives, self._recorder = collectives, recorder
+        self._job, self._setup, self._log = job, setup, log
+        self._collectives, self._outbox = collectives, outbox
         self._writer = CheckpointWriter(
-            Catalog(spec.run_dir),
-            f"{spec.attempt:03d}",
+            Catalog(job.run_dir),
+            f"{job.attempt:03d}",
             collectives,
             setup.raw_model,
             setup.optimizer,
-            spec.plan.config.train.keep_checkpoints,
+            job.plan.config.train.keep_checkpoints,
             self._check_lease,
         )
         self._blocked_s = 0.0
         self._rows: list[Row] = []
+        self._numbers: Row = {}
 
     @property
     def writing(self) -> bool:
@@ -74,9 +74,11 @@ class Checkpointing:
         self.collect()
         started = time.perf_counter()
         lines = "".join(json.dumps(row) + "\n" for row in self._rows)
+        values = [item for row in self._rows if "event" not in row for item in row.items()]
+        self._numbers = {name: value for name, value in values if type(value) in (int, float)}
         self._rows = []
         texts = {TOKENIZER_FILE: tokenizer_json(self._setup.tokenizer), ROWS_FILE: lines}
-        if code := self._spec.plan.config.code:
+        if code := self._job.plan.config.code:
             texts[CODE_FILE] = code.text
         # In a bad stretch, keep the checkpoint before it: the run may roll back to it.
         self._writer.begin(self._state(step, val_loss), texts, prune=not self._log.in_bad_stretch)
@@ -93,22 +95,22 @@ class Checkpointing:
         if not self._writer.in_flight:
             return
         started = time.perf_counter()
-        retry_for_s = self._spec.plan.config.run.retry_for_s
+        retry_for_s = self._job.plan.config.run.retry_for_s
 
         def waiting() -> None:
             # Waiting longer than the storage may be unreachable counts as hanging.
             if time.perf_counter() - started < retry_for_s + WRITE_TIMEOUT_S:
-                self._recorder.progress()
+                self._job.link.work()
 
         saved = self._writer.collect(waiting)
-        if not self._spec.plan.config.cluster.is_local:
+        if not self._job.plan.config.cluster.is_local:
             self._report_to_ray(saved.path, saved.state)
         self._blocked_since(started)
         times = {
             "perf/checkpoint_blocked_s": round(self._blocked_s, 4),
             "perf/checkpoint_write_s": round(saved.write_s, 3),
         }
-        self._recorder.event(saved.state.step, "checkpoint", **times)
+        self._outbox.note(saved.state.step, "checkpoint", **times)
         self._blocked_s = 0.0
 
     def _blocked_since(self, started: float) -> None:
@@ -117,14 +119,14 @@ class Checkpointing:
 
     def _check_lease(self) -> None:
         """Check the lease before files become final: a frozen driver may have lost it."""
-        if not still_held(self._spec.run_dir / LEASE_FILE, self._spec.lease_token):
+        if not still_held(self._job.run_dir / LEASE_FILE, self._job.lease_token):
             raise ClusterError(
-                f"run {self._spec.run_dir.name} was taken over by another process; this one stops writing"
+                f"run {self._job.run_dir.name} was taken over by another process; this one stops writing"
             )
 
     def _state(self, step: int, val_loss: float | None) -> CheckpointState:
-        data, position = self._spec.ingest.data, self._log.position
-        config, loss_scale = self._spec.plan.config, self._setup.loss_scale
+        data, position = self._job.ingest.data, self._log.position
+        config, loss_scale = self._job.plan.config, self._setup.loss_scale
         return CheckpointState(
             step=step,
             next_batch=position.next_batch,
@@ -143,18 +145,18 @@ class Checkpointing:
             if config.train.exact
             else None,
             code_sha256=code_hash(config),
-            replaced_code=replaced_code(config, self._spec.resumed),
+            replaced_code=replaced_code(config, self._job.resumed),
         )
 
     def _report_to_ray(self, path: Location, state: CheckpointState) -> None:
-        """Report a small pointer to the checkpoint, so that Ray's results name it.
+        """Report the newest numbers and a small pointer to the checkpoint, so that Ray's results have them.
 
         Resuming uses our catalog: Ray Train's index may lose the newest entry when it is killed, and may
         contain partial ones (ray #41700).
         """
-        # NaN is written as null, which breaks the controller's next report; hence -1.
-        loss = -1.0 if state.val_loss is None else float(state.val_loss)
-        metrics = {"step": state.step, "val_loss": loss if math.isfinite(loss) else -1.0}
+        # None would break the controller's next report; hence -1.
+        loss = -1.0 if state.val_loss is None else state.val_loss
+        metrics = {**self._numbers, "step": state.step, "val_loss": loss}
         pointer = None
         if self._collectives.rank == 0:
             directory = tempfile.mkdtemp(prefix="raytrain-gpt-")

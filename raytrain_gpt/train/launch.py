@@ -14,18 +14,19 @@ from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.format import Log
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import preflight
-from raytrain_gpt.train.attempt import RayBackend
 from raytrain_gpt.train.local_mode import train_locally
-from raytrain_gpt.train.supervisor import BEFORE_FIRST_STEP, Run, TrainLoop
-from raytrain_gpt.train.worker import train_worker
+from raytrain_gpt.train.on_ray import OnRay
+from raytrain_gpt.train.rank import train_rank
+from raytrain_gpt.train.run import BEFORE_FIRST_STEP, Run
+from raytrain_gpt.train.worker_group import TrainLoop
 
 
-def train(config: Config, log: Log, train_loop: TrainLoop = train_worker) -> RunSummary:
+def train(config: Config, log: Log, train_loop: TrainLoop = train_rank) -> RunSummary:
     """Run a configuration to its end, resuming the run of that name.
 
     Args:
         config: May hold `auto` and relative paths.
-        train_loop: Function that every worker runs; tests inject faults here.
+        train_loop: Events of every rank; tests inject faults here.
 
     Raises:
         UserError: the configuration, data, storage or cluster is unusable.
@@ -37,7 +38,7 @@ def train(config: Config, log: Log, train_loop: TrainLoop = train_worker) -> Run
         if config.cluster.num_workers == 0:
             return train_locally(config, signals, log, train_loop)
         with training_session(config, log) as (fitted, world_size, data):
-            shared = (RayBackend(), signals, log, train_loop)
+            shared = (OnRay(), signals, log, train_loop)
             return Run(fitted, world_size, data, *shared, asked=config.cluster).train()
 
 

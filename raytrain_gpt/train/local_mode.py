@@ -1,7 +1,7 @@
 """Training without Ray's processes (`num_workers` 0), in the command's process, by Ray Train's local mode.
 
 `torchrun`, or anything that sets its variables, may start one process per rank. Rank 0 does the driver's
-work (lease, configuration, recorder, rollbacks) and sends the others the spec of every attempt; they only
+work (lease, configuration, files, rollbacks) and sends the others the job of every attempt; they only
 train. Order, checkpoints and files are the same as with Ray workers, so a run can switch between the two.
 
 Dead processes are not restarted and hung ranks are not detected; run the same command to resume.
@@ -15,7 +15,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -37,15 +36,14 @@ from raytrain_gpt.core.device import set_cuda_defaults
 from raytrain_gpt.data.locations import read_data
 from raytrain_gpt.errors import ConfigError, Interrupted, TrainingFailed, damage_as
 from raytrain_gpt.format import Log, count
+from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.recorder_handle import ThreadRecorder
+from raytrain_gpt.tracking.events import Events, Line, Link, next_event
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import preflight
-from raytrain_gpt.train.attempt import POLL_S, STOPPING, Attempt
-from raytrain_gpt.train.heartbeat import RankControl
-from raytrain_gpt.train.policy import AttemptEnd, classify_end
-from raytrain_gpt.train.supervisor import Run, TrainLoop
-from raytrain_gpt.train.worker_group import WorkerSpec
+from raytrain_gpt.train.place import STOPPING
+from raytrain_gpt.train.run import Run
+from raytrain_gpt.train.worker_group import RankJob, TrainLoop
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _WAIT_FOR_RANK_0 = timedelta(days=7)
@@ -113,24 +111,26 @@ def in_local_mode(run: Callable[[], T]) -> T:
     return result
 
 
+def enter_local_mode() -> None:
+    """Let ranks train in this process from now on."""
+    in_local_mode(lambda: None)
+
+
 @dataclass
 class InProcess:
-    """This process among those of one launch; rank 0 is a `Backend`.
+    """This process among those of one launch; rank 0 is a `Place`.
 
     Attributes:
         in_node: Processes on this machine.
         training: Whether followers may be inside an attempt, and so not waiting for a broadcast.
-        control: Control of the attempt that is training, or of the last one.
     """
 
     rank: int
     world_size: int
     in_node: int
     training: bool = field(default=False, init=False)
-    control: RankControl = field(default_factory=RankControl, init=False)
     _group: Any = field(default=None, init=False)
     retries = False
-    recorder = staticmethod(ThreadRecorder)
 
     @classmethod
     def of_environment(cls) -> InProcess:
@@ -151,34 +151,35 @@ class InProcess:
         if self.world_size > 1:
             self._group = dist.new_group(timeout=_WAIT_FOR_RANK_0, backend="gloo")
 
-    def broadcast_spec(self, spec: WorkerSpec | None) -> None:
-        """Send the other ranks their spec; None makes them exit."""
+    def broadcast(self, job: RankJob | None) -> None:
+        """Send the other ranks their job; None makes them exit."""
         if self.world_size > 1:
-            all_gather_values(spec, WorkerSpec | None, self._group)
+            all_gather_values(job, RankJob | None, self._group)
 
     def release_followers(self) -> None:
         """Have followers exit; if an error stopped rank 0 mid-attempt, the launcher ends them."""
         if not self.training:
             with contextlib.suppress(RuntimeError):  # a signal may have ended a rank already
-                self.broadcast_spec(None)
+                self.broadcast(None)
 
     def run_follower(self, train_loop: TrainLoop, signals: StopSignals, log: Log) -> NoReturn:
-        """Train by the specs that rank 0 broadcasts, then exit."""
+        """Train by the jobs that rank 0 broadcasts, then exit."""
         with signals.default_handlers():
             self.init_group()
-        while (spec := self._received(signals)) is not None:
+        while (job := self._received(signals)) is not None:
             signals.defer()
-            own = replace(spec, control=RankControl(signals.stop, log=log))
             try:
-                train_loop(own)
+                for event in train_loop(replace(job, link=Link(signals.stop))):
+                    if isinstance(event, Line):
+                        log(event.text)
             except (SystemExit, KeyboardInterrupt) as error:  # of the user's code, not of a signal
                 raise TrainingFailed(f"rank {self.rank} failed ({root_cause(error)})") from error
         dist.destroy_process_group()
         sys.exit(Interrupted.exit_code if signals.stop.is_set() else 0)
 
-    def _received(self, signals: StopSignals) -> WorkerSpec | None:
+    def _received(self, signals: StopSignals) -> RankJob | None:
         with signals.default_handlers():
-            return all_gather_values(None, WorkerSpec | None, self._group)[0]
+            return all_gather_values(None, RankJob | None, self._group)[0]
 
     def check_storage(self, run_dir: Location, data: Sequence[Location]) -> None:
         with storage_probe(run_dir, run_dir.parent):
@@ -187,41 +188,19 @@ class InProcess:
     def await_workers(self, config: Config, current: int, pause: Pause, log: Log) -> int:
         return current
 
-    def train(self, attempt: Attempt) -> AttemptEnd:
-        ended = threading.Event()
-        error: BaseException | None = None
-        self.control = RankControl(attempt.stop, attempt.trial.evaluated if attempt.trial else None)
-        spec = replace(attempt.spec, recorder=attempt.recorder, control=self.control)
-        with ThreadPoolExecutor(1, "console") as console:
-            shown = console.submit(_show, attempt, ended)
-            try:
-                self.broadcast_spec(attempt.spec)
-                self.training = True
-                attempt.train_loop(spec)
-                self.training = False
-            except BaseException as raised:  # signals are deferred: this is from the user's code
-                error = raised
-            finally:
-                ended.set()
-                self.control.is_training = False
-        error = error or shown.result()
-        outcome = attempt.recorder.ask("outcome")
-        return classify_end(outcome, error, stopping=attempt.stop.is_set(), hung=False)
-
-
-def _show(attempt: Attempt, ended: threading.Event) -> Exception | None:
-    """Print console lines; stop the ranks if the lease or the console is lost, and return its error."""
-    try:
-        is_over = asked_to_stop = False
-        while not is_over:
-            is_over = ended.wait(POLL_S)
-            attempt.drain_messages(0.0)
-            if attempt.lease.lost.is_set():
-                attempt.stop.set()
-            if attempt.stop.is_set() and not asked_to_stop:
-                asked_to_stop = True
-                attempt.log(STOPPING)
-        return None
-    except Exception as error:
-        attempt.stop.set()
-        return error
+    def events(self, job: RankJob, train_loop: TrainLoop, lease: Lease) -> Events:
+        self.broadcast(job)
+        self.training = True
+        events, answer, asked_to_stop = train_loop(job), None, False
+        try:
+            while (event := next_event(events, answer)) is not None:
+                answer = yield event
+                if lease.lost.is_set():
+                    job.link.stop.set()
+                if job.link.stop.is_set() and not asked_to_stop:
+                    asked_to_stop = True
+                    yield Line(STOPPING)
+        finally:
+            events.close()
+            job.link.is_training = False
+        self.training = False

@@ -12,8 +12,8 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.format import count
+from raytrain_gpt.tracking.events import Exited
 from raytrain_gpt.tracking.goodput import EndEvent
-from raytrain_gpt.tracking.recorder import CleanExit
 
 MAX_ROLLBACKS = 3
 """Rollbacks in a row without progress; after that many, bad data is not the cause."""
@@ -37,21 +37,17 @@ class AttemptEnd:
 
 
 def classify_end(
-    outcome: CleanExit | None, error: BaseException | None, *, stopping: bool, hung: bool
+    exited: Exited | None, error: BaseException | None, *, stopping: bool
 ) -> AttemptEnd:
-    """Classify the end of an attempt.
-
-    Args:
-        outcome: The workers' report on exit, or None if they or the recorder died.
-        hung: Whether the ranks were killed because one of them stalled.
-    """
-    if outcome is not None:
-        # The workers have saved a checkpoint and exited; a later error from Ray loses nothing.
-        if outcome.bad_streak is not None:
-            return AttemptEnd("rolled_back", bad_streak=outcome.bad_streak)
-        if outcome.left_for == "preempted":
+    """Classify the end of an attempt, whose ranks died if they have not `exited`."""
+    hung = exited is not None and exited.reason == "hung"
+    if exited is not None and not hung:
+        # The ranks have saved a checkpoint and exited; a later error from Ray loses nothing.
+        if exited.bad_streak is not None:
+            return AttemptEnd("rolled_back", bad_streak=exited.bad_streak)
+        if exited.reason == "preempted":
             return AttemptEnd("preempted")
-        if outcome.left_for == "stopped":
+        if exited.reason == "stopped":
             return AttemptEnd("stopped" if stopping else "resized")
         if error is None:
             return AttemptEnd("finished")

@@ -24,7 +24,7 @@ from raytrain_gpt.errors import CheckpointError, damage_as
 from raytrain_gpt.format import Log
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.recorder_handle import RecorderHandle
+from raytrain_gpt.tracking.books import Books
 
 SKIPPED_FILE = "skipped.json"
 _DECIDES_EXACT_SUMS = {"micro_batch_sequences", "compile", "activation_checkpointing"}
@@ -138,7 +138,7 @@ class Rollbacks:
         self._last_step: int | None = None
         self.skipped = skipped
 
-    def go_back(self, bad: BadStreak, started_at: int, recorder: RecorderHandle) -> None:
+    def go_back(self, bad: BadStreak, started_at: int, books: Books) -> None:
         """Return to the last checkpoint before the bad steps, and skip their batches from now on.
 
         On return the rollback is durable: later checkpoints are retired, the ranges written.
@@ -160,7 +160,7 @@ class Rollbacks:
             "first_batch": skipped[0],
             "stop_batch": skipped[1],
         }
-        recorder.ask("add_event", bad.last_step, "rollback", **details)
+        books.note(bad.last_step, "rollback", **details)
         self._log(
             f"bad steps {bad.first_step}–{bad.last_step}: rolled back to step {step}, "
             f"skipping batches {skipped[0]}–{skipped[1] - 1}"

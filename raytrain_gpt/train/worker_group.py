@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Annotated, Any
 
@@ -21,17 +21,13 @@ from raytrain_gpt.config.resolved import RunPlan, Workers
 from raytrain_gpt.core.device import set_cuda_defaults
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.recorder_handle import RecorderHandle
+from raytrain_gpt.tracking.events import Events, Link
 from raytrain_gpt.tracking.run_files import Row
-from raytrain_gpt.train.heartbeat import RankControl
-
-_NOT_SENT = Field(exclude=True)
-"""Left out of the JSON for other processes of a launch."""
 
 
 @dataclass(frozen=True)
-class WorkerSpec:
-    """Spec from the driver, the same for every worker of an attempt.
+class RankJob:
+    """Job from the driver, the same for every rank of an attempt.
 
     Attributes:
         resumed: Checkpoint to resume from, or None for a new run.
@@ -39,8 +35,7 @@ class WorkerSpec:
         attempt: Attempt number, which names the `fit()` in Ray.
         lease_token: The driver's; workers stop finalizing files once another process holds the lease.
         is_trial: Whether a sweep decides after every evaluation if the run continues.
-        recorder: Set before the workers start; None for ranks above 0 of a launch.
-        control: Shared with the driver in local mode, or None on Ray, which has heartbeats.
+        link: The process's own; neither pickling nor JSON takes it along.
     """
 
     __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)
@@ -52,12 +47,14 @@ class WorkerSpec:
     attempt: int
     lease_token: str
     is_trial: bool
-    recorder: Annotated[InstanceOf[RecorderHandle] | None, _NOT_SENT] = None
-    control: Annotated[InstanceOf[RankControl] | None, _NOT_SENT] = None
+    link: Annotated[InstanceOf[Link], Field(exclude=True)] = field(default_factory=Link)
 
     @property
     def plan(self) -> RunPlan:
         return self.ingest.plan
+
+
+TrainLoop = Callable[[RankJob], Events]
 
 
 class _Backend(_TorchBackend):  # type: ignore[misc]

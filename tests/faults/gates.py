@@ -28,8 +28,8 @@ from raytrain_gpt.data.order import batches_to_read
 from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.train import worker as worker_module
 from raytrain_gpt.train.model_setup import TrainingSetup
-from raytrain_gpt.train.worker import Worker, train_worker
-from raytrain_gpt.train.worker_group import WorkerSpec
+from raytrain_gpt.train.rank import Worker, train_rank
+from raytrain_gpt.train.worker_group import RankJob
 
 POLL_S = 0.02
 WITHIN_S = 300.0
@@ -115,18 +115,18 @@ class Faults:
     stop_step: int | None = None
 
 
-def gated(faults: Faults) -> Callable[[WorkerSpec], None]:
-    """Return `train_worker` with faults."""
+def gated(faults: Faults) -> Callable[[RankJob], None]:
+    """Return `train_rank` with faults."""
 
-    def train_loop(spec: WorkerSpec) -> None:
+    def train_loop(spec: RankJob) -> None:
         with pytest.MonkeyPatch.context() as patch:
             _install(faults, spec, patch)
-            train_worker(spec)
+            train_rank(spec)
 
     return train_loop
 
 
-def _install(faults: Faults, spec: WorkerSpec, patch: pytest.MonkeyPatch) -> None:
+def _install(faults: Faults, spec: RankJob, patch: pytest.MonkeyPatch) -> None:
     record, set_up, write = Worker.record, worker_module.set_up_training, HostSnapshot.write
     begun = spec.resumed.state.step if spec.resumed else 0
     num_steps = spec.plan.config.train.max_steps - begun

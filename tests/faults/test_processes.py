@@ -23,8 +23,8 @@ from raytrain_gpt.tracking.goodput import goodput
 from raytrain_gpt.tracking.run_files import read_rows
 from raytrain_gpt.train import attempt
 from raytrain_gpt.train.launch import train
-from raytrain_gpt.train.worker import train_worker
-from raytrain_gpt.train.worker_group import WorkerSpec
+from raytrain_gpt.train.rank import train_rank
+from raytrain_gpt.train.worker_group import RankJob
 from tests.faults.conftest import MakeGate
 from tests.runs import MakeConfig, Straight, assert_same, environment, events
 
@@ -93,12 +93,12 @@ def test_a_killed_worker_costs_no_step(
         checkpoint.verify()
 
 
-def dies_with_a_word(spec: WorkerSpec) -> None:
+def dies_with_a_word(spec: RankJob) -> None:
     """Train, but abort rank 1 in the first attempt, as NCCL's watchdog does."""
     if spec.attempt == 1 and ray.train.get_context().get_world_rank() == 1:
         os.write(2, b"[rank1] watchdog: rank 0 left a collective\n")
         os.abort()
-    train_worker(spec)
+    train_rank(spec)
 
 
 def test_the_last_words_of_a_dead_worker_are_in_the_log(make_config: MakeConfig) -> None:
@@ -153,11 +153,11 @@ def test_a_controller_that_hangs_behind_the_last_step_is_ended(
     assert set(own("ray::TrainController")) == others
 
 
-def without_rank_1_at_first(spec: WorkerSpec) -> None:
+def without_rank_1_at_first(spec: RankJob) -> None:
     """Train, but block rank 1 forever in the first attempt."""
     if spec.attempt == 1 and ray.train.get_context().get_world_rank() == 1:
         threading.Event().wait()
-    train_worker(spec)
+    train_rank(spec)
 
 
 @pytest.mark.long

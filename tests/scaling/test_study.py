@@ -16,8 +16,8 @@ from raytrain_gpt.scaling.study import run_study
 from raytrain_gpt.scaling.study_file import Study
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.history import History
-from raytrain_gpt.train.worker import train_worker
-from raytrain_gpt.train.worker_group import WorkerSpec
+from raytrain_gpt.train.rank import train_rank
+from raytrain_gpt.train.worker_group import RankJob
 from tests.conftest import RunCli, raises_line
 
 from .conftest import write_tiny_study
@@ -25,13 +25,13 @@ from .conftest import write_tiny_study
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("cluster")]
 
 
-def fails_once(spec: WorkerSpec) -> None:
+def fails_once(spec: RankJob) -> None:
     """Train, but fail at the first start of one trunk; runs in a worker."""
     marker = spec.run_dir.path / "failed"
     if spec.run_dir.name == "size-3-40" and not marker.exists():
         marker.touch()
         raise RuntimeError("this trunk breaks")
-    train_worker(spec)
+    train_rank(spec)
 
 
 def weights(run: Location) -> str:

@@ -23,8 +23,8 @@ from raytrain_gpt.sweep.spec import Sweep
 from raytrain_gpt.sweep.tune import run_sweep
 from raytrain_gpt.tracking.run_files import Row, read_rows
 from raytrain_gpt.train.heartbeat import stacks
-from raytrain_gpt.train.worker import train_worker
-from raytrain_gpt.train.worker_group import WorkerSpec
+from raytrain_gpt.train.rank import train_rank
+from raytrain_gpt.train.worker_group import RankJob
 from tests.conftest import RunCli
 from tests.faults.gates import wait_until
 from tests.runs import command, environment
@@ -37,11 +37,11 @@ MakeSweep = Callable[..., Sweep]
 BROKEN_LR, GOOD_LR = 3e-3, 2e-3
 
 
-def breaks_at_one_rate(spec: WorkerSpec) -> None:
+def breaks_at_one_rate(spec: RankJob) -> None:
     """Train, but fail in the trial with the learning rate `BROKEN_LR`; runs in each worker."""
     if spec.plan.config.optim.peak_lr == BROKEN_LR:
         raise RuntimeError("this rate is not for training")
-    train_worker(spec)
+    train_rank(spec)
 
 
 def steps_of(run_dir: str) -> list[int]:
@@ -122,7 +122,7 @@ def test_a_sweep_stops_bad_trials_survives_failing_ones_and_finds_the_best(
     assert {"results.csv", "best.yaml", "report.html"} <= artifacts
 
 
-def hangs_once(spec: WorkerSpec) -> None:
+def hangs_once(spec: RankJob) -> None:
     """Train, but once stand still with Python's lock held after the first evaluation; runs in the trial."""
     seen = spec.run_dir.path.parent / "has-hung"
     assert spec.control is not None
@@ -142,7 +142,7 @@ def hangs_once(spec: WorkerSpec) -> None:
             ctypes.PyDLL(None).sleep(600)
 
     spec.control.evaluated = evaluated
-    train_worker(spec)
+    train_rank(spec)
 
 
 @pytest.mark.long
@@ -150,7 +150,7 @@ def hangs_once(spec: WorkerSpec) -> None:
 def test_a_trial_that_hangs_ends_its_process_and_continues(
     make_sweep: MakeSweep, tmp_path: Path
 ) -> None:
-    def curves(name: str, train_loop: Callable[[WorkerSpec], None]) -> list[Any]:
+    def curves(name: str, train_loop: Callable[[RankJob], None]) -> list[Any]:
         space = {"peak_lr": {"grid": [1e-3, 2e-3]}}
         changes = {"hang_timeout_s": 10, "max_failures": 1}
         sweep = make_sweep(name, space, steps=10, report=5, overrides=changes)
@@ -158,7 +158,7 @@ def test_a_trial_that_hangs_ends_its_process_and_continues(
         return [(trial.state, trial.curve) for trial in summary.trials]
 
     lines: list[str] = []
-    assert curves("hangs", hangs_once) == curves("steady", train_worker)
+    assert curves("hangs", hangs_once) == curves("steady", train_rank)
     assert [line for line in lines if "lost its process" in line]
     (stacks,) = (tmp_path / "runs" / "hangs").rglob("stacks-*.txt")
     assert "in evaluated" in stacks.read_text()

@@ -10,7 +10,7 @@ import pytest
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import Diverged, Interrupted, TrainingFailed
-from raytrain_gpt.sweep.trial_run import TrialRun
+from raytrain_gpt.sweep.trial import TrialRun
 from raytrain_gpt.tracking.run_files import Row
 
 BATCH_TOKENS, STEPS = 4096, 4

@@ -21,7 +21,7 @@ from raytrain_gpt.storage.lease import LEASE_FILE
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
-from raytrain_gpt.train.worker import Worker, train_worker
+from raytrain_gpt.train.rank import Worker, train_rank
 from tests.conftest import raises_line
 from tests.faults.gates import Faults, Gate, command, gated, wait_until
 from tests.ports import free_port
@@ -149,7 +149,7 @@ def test_a_run_whose_name_another_process_took_ends(make_config: MakeConfig) -> 
 
     def takes(spec: Any) -> None:
         (spec.run_dir / LEASE_FILE).write_text("{}")
-        train_worker(spec)
+        train_rank(spec)
 
     with pytest.raises(ClusterError, match="lost the lease on run local-taken"):
         train(config, print, takes)

@@ -29,8 +29,8 @@ from raytrain_gpt.train.memory_fit import (
     fit_from_checkpoint,
     fit_memory,
 )
-from raytrain_gpt.train.worker import train_worker
-from raytrain_gpt.train.worker_group import WorkerSpec
+from raytrain_gpt.train.rank import train_rank
+from raytrain_gpt.train.worker_group import RankJob
 from tests.checkpoint.test_catalog import state
 from tests.conftest import raises_line
 from tests.runs import MakeConfig, restarted_from, weights
@@ -238,12 +238,12 @@ def test_a_run_with_auto_goes_on_as_the_unbroken_one(
     assert weights(copy) == weights(whole.run_dir)
 
 
-def fits_six(spec: WorkerSpec) -> None:
+def fits_six(spec: RankJob) -> None:
     """Train, but run out of memory with more than six sequences; runs in the worker."""
     micro = spec.plan.config.train.micro_batch_sequences
     if micro > 6:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-    train_worker(spec)
+    train_rank(spec)
 
 
 @pytest.mark.slow
@@ -265,7 +265,7 @@ def test_a_lack_of_memory_halves_the_micro_batch_and_the_checkpoint_remembers_it
 
 
 def test_one_sequence_that_is_too_much_is_one_line(make_config: MakeConfig) -> None:
-    def fits_none(spec: WorkerSpec) -> None:
+    def fits_none(spec: RankJob) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     values = {"micro_batch_sequences": 1, "num_workers": 0, "run_name": "no-memory"}

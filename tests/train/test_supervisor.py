@@ -29,7 +29,7 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train import supervisor
 from raytrain_gpt.train.attempt import Attempt
 from raytrain_gpt.train.policy import AttemptEnd
-from raytrain_gpt.train.supervisor import BEFORE_FIRST_STEP, Run, RunOutput
+from raytrain_gpt.train.run import BEFORE_FIRST_STEP, Run, RunOutput
 from tests.checkpoint.test_catalog import write
 from tests.conftest import raises_line
 from tests.runs import MakeConfig

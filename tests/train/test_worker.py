@@ -11,12 +11,12 @@ import pytest
 from raytrain_gpt.checkpoint.collectives import Collectives, DelayedFlags
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.train import worker as worker_module
-from raytrain_gpt.train.worker import (
+from raytrain_gpt.train.rank import (
     PREEMPTION_CHECK_S,
     StepActions,
     Worker,
     step_actions,
-    train_worker,
+    train_rank,
 )
 
 
@@ -62,7 +62,7 @@ def loop(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[str]:
         plan=SimpleNamespace(config=config), done=[], **{**nothing, **changes}
     )
     monkeypatch.setattr(worker_module, "Worker", FakeWorker)
-    train_worker(spec)
+    train_rank(spec)
     return list(spec.done)
 
 

@@ -1,4 +1,4 @@
-"""The training loop of one worker: `train_worker` is Ray Train's `train_loop_per_worker`."""
+"""One rank of a run: `train_rank` trains it and yields its events."""
 
 from __future__ import annotations
 
@@ -37,16 +37,21 @@ from raytrain_gpt.evaluate.evaluation import Evaluation, watched
 from raytrain_gpt.format import count
 from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed, to_device
 from raytrain_gpt.ingest.ray_dataset import chunks_in_process, rank_chunks, ray_chunks
+from raytrain_gpt.tracking.events import (
+    Evaluated,
+    Events,
+    Exited,
+    Profile,
+    Samples,
+    TrainingStarted,
+)
 from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.train.checkpointing import WRITE_TIMEOUT_S, Checkpointing
-from raytrain_gpt.train.heartbeat import RecorderClient
 from raytrain_gpt.train.model_setup import Sharded, set_up_training
+from raytrain_gpt.train.outbox import Outbox
 from raytrain_gpt.train.profile import StepProfile
 from raytrain_gpt.train.step_log import StepLog
-from raytrain_gpt.train.worker_group import WorkerSpec
-
-PREEMPTION_CHECK_S = 5.0
-"""Interval of checks for a preemption notice; each costs all ranks a round trip to an actor."""
+from raytrain_gpt.train.worker_group import RankJob
 
 
 @dataclass(frozen=True)
@@ -92,41 +97,56 @@ def step_actions(
     )
 
 
-def train_worker(spec: WorkerSpec) -> None:
-    """Train one rank from the resumed step until the last step or a request to exit."""
-    worker = Worker(spec)
-    for result in worker.steps():
-        worker.record(result)
-        worker.exchange_requests()
-        actions = step_actions(
-            result.step,
-            spec.plan.config,
-            leaving=worker.stop_requested,
-            profile_edge=worker.profile.is_edge(result.step),
-            is_trial=spec.is_trial,
-        )
-        if actions.flush != "no":
-            worker.flush(late=actions.flush == "late")
-        if actions.save != "no":
-            worker.check_weights()
-        if worker.steps_were_bad:  # only now is it known; bad steps are not saved
-            break
-        if actions.save == "before_evaluation":
-            worker.save_checkpoint()
-        if actions.evaluate:
-            worker.evaluate()
-        if actions.save == "after_evaluation":
-            worker.save_checkpoint()
-        if worker.stop_requested or (actions.await_scheduler and not worker.await_scheduler()):
-            break
-    worker.finish()
+def train_rank(job: RankJob) -> Events:
+    """Train one rank from the resumed step until the last step or a request to exit, yielding its events."""
+    rank = Rank(job)
+    yield from rank.outbox.take()
+    try:
+        rank.begin()
+        yield from rank.outbox.take()
+        for result in rank.steps():
+            rank.record(result)
+            rank.exchange_requests()
+            actions = step_actions(
+                result.step,
+                job.plan.config,
+                leaving=rank.stop_requested,
+                profile_edge=rank.profile.is_edge(result.step),
+                is_trial=job.is_trial,
+            )
+            if actions.flush != "no":
+                rank.flush(late=actions.flush == "late")
+            if actions.save != "no":
+                rank.check_weights()
+            if rank.must_roll_back:  # only now is it known; bad steps are not saved
+                break
+            if actions.save == "before_evaluation":
+                rank.save_checkpoint()
+            if actions.evaluate:
+                rank.evaluate()
+            if actions.save == "after_evaluation":
+                rank.save_checkpoint()
+            if actions.await_scheduler:
+                rank.checkpoints.collect()
+            yield from rank.outbox.take()
+            if actions.await_scheduler:
+                started = time.perf_counter()
+                rank.decided(continues=bool((yield Evaluated())))
+                rank.log.exclude_time(time.perf_counter() - started)
+            if rank.stop_requested:
+                break
+    except GeneratorExit:
+        rank.checkpoints.collect()
+        raise
+    rank.finish()
+    yield from rank.outbox.take()
 
 
-class Worker:
+class Rank:
     """One rank: model, data and reporting."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
-        self.spec, self.config = spec, spec.plan.config
+    def __init__(self, job: RankJob) -> None:
+        self.job, self.config, self.link = job, job.plan.config, job.link
         train = self.config.train
         context = ray.train.get_context()
         # Ranks wait for each other's checkpoint files for as long as the storage may be unreachable.
@@ -139,8 +159,8 @@ class Worker:
         self.agreement = DelayedFlags(self.collectives)
         rank = self.collectives.rank
         check_same_code(self.config, self.collectives)
-        self.recorder = RecorderClient(spec.recorder, rank, spec.control)
-        self.step = resume_step(spec.resumed)
+        self.outbox = Outbox(rank)
+        self.step = resume_step(job.resumed)
         self._first_step = self.step + 1
         cpus = self.config.cluster.cpus_per_worker
         torch.set_num_threads(cpus)
@@ -156,7 +176,7 @@ class Worker:
             torch.cuda.set_per_process_memory_fraction(self.config.cluster.memory_fraction)
         check_compiler(self.config, use_gpu, f"node {socket.gethostname()}")
         self.setup = set_up_training(
-            self.config, spec.ingest.data, spec.resumed, device, self.collectives
+            self.config, job.ingest.data, job.resumed, device, self.collectives
         )
         self.feed, self.evaluation = self._open_feeds()
         taken = self._take_profile if rank == 0 else None
@@ -164,9 +184,9 @@ class Worker:
         self._forward = TimedContext(self.setup.autocast, device)
         self._device_name = device_name(device)
         self.log = StepLog(
-            spec.ingest,
-            spec.resumed,
-            spec.rows_before,
+            job.ingest,
+            job.resumed,
+            job.rows_before,
             self.collectives,
             self.feed,
             spikes=self.config.spikes,
@@ -175,20 +195,16 @@ class Worker:
             device=device,
             slowed=self.profile.slowed,
         )
-        self.checkpoints = Checkpointing(
-            spec, self.setup, self.log, self.collectives, self.recorder
-        )
+        self.checkpoints = Checkpointing(job, self.setup, self.log, self.collectives, self.outbox)
         self._evaluated: Row = {}
-        self._preemption_checked_at = time.monotonic()
-        self._asks_ray = False
-        self._leaves_for: str | None = None
-        self.recorder.log(
+        self._exit_reason: Literal["stopped", "preempted"] | None = None
+        self.outbox.line(
             f"{self._device_name} on {socket.gethostname()}, {count(torch.get_num_threads(), 'thread')}, "
-            f"{self.setup.precision}, {spec.plan.worker_sequences} of {self.config.batch_sequences} "
+            f"{self.setup.precision}, {job.plan.worker_sequences} of {self.config.batch_sequences} "
             "sequences per step"
         )
         if use_gpu and train.precision == "auto" and self.setup.precision == "fp32" and rank == 0:
-            self.recorder.log(
+            self.outbox.line(
                 f"precision fp32, as {self._device_name} has no bf16; with tensor cores, precision=fp16 "
                 "and its loss scale are faster"
             )
@@ -198,19 +214,19 @@ class Worker:
     def _warn_if_not_exact(self) -> None:
         """Warn if the kind of device, thread count or software has changed, which exact sums forbid."""
         here = numerics_environment(self.setup.device, self.setup.precision)
-        resumed = self.spec.resumed
+        resumed = self.job.resumed
         before = (resumed.state.numerics_environment if resumed else None) or here
         for rank, environment in enumerate(self.collectives.all_gather_json(here, dict[str, str])):
             changed = environment_changes(before, environment)
             if changed and self.collectives.rank == 0:
-                self.recorder.log(
+                self.outbox.line(
                     f"exact does not hold from step {self.step}: {changed} on rank {rank}; weights are no "
                     "longer guaranteed to be bit-identical"
                 )
 
     def _open_feeds(self) -> tuple[TrainFeed, Evaluation]:
         setup, micro = self.setup, self.config.train.micro_batch_sequences
-        ingest, rank = self.spec.ingest, self.collectives.rank
+        ingest, rank = self.job.ingest, self.collectives.rank
         if self.config.cluster.is_local:
             received = chunks_in_process(ingest, self.config.train.max_steps - self.step, rank)
         else:
@@ -227,27 +243,33 @@ class Worker:
         )
         return TrainFeed(chunks, micro, setup.device), evaluation
 
-    def steps(self) -> Iterator[StepResult]:
-        """Train, yielding the result of every remaining step."""
-        setup, train, optim = self.setup, self.config.train, self.config.optim
+    def begin(self) -> None:
+        """Warm up, and tell that the first step starts, unless the ranks must exit."""
+        setup, train = self.setup, self.config.train
         if self.collectives.world_size > 1 and not train.exact:
             # Made like all later inputs, since others would compile more graphs.
             shape = (train.micro_batch_sequences, self.config.data.seq_len + 1)
             zeros = to_device(np.zeros(shape, np.uint16), setup.device)
             warm_up_ddp_buckets(setup.model, zeros, setup.autocast)
         self.exchange_requests()
+        if not self.stop_requested:
+            self.outbox.add(TrainingStarted())
+            self._note_start()
+
+    def steps(self) -> Iterator[StepResult]:
+        """Train, yielding the result of every remaining step."""
+        setup, train, optim = self.setup, self.config.train, self.config.optim
         if self.stop_requested:
             return
-        self.recorder.training_started()
-        self._record_start()
+        self.link.is_training = True
         # Sharded ranks wait for each other in the forward pass too.
         times_forward = self.collectives.world_size > 1 and not isinstance(setup.strategy, Sharded)
         self.log.start_clock()
         results = train_steps(
             setup.model,
             setup.optimizer,
-            watched(self.feed.micro_batches(), self.recorder.progress),
-            setup.strategy.accumulation(setup.model, self.spec.plan.micro_batches_per_step),
+            watched(self.feed.micro_batches(), self.link.work),
+            setup.strategy.accumulation(setup.model, self.job.plan.micro_batches_per_step),
             first_step=self.step,
             max_steps=train.max_steps,
             learning_rate=lambda step: learning_rate(step, optim, train.max_steps),
@@ -258,10 +280,10 @@ class Worker:
         )
         yield from self.profile.record_steps(results)
 
-    def _record_start(self) -> None:
-        self.recorder.event(
+    def _note_start(self) -> None:
+        self.outbox.note(
             self.step,
-            "resume" if self.spec.resumed else "start",
+            "resume" if self.job.resumed else "start",
             num_workers=self.collectives.world_size,
             device=self._device_name,
             threads=torch.get_num_threads(),
@@ -271,8 +293,7 @@ class Worker:
         )
 
     def _take_profile(self, table: str, trace: bytes) -> None:
-        steps = self.profile.steps
-        self.recorder.call("add_profile", self.spec.attempt, steps.start, len(steps), table, trace)
+        self.outbox.add(Profile(self.profile.steps, table, trace))
 
     def record(self, result: StepResult) -> None:
         """Add a result without reading it from the device."""
@@ -287,9 +308,9 @@ class Worker:
         rows = self.log.flush(late and self.setup.device.type == "cuda")
         for row in rows:
             if row.get("event") == "nonfinite":
-                self.recorder.log(f"step {row['step']}: not finite, update skipped")
+                self.outbox.line(f"step {row['step']}: not finite, update skipped")
         self.checkpoints.add_rows(rows)
-        self.recorder.rows(rows, force=self.step == self.config.train.max_steps)
+        self.outbox.rows(rows, force=self.step == self.config.train.max_steps)
 
     def check_weights(self) -> None:
         """Roll back if a rank's weights are not finite, since a checkpoint of them would count as good.
@@ -297,7 +318,7 @@ class Worker:
         Raises:
             Diverged: they are not, in a trial or without `spike_detection`.
         """
-        if self.steps_were_bad:
+        if self.must_roll_back:
             return
         started = time.perf_counter()
         is_bad = not has_finite_parameters(self.setup.raw_model)
@@ -306,14 +327,14 @@ class Worker:
         if not is_bad:
             return
         line = f"weights are not finite after step {self.step}, so they are not saved"
-        if self.spec.is_trial or not self.config.spikes.spike_detection:
+        if self.job.is_trial or not self.config.spikes.spike_detection:
             raise Diverged(f"{line}; start again under another run_name with a lower peak_lr")
-        self.recorder.log(line)
+        self.outbox.line(line)
         self.log.reject_weights(self.step)
 
     @property
-    def steps_were_bad(self) -> bool:
-        """Whether enough steps in a row were bad for a rollback."""
+    def must_roll_back(self) -> bool:
+        """Whether enough steps in a row were bad."""
         return self.log.bad_streak is not None
 
     def evaluate(self) -> None:
@@ -321,20 +342,20 @@ class Worker:
         started, setup = time.perf_counter(), self.setup
         with setup.strategy.full_weights(setup.raw_model, setup.eval_model):
             try:
-                metrics = self.evaluation.metrics(self.recorder.progress)
+                metrics = self.evaluation.metrics(self.link.work)
             except UserError:  # raised on all ranks; a trial would never repeat the evaluation
-                if not self.spec.is_trial:
+                if not self.job.is_trial:
                     self.check_weights()
-                    if not self.steps_were_bad:
+                    if not self.must_roll_back:
                         self.save_checkpoint()
                         self.checkpoints.collect()
                 raise
             row = {"step": self.step, **metrics, "perf/eval_s": time.perf_counter() - started}
             self._evaluated = row
             self.checkpoints.add_rows([row])
-            self.recorder.rows([row], force=True)
+            self.outbox.rows([row], force=True)
             if self.collectives.rank == 0 and self.config.eval.num_samples:
-                self.recorder.call("add_samples", self.step, self.evaluation.samples())
+                self.outbox.add(Samples(self.step, self.evaluation.samples()))
         self.log.exclude_time(time.perf_counter() - started)
 
     def save_checkpoint(self) -> None:
@@ -346,48 +367,32 @@ class Worker:
     @property
     def stop_requested(self) -> bool:
         """Whether the ranks were asked to exit; the same on all of them."""
-        return self._leaves_for is not None
+        return self._exit_reason is not None
 
     def exchange_requests(self) -> None:
         """Exchange requests, which arrive a step late, and act on them; all ranks call it every step.
 
-        All ranks must exit, collect a checkpoint that each has written, or ask Ray for a preemption notice
-        in the same step: `get_preemption_info` is a barrier, in which a single rank would hang.
+        All ranks must exit, or collect a checkpoint that each has written, in the same step.
         """
-        now = time.monotonic()
-        is_due = now - self._preemption_checked_at >= PREEMPTION_CHECK_S
-        asks = self.collectives.rank == 0 and is_due
-        flags = (self.recorder.stop.is_set(), self.checkpoints.writing, asks)
-        stop, writing, ask = self.agreement.exchange(*flags)
+        link = self.link
+        flags = (link.stop.is_set(), link.is_preempted, self.checkpoints.writing)
+        stop, is_preempted, writing = self.agreement.exchange(*flags)
         if not writing:
             self.checkpoints.collect()
-        # The flag arrives a step late, when rank 0 has just raised it again; ignore the second one.
-        self._asks_ray = ask and not self._asks_ray
-        if self._asks_ray:
-            self._preemption_checked_at = now
-            notice = ray.train.get_preemption_info()
-            if notice is not None and not self.stop_requested:
-                self._leaves_for = "preempted"
-                self.recorder.event(self.step, "preemption_notice", ranks=notice.preempted_ranks)
         if stop and not self.stop_requested:
-            self._leaves_for = "stopped"
-            self.recorder.stop.set()  # in local mode, also stops ranks that got no signal
+            self._exit_reason = "preempted" if is_preempted else "stopped"
+            link.stop.set()  # in local mode, also stops ranks that got no signal
 
-    def await_scheduler(self) -> bool:
-        """Wait for the sweep's decision on the last evaluation; returns whether to continue."""
-        self.checkpoints.collect()
-        started = time.perf_counter()
-        continues = self.recorder.await_scheduler(self._evaluated)
+    def decided(self, continues: bool) -> None:
+        """Take the sweep's decision on the last evaluation."""
         if not continues:
-            self._leaves_for = "stopped"
-        self.log.exclude_time(time.perf_counter() - started)
-        return continues
+            self._exit_reason = "preempted" if self.link.is_preempted else "stopped"
 
     def finish(self) -> None:
-        """Wait for the checkpoint in flight, and for the recorder to take everything sent."""
+        """Wait for the checkpoint in flight, and tell how this rank ends."""
         self.agreement.reset()
         self.checkpoints.collect()
-        if self.collectives.rank == 0:
-            done = self.step == self.config.train.max_steps
-            self.recorder.call("left", None if done else self._leaves_for, self.log.bad_streak)
-        self.recorder.close()
+        self.link.is_training = False
+        self.outbox.rows([], force=True)
+        done = self.step == self.config.train.max_steps
+        self.outbox.add(Exited(None if done else self._exit_reason, self.log.bad_streak))

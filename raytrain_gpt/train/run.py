@@ -13,10 +13,11 @@ Each attempt uses the largest number of workers that fits; below `min_workers` t
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Generator
 from dataclasses import replace
 from functools import partial
 
@@ -25,6 +26,7 @@ import ray
 from raytrain_gpt.checkpoint.catalog import CODE_FILE, Catalog, Checkpoint, resume_step
 from raytrain_gpt.cluster.compilers import check_compiler
 from raytrain_gpt.cluster.failures import root_cause
+from raytrain_gpt.cluster.last_words import last_words
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.config.resolved import RunPlan, workers_of
@@ -48,9 +50,10 @@ from raytrain_gpt.format import Log, amount, count
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.lease import LEASE_FILE, Lease, hold_lease
 from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.books import Books
 from raytrain_gpt.tracking.configured import complete_trackers, tracker_warnings
+from raytrain_gpt.tracking.events import Evaluated, Exited, Link, Rows, next_event
 from raytrain_gpt.tracking.mlflow_run import mark_interrupted
-from raytrain_gpt.tracking.recorder import RecorderSpec
 from raytrain_gpt.tracking.report import REPORT_FILE, write_report
 from raytrain_gpt.tracking.run_files import (
     CONFIG_FILE,
@@ -58,21 +61,20 @@ from raytrain_gpt.tracking.run_files import (
     METRICS_FILE,
     SAMPLES_FILE,
     TRACKERS_DIR,
+    Row,
     merge_rows,
     read_rows,
 )
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.tracking.sync import RunSync
-from raytrain_gpt.tracking.trackers import TrackedRun
+from raytrain_gpt.tracking.trackers import End, TrackedRun
 from raytrain_gpt.train import policy, preflight
-from raytrain_gpt.train.attempt import Attempt, Backend, TrialHooks
 from raytrain_gpt.train.memory_fit import MemorySearch, fit_memory
+from raytrain_gpt.train.place import Place
 from raytrain_gpt.train.resume import Rollbacks, read_skipped, resume_from
-from raytrain_gpt.train.worker_group import WorkerSpec
+from raytrain_gpt.train.worker_group import RankJob, TrainLoop
 
 BEFORE_FIRST_STEP = "interrupted before the first step; nothing is half-written"
-
-TrainLoop = Callable[[WorkerSpec], None]
 
 
 class RunOutput:
@@ -103,7 +105,7 @@ class RunOutput:
         self.sync.push()
 
     def write_report(self) -> None:
-        """Write `report.html`; call it before closing the recorder, which uploads it to the trackers."""
+        """Write `report.html`; call it before closing the books, which uploads it to the trackers."""
         try:
             write_report(self.sync)
         except Exception as error:  # a failed chart must not cost a trained model
@@ -126,6 +128,12 @@ class Run:
 
     Args:
         asked: The cluster section before it was fitted to this cluster, for `config.yaml`.
+        trial_tags: Tags of a trial for the trackers, or None. A trial waits after every evaluation but the
+            last, ends when it is then stopped, and has no report.
+
+    Attributes:
+        link: What the ranks share with this process, if they train in it.
+        stopped_as: What the trackers are told of a stop.
     """
 
     def __init__(
@@ -133,17 +141,20 @@ class Run:
         config: Config,
         world_size: int,
         data: Mixture,
-        place: Backend,
+        place: Place,
         signals: StopSignals,
         log: Log,
         train_loop: TrainLoop,
-        trial: TrialHooks | None = None,
+        trial_tags: dict[str, str] | None = None,
         asked: ClusterSection | None = None,
     ) -> None:
         self.config, self.world_size, self.data = config, world_size, data
         self.asked = asked or config.cluster
         self.place, self.signals, self.log = place, signals, log
-        self.train_loop, self.trial = train_loop, trial
+        self.train_loop, self._trial_tags = train_loop, trial_tags
+        self.link = Link(signals.stop)
+        self.stopped_as: End = "interrupted"
+        self._new_rows: list[Row] = []
         self.run_dir = run_location(config)
         self.output = RunOutput(self.run_dir, log)
         self.catalog = Catalog(self.run_dir)
@@ -152,7 +163,17 @@ class Run:
         self._attempts = 0
 
     def train(self) -> RunSummary:
-        """Check, resume, train and finish."""
+        """Train to the end."""
+        evaluations = self.evaluations()
+        while True:
+            try:
+                next(evaluations)
+            except StopIteration as end:
+                summary: RunSummary = end.value
+                return summary
+
+    def evaluations(self) -> Generator[list[Row], None, RunSummary]:
+        """Check, resume, train and finish; a trial yields the new rows at every evaluation."""
         # Read-only checks run before the lease: a mistake must not disturb a run that holds it.
         preflight.check_data(self.config, self.data)
         check_evaluations(self.config)
@@ -181,7 +202,7 @@ class Run:
             self.output.write_config(self.config.updated(self.asked.model_dump()))
             skipped = read_skipped(self.run_dir, resumed)
             self.rollbacks = Rollbacks(self.config, skipped, self.log)
-            return self._supervise(resumed, lease)
+            return (yield from self._supervise(resumed, lease))
 
     def _announce(self) -> None:
         self.log(f"configuration {self.run_dir / CONFIG_FILE}")
@@ -203,12 +224,14 @@ class Run:
                 "reaches peak_lr; lower it"
             )
 
-    def _supervise(self, resumed: Checkpoint | None, lease: Lease) -> RunSummary:
+    def _supervise(
+        self, resumed: Checkpoint | None, lease: Lease
+    ) -> Generator[list[Row], None, RunSummary]:
         place, config, counters = self.place, self.config, policy.Counters()
         while True:
             self.world_size = place.await_workers(config, self.world_size, self._pause, self.log)
             started_at = resume_step(resumed)
-            end = self._attempt(resumed, lease)
+            end = yield from self._attempt(resumed, lease)
             if end.user_error is not None:
                 raise end.user_error from None
             reason = root_cause(end.error) if end.error else ""
@@ -225,6 +248,8 @@ class Run:
             match policy.next_action(end, started_at, step, counters, config, stopping):
                 case policy.Finish():
                     assert resumed is not None, "a run has steps, and the last one is saved"
+                    if self._trial_tags is not None:
+                        yield self._new_rows
                     return self._summary(resumed)
                 case policy.Interrupt():
                     raise Interrupted(self._interrupted_message(started_at))
@@ -249,7 +274,9 @@ class Run:
     def _summary(self, newest: Checkpoint, was_finished: bool = False) -> RunSummary:
         return RunSummary(self.run_dir, self.output.sync, newest.state.step, newest, was_finished)
 
-    def _attempt(self, resumed: Checkpoint | None, lease: Lease) -> policy.AttemptEnd:
+    def _attempt(
+        self, resumed: Checkpoint | None, lease: Lease
+    ) -> Generator[list[Row], None, policy.AttemptEnd]:
         """Run one attempt; on return all files are written and a rollback is complete."""
         lease.verify()  # it may have expired while the run waited for nodes
         try:
@@ -268,9 +295,37 @@ class Run:
         self.signals.defer(partial(mark_interrupted, work_dir, self.config))
         # Checkpoints above this step are damaged or from a dead attempt; this attempt rewrites them.
         self.catalog.clean(good_until=resume_step(resumed))
-        attempt = self._new_attempt(plan, resumed, lease)
-        end = self._settled(attempt, self.place.train(attempt))
+        self._attempts = self.output.next_attempt(self._attempts)
+        saved = [row for checkpoint in self.catalog.complete() for row in checkpoint.rows()]
+        job, books = self._job(plan, resumed, saved, lease), self._books(resumed, saved)
+        end = self._settled(books, (yield from self._train(job, books, lease)), resumed, lease)
         return self._after_lack_of_memory(end, plan) if end.kind == "out_of_memory" else end
+
+    def _train(
+        self, job: RankJob, books: Books, lease: Lease
+    ) -> Generator[list[Row], None, policy.AttemptEnd]:
+        """Train until the ranks have exited or died, entering their events in the books."""
+        exited: Exited | None = None
+        error: BaseException | None = None
+        self._new_rows, answer = [], None
+        try:
+            with contextlib.closing(self.place.events(job, self.train_loop, lease)) as events:
+                while (event := next_event(events, answer)) is not None:
+                    books.take(event)
+                    answer = None
+                    match event:
+                        case Rows(rows) if job.is_trial:
+                            self._new_rows += rows
+                        case Evaluated():
+                            yield self._new_rows
+                            self._new_rows, answer = [], not self.signals.stop.is_set()
+                        case Exited():
+                            exited = event
+        except GeneratorExit:
+            raise
+        except BaseException as raised:  # signals are deferred: it may be from the user's code
+            error = raised
+        return policy.classify_end(exited, error, stopping=self.signals.stop.is_set())
 
     def _after_lack_of_memory(self, end: policy.AttemptEnd, plan: RunPlan) -> policy.AttemptEnd:
         """Let the next attempt use half the micro-batch; its checkpoints record that."""
@@ -290,37 +345,53 @@ class Run:
         )
         return replace(end, error=None)  # its traceback would keep the tensors
 
-    def _settled(self, attempt: Attempt, end: policy.AttemptEnd) -> policy.AttemptEnd:
+    def _settled(
+        self, books: Books, end: policy.AttemptEnd, resumed: Checkpoint | None, lease: Lease
+    ) -> policy.AttemptEnd:
         """Roll back from bad steps, and write the attempt's last files.
 
         The order matters: the lease is verified again, a rollback retires checkpoints, and only then are
         the end recorded and the report written. If the storage failed or the lease is lost, the files may
         belong to another process, so neither rollback nor report touches them.
         """
-        resumed = attempt.spec.resumed
         try:
             if isinstance(end.user_error, StorageError):
                 raise end.user_error
-            attempt.lease.verify()
+            lease.verify()
             if end.bad_streak is not None:
-                self.rollbacks.go_back(end.bad_streak, resume_step(resumed), attempt.recorder)
+                self.rollbacks.go_back(end.bad_streak, resume_step(resumed), books)
             newest = self._newest() or resumed
         except BaseException as error:
-            attempt.record_end(end, resumed)
-            attempt.close(end, resumed)
+            self._note_end(books, end, resumed)
+            self._close(books, end, resumed)
             if isinstance(error, StorageError):
                 return replace(end, user_error=error)
             raise
-        attempt.record_end(end, newest)
-        if self.trial is None:  # charts take longer than many a trial's steps
+        self._note_end(books, end, newest)
+        if self._trial_tags is None:  # charts take longer than many a trial's steps
             self.output.write_report()
-        attempt.close(end, newest)
+        self._close(books, end, newest)
         self.output.sync.push()
         return end
 
-    def _new_attempt(self, plan: RunPlan, resumed: Checkpoint | None, lease: Lease) -> Attempt:
-        self._attempts = self.output.next_attempt(self._attempts)
-        step = resume_step(resumed)
+    def _note_end(self, books: Books, end: policy.AttemptEnd, newest: Checkpoint | None) -> None:
+        details = {}
+        if end.error is not None:
+            details["error"] = root_cause(end.error)
+            if lines := last_words(end.error):
+                self.log(lines)
+                details["stderr"] = lines
+        books.note(resume_step(newest), end.kind, **details)
+
+    def _close(self, books: Books, end: policy.AttemptEnd, newest: Checkpoint | None) -> None:
+        status: End = "interrupted"
+        if end.kind == "stopped":
+            status = self.stopped_as
+        elif end.kind in ("finished", "failed", "hung", "out_of_memory"):
+            status = "finished" if end.kind == "finished" else "failed"
+        books.close(status, str(newest.path) if newest else None)
+
+    def _books(self, resumed: Checkpoint | None, saved: list[Row]) -> Books:
         shape = GPTShape.of(self.config, self.data.vocab_size)
         details = {
             "time": time.time(),
@@ -331,33 +402,27 @@ class Run:
             "train_tokens": self.data.split_tokens("train"),
             "tokenizer": self.data.tokenizer,
         }
-        sync, tags = self.output.sync, self.trial.tracker_tags if self.trial else {}
-        # Rows of the checkpoints replace those that a dead recorder did not write.
-        saved = [row for checkpoint in self.catalog.complete() for row in checkpoint.rows()]
-        steps = [r for r in merge_rows(read_rows(sync.work_dir), saved, step) if "train/loss" in r]
-        # Two windows, so that spikes in the second are judged against good steps of the first.
-        rows_before = steps[-2 * self.config.spikes.spike_window_steps :]
-        recorder = RecorderSpec(
-            sync, TrackedRun(sync.work_dir, self.config, step, tags), details, saved
-        )
+        sync, tags = self.output.sync, self._trial_tags or {}
+        run = TrackedRun(sync.work_dir, self.config, resume_step(resumed), tags)
+        return Books(sync, run, details, saved, self.log)
+
+    def _job(
+        self, plan: RunPlan, resumed: Checkpoint | None, saved: list[Row], lease: Lease
+    ) -> RankJob:
+        # Rows of the checkpoints replace those that a dead driver did not write.
+        rows = merge_rows(read_rows(self.output.sync.work_dir), saved, resume_step(resumed))
+        steps = [row for row in rows if "train/loss" in row]
         next_batch = resumed.state.next_batch if resumed else 0
-        return Attempt(
-            spec=WorkerSpec(
-                run_dir=self.run_dir,
-                ingest=IngestSpec(plan, self.data, next_batch, self.rollbacks.skipped),
-                resumed=resumed,
-                rows_before=rows_before,
-                attempt=self._attempts,
-                lease_token=lease.token,
-                is_trial=self.trial is not None,
-            ),
-            recorder=self.place.recorder(recorder),
-            work_dir=self.output.sync.work_dir,
-            train_loop=self.train_loop,
-            stop=self.signals.stop,
-            lease=lease,
-            log=self.log,
-            trial=self.trial,
+        return RankJob(
+            run_dir=self.run_dir,
+            ingest=IngestSpec(plan, self.data, next_batch, self.rollbacks.skipped),
+            resumed=resumed,
+            # Two windows, so that spikes in the second are judged against good steps of the first.
+            rows_before=steps[-2 * self.config.spikes.spike_window_steps :],
+            attempt=self._attempts,
+            lease_token=lease.token,
+            is_trial=self._trial_tags is not None,
+            link=self.link,
         )
 
     def _interrupted_message(self, started_at: int) -> str:
