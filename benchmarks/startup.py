@@ -78,17 +78,17 @@ def train(mark: Path, train_flags: list[str]) -> None:
     from raytrain_gpt import cli
     from raytrain_gpt.train import launch
 
-    def train_loop(spec: Any) -> None:
-        from raytrain_gpt.train import worker
+    def train_loop(spec: Any) -> Any:
+        from raytrain_gpt.train import rank
 
-        record = worker.Worker.record
+        record = rank.Rank.record
 
         def marked_record(self: Any, result: Any) -> None:
             write_time(mark)
             record(self, result)
 
-        worker.Worker.record = marked_record
-        worker.train_rank(spec)
+        rank.Rank.record = marked_record
+        return rank.train_rank(spec)
 
     launch.train = functools.partial(launch.train, train_loop=train_loop)
     cli.main(["train", *train_flags])

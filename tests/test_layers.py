@@ -153,7 +153,7 @@ def test_a_sweep_file_is_read_without_ray_and_torch(module: str) -> None:
     ("process", "among"),
     [
         ("ingest/ray_dataset", {"data/order.py", "data/reader.py", "errors.py"}),
-        ("tracking/recorder", {"core/spikes.py", "tracking/trackers.py"}),
+        ("train/mailbox", {"tracking/events.py", "core/spikes.py"}),
         ("cluster/all_nodes", {"storage/location.py"}),
     ],
 )

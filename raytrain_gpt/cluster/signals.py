@@ -17,6 +17,7 @@ from raytrain_gpt.errors import Interrupted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FORCED_AFTER = 3
+STOPPING = "stopping: saving a checkpoint first (press Ctrl+C twice more to stop without saving)"
 _LAST_ACT_S = 10.0
 
 

@@ -1,8 +1,8 @@
 """One trial in Ray Tune: a run as an iterator of reports, which waits after every evaluation.
 
 1. Ray Tune runs `TrialActor`: `step` lets the run continue to its next evaluation, where the state is saved
-   and the ranks wait for the sweep's decision. So a stopped trial has trained on exactly the tokens of its
-   report, and one that continues loses none. After a restart, finished evaluations are reported, not repeated.
+   and the ranks wait. So a stopped trial has trained on exactly the tokens of its report, and one that
+   continues loses none. After a restart, finished evaluations are reported, not repeated.
 2. A trial of one worker trains in the actor's process, as in local mode; Ray Train runs several workers.
 3. A process whose trial has ended, or waits for others, gets the next one by `reset_config`: its imports, its
    GPU context and, for the same shape, its compiled graphs stay.
@@ -13,14 +13,15 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import math
 import os
 import sys
-import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 import torch
 from ray import tune
@@ -39,16 +40,17 @@ from raytrain_gpt.format import own_scores
 from raytrain_gpt.parsing import parse_yaml
 from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN
 from raytrain_gpt.sweep.scheduler import REPORTED_TOKENS
+from raytrain_gpt.tracking.events import Link
 from raytrain_gpt.tracking.run_files import Row, merge_rows, read_rows
 from raytrain_gpt.tracking.sync import RunSync
-from raytrain_gpt.train.local_mode import InProcess, enter_local_mode
+from raytrain_gpt.train.local_mode import InProcess, in_local_mode
 from raytrain_gpt.train.on_ray import OnRay
 from raytrain_gpt.train.run import Run
 from raytrain_gpt.train.worker_group import TrainLoop
 
 END_KEY = "ended"
 """Key of a report without an evaluation: state and error of a trial that cannot continue."""
-_LOOK_EVERY_S = 1.0
+_ARM_EVERY_S = 1.0
 
 Report = dict[str, Any]
 
@@ -63,12 +65,8 @@ class TrialContext:
     train_loop: TrainLoop
 
 
-class Trial:
-    """A run that waits after every report.
-
-    Args:
-        reported_tokens: Tokens up to which evaluations were reported.
-    """
+class TrialRun:
+    """A run that waits after every report; those up to `reported_tokens` are known."""
 
     def __init__(self, config: Config, context: TrialContext, reported_tokens: int) -> None:
         self._config, self._context = config, context
@@ -77,9 +75,9 @@ class Trial:
         self._all_tokens = config.train.max_steps * self._batch_tokens
         assert reported_tokens < self._all_tokens, "the trial has already ended"
         self._signals = StopSignals("")
+        self._watchdog = _Watchdog(self._signals.stop)
         self._step_times_s: list[float] = []  # since the last evaluation
         self._elapsed_s = 0.0
-        self._is_waiting = False
         self._reports = self._all_reports()
 
     def next_report(self) -> Report:
@@ -90,74 +88,56 @@ class Trial:
             Diverged: the objective is not finite.
             TrainingFailed: the run failed.
         """
-        self._is_waiting = False
         try:
             return next(self._reports)
         finally:
-            self._is_waiting = True
+            self._watchdog.rest()
 
     def stop(self) -> None:
         """End the run, if it has not ended."""
         self._signals.stop.set()
-        self._is_waiting = False
         with contextlib.suppress(Interrupted, UserError):
             for _ in self._reports:
                 pass
+        self._watchdog.rest()
 
     def _all_reports(self) -> Iterator[Report]:
+        config, context = self._config, self._context
         yield from self._reports_of(self._kept_rows())
         if self._reported_tokens == self._all_tokens:
             return
         if self._signals.stop.is_set():
             raise Interrupted("stopped before the run continued")
-        run = self._run()
+        workers, data = workers_of(config), read_data(config)
+        place = InProcess(0, 1, 1) if workers.is_local else OnRay()
+        shared = (place, self._signals, print, context.train_loop, context.tracker_tags)
+        run = Run(config, 1 if workers.is_local else workers.num_workers, data, *shared)
+        run.link, run.stopped_as = self._watchdog, "finished"  # the sweep ends a trial as complete
+        if workers.is_local:
+            in_local_mode(lambda: None)  # which lasts
+            self._watchdog.guard(config.cluster.hang_timeout_s, run.sync.work_dir)
         evaluations = run.evaluations()
-        with self._watched(run):
-            try:
-                for rows in evaluations:
-                    yield from self._reports_of(rows)
-            except (Diverged, TrainingFailed):
-                run.stopped_as = "interrupted"
-                self._signals.stop.set()
-                with contextlib.suppress(Interrupted):
-                    for _ in evaluations:  # only for its end: the ranks exit
-                        pass
-                raise
+        try:
+            for rows in evaluations:
+                yield from self._reports_of(rows)
+        except (Diverged, TrainingFailed):
+            run.stopped_as = "interrupted"
+            self._signals.stop.set()
+            with contextlib.suppress(Interrupted):
+                for _ in evaluations:  # so that the ranks exit
+                    pass
+            raise
         if self._reported_tokens < self._all_tokens:
             raise TrainingFailed(f"{run.run_dir} has no evaluation of its last step")
 
-    def _run(self) -> Run:
-        config, data, tags = self._config, read_data(self._config), self._context.tracker_tags
-        workers = workers_of(config)
-        if workers.is_local:
-            enter_local_mode()
-        place = InProcess(0, 1, 1) if workers.is_local else OnRay()
-        shared = (place, self._signals, print, self._context.train_loop, tags)
-        run = Run(config, 1 if workers.is_local else workers.num_workers, data, *shared)
-        run.stopped_as = "finished"  # the sweep ends a trial as complete
-        return run
-
-    @contextlib.contextmanager
-    def _watched(self, run: Run) -> Iterator[None]:
-        """End this process if a run inside it hangs."""
-        timeout_s = self._config.cluster.hang_timeout_s
-        if timeout_s is None or not workers_of(self._config).is_local:
-            yield
-            return
-
-        def progress() -> int | None:
-            return run.link.progress if run.link.is_training and not self._is_waiting else None
-
-        ended = threading.Event()
-        stacks = run.output.sync.work_dir / f"stacks-{os.getpid()}.txt"
-        watch = (ended, progress, timeout_s, stacks)
-        thread = threading.Thread(target=_end_if_it_hangs, args=watch, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
+    def _kept_rows(self) -> list[Row]:
+        """Return rows up to the newest checkpoint, which the run does not repeat."""
+        run_dir = run_location(self._config)
+        if not (complete := Catalog(run_dir).complete()):
+            return []
+        saved = [row for checkpoint in complete for row in checkpoint.rows()]
+        rows = read_rows(RunSync(run_dir).pull().work_dir)
+        return merge_rows(rows, saved, complete[-1].state.step)
 
     def _reports_of(self, rows: list[Row]) -> Iterator[Report]:
         """Report the evaluations among new rows."""
@@ -171,22 +151,7 @@ class Trial:
                     yield self._report(row)
                 self._step_times_s.clear()
 
-    def _kept_rows(self) -> list[Row]:
-        """Return rows up to the newest checkpoint, which the run does not repeat."""
-        run_dir = run_location(self._config)
-        if not (complete := Catalog(run_dir).complete()):
-            return []
-        saved = [row for checkpoint in complete for row in checkpoint.rows()]
-        rows = read_rows(RunSync(run_dir).pull().work_dir)
-        return merge_rows(rows, saved, complete[-1].state.step)
-
     def _report(self, row: Row) -> Report:
-        """Make the report of an evaluation.
-
-        Raises:
-            Diverged: the objective is not finite.
-            TrainingFailed: the row has no such key.
-        """
         objective, tokens = self._context.objective, row["step"] * self._batch_tokens
         if objective not in row:
             keys = ", ".join(own_scores(row)) or "this row"
@@ -207,6 +172,34 @@ class Trial:
         }
 
 
+class _Watchdog(Link):
+    """Ends this process if work stands still; its timer fires even if a thread holds the GIL."""
+
+    _timeout_s: float | None = None
+    _file: IO[str] | None = None
+    _armed_at = -math.inf
+
+    def guard(self, timeout_s: float | None, directory: Path) -> None:
+        """Watch from the next work on; stacks of all threads go into a file, which `rest` removes."""
+        self._timeout_s, self._stacks = timeout_s, directory / f"stacks-{os.getpid()}.txt"
+
+    def work(self) -> None:
+        super().work()
+        if self._timeout_s and (now := time.monotonic()) - self._armed_at > _ARM_EVERY_S:
+            self._file = self._file or self._stacks.open("w")
+            faulthandler.dump_traceback_later(self._timeout_s, exit=True, file=self._file)
+            self._armed_at = now
+
+    def rest(self) -> None:
+        """Watch no more until the next work."""
+        faulthandler.cancel_dump_traceback_later()
+        self._armed_at = -math.inf
+        if self._file is not None:
+            self._file.close()
+            self._stacks.unlink()
+            self._file = None
+
+
 class TrialActor(tune.Trainable):  # type: ignore[misc]
     """Ray Tune's trainable."""
 
@@ -214,7 +207,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
         """Store the trial's definition; the run starts with the first step."""
         self._context = context
         self._compiled: str | None = None
-        self._trial: Trial | None = None
+        self._trial: TrialRun | None = None
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """End the previous trial; the configuration has the next one's definition."""
@@ -248,11 +241,11 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
             self._trial.stop()
         self._trial = None
 
-    def _start(self) -> Trial:
+    def _start(self) -> TrialRun:
         connect(0, print)
         config = parse_config(parse_yaml(self.config["config"]), self.trial_name)
         self._forget_other_graphs(config)
-        return Trial(config, self._context, self.config[REPORTED_TOKENS])
+        return TrialRun(config, self._context, self.config[REPORTED_TOKENS])
 
     def _forget_other_graphs(self, config: Config) -> None:
         """Drop compiled graphs of other shapes: beyond a limit, torch silently stops compiling."""
@@ -262,26 +255,3 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
         if self._compiled not in (None, compiled) and "torch._dynamo" in sys.modules:
             torch._dynamo.reset()
         self._compiled = compiled
-
-
-def _end_if_it_hangs(
-    ended: threading.Event, progress: Callable[[], int | None], timeout_s: float, stacks: Path
-) -> None:
-    """End this process if the count stands still; the timer works even if the thread holds the GIL.
-
-    Args:
-        progress: Returns a count that grows with work, or None while it may stand still.
-        stacks: File for the stacks of all threads; removed at the end.
-    """
-    seen = file = None
-    while not ended.wait(_LOOK_EVERY_S):
-        if (now := progress()) is None:
-            faulthandler.cancel_dump_traceback_later()
-        elif now != seen:
-            file = file or stacks.open("w")
-            faulthandler.dump_traceback_later(timeout_s, exit=True, file=file)
-        seen = now
-    faulthandler.cancel_dump_traceback_later()
-    if file is not None:
-        file.close()
-        stacks.unlink()

@@ -132,7 +132,7 @@ class NamedTracker:
     def _write(self, delivered: DeliveryState) -> None:
         self._ledger.stores.pop("", None)
         self._ledger.stores[self._ledger.last] = delivered
-        with contextlib.suppress(OSError):  # the recorder reports a full disk
+        with contextlib.suppress(OSError):  # the books report a full disk
             self._file.write_text(self._ledger.model_dump_json() + "\n")
 
     def text(self, step: int, name: str, text: str) -> None:

@@ -13,11 +13,6 @@ from raytrain_gpt.tracking.run_files import Row
 
 
 @dataclass(frozen=True)
-class TrainingStarted:
-    """The first step starts; from now on, a stop saves a checkpoint."""
-
-
-@dataclass(frozen=True)
 class Rows:
     rows: list[Row]
 
@@ -59,41 +54,28 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Exited:
-    """The ranks have ended.
+    """The ranks have saved a checkpoint and ended, by a request or after the last step, or were `hung`.
 
-    Attributes:
-        reason: `stopped` or `preempted`, with a checkpoint; `hung` if they were killed; None after the last
-            step or a bad streak.
-        bad_streak: Steps to roll back.
+    A `bad_streak` has no checkpoint, since it is to be rolled back.
     """
 
     reason: Literal["stopped", "preempted", "hung"] | None = None
     bad_streak: BadStreak | None = None
 
 
-Event = TrainingStarted | Rows | Samples | Profile | Line | Stacks | Evaluated | Exited
+Event = Rows | Samples | Profile | Line | Stacks | Evaluated | Exited
 Events = Generator[Event, bool | None, None]
-"""A rank's or an attempt's events; `Evaluated` is answered with whether to continue."""
-
-
-@dataclass(frozen=True)
-class Continue:
-    """Continue a waiting trial."""
+"""Events of a rank or an attempt; `Evaluated` is answered with whether to continue."""
 
 
 @dataclass(frozen=True)
 class Stop:
-    """Save a checkpoint and exit, because the nodes of `preempted` ranks end, if any."""
+    """Save a checkpoint and exit, perhaps because the nodes of some ranks end."""
 
-    preempted: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class DumpStacks:
-    """Send the stacks of all threads."""
+    is_preempted: bool = False
 
 
-Command = Continue | Stop | DumpStacks
+Command = Stop | Literal["continue", "dump stacks"]
 
 
 @dataclass
@@ -101,19 +83,15 @@ class Link:
     """State that a rank shares with its place between events; pickled, it becomes a new one.
 
     Attributes:
-        stop: Set to make the ranks save a checkpoint and exit.
-        is_preempted: Whether they exit because of a preemption; set before `stop`.
-        progress: Count that grows with work.
-        is_training: Whether a standing count means that the rank hangs.
+        stop: Set to make the ranks save a checkpoint and exit; because of a preemption if `is_preempted`.
+        progress: Count that grows with work, and stands still if the rank hangs.
     """
 
     stop: threading.Event = field(default_factory=threading.Event)
     is_preempted: bool = False
     progress: int = 0
-    is_training: bool = False
 
     def work(self) -> None:
-        """Count a unit of work, as proof that this rank does not hang."""
         self.progress += 1
 
     def __reduce__(self) -> tuple[type[Link], tuple[()]]:

@@ -110,7 +110,7 @@ class TrackerQueue:
     """Queue and thread of a tracker.
 
     The thread starts with the first new steps, so that a tracker's import and connection, which take CPU
-    seconds, do not delay the first step if the recorder is a thread of the training process.
+    seconds, do not delay the first step in local mode.
 
     Args:
         make: Function that connects; retried until the tracker responds.

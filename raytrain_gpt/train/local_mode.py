@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
@@ -30,7 +30,7 @@ from raytrain_gpt.cluster.all_nodes import storage_probe
 from raytrain_gpt.cluster.capacity import Pause, fit_to_process
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.process_groups import rendezvous_on_host, use_interface_towards
-from raytrain_gpt.cluster.signals import StopSignals
+from raytrain_gpt.cluster.signals import STOPPING, StopSignals
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import set_cuda_defaults
 from raytrain_gpt.data.locations import read_data
@@ -41,7 +41,6 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.events import Events, Line, Link, next_event
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import preflight
-from raytrain_gpt.train.place import STOPPING
 from raytrain_gpt.train.run import Run
 from raytrain_gpt.train.worker_group import RankJob, TrainLoop
 
@@ -103,17 +102,15 @@ def train_locally(
 
 
 def in_local_mode(run: Callable[[], T]) -> T:
-    """Call a function in Ray Train's local mode, which initializes the process group of `torchrun`."""
+    """Call a function in Ray Train's local mode, which initializes the process group of `torchrun`.
+
+    Without a group, the mode outlasts the call.
+    """
     set_cuda_defaults()
     logging.getLogger("ray.train").setLevel(logging.ERROR)
     local = ray.train.ScalingConfig(num_workers=0)
     result: T = ray.train.torch.TorchTrainer(run, scaling_config=local).fit().return_value
     return result
-
-
-def enter_local_mode() -> None:
-    """Let ranks train in this process from now on."""
-    in_local_mode(lambda: None)
 
 
 @dataclass
@@ -191,8 +188,8 @@ class InProcess:
     def events(self, job: RankJob, train_loop: TrainLoop, lease: Lease) -> Events:
         self.broadcast(job)
         self.training = True
-        events, answer, asked_to_stop = train_loop(job), None, False
-        try:
+        answer, asked_to_stop = None, False
+        with closing(train_loop(job)) as events:
             while (event := next_event(events, answer)) is not None:
                 answer = yield event
                 if lease.lost.is_set():
@@ -200,7 +197,4 @@ class InProcess:
                 if job.link.stop.is_set() and not asked_to_stop:
                     asked_to_stop = True
                     yield Line(STOPPING)
-        finally:
-            events.close()
-            job.link.is_training = False
         self.training = False

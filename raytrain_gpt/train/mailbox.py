@@ -22,17 +22,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raytrain_gpt.tracking.events import (
-    Command,
-    Continue,
-    DumpStacks,
-    Evaluated,
-    Event,
-    Link,
-    Stacks,
-    Stop,
-    next_event,
-)
+from raytrain_gpt.tracking.events import Command, Evaluated, Event, Link, Stacks, Stop, next_event
 
 if TYPE_CHECKING:
     from raytrain_gpt.train.worker_group import RankJob, TrainLoop
@@ -188,15 +178,13 @@ class Heart:
                 self._obey(command)
 
     def _obey(self, command: Command) -> None:
-        match command:
-            case Continue():
-                self._decisions.put(True)
-            case Stop(preempted):
-                self._link.is_preempted |= bool(preempted)
-                self._link.stop.set()
-                self._decisions.put(False)
-            case DumpStacks():
-                self._mailbox.push.remote(Stacks(self._rank, stacks()))
+        if command == "dump stacks":
+            self._mailbox.push.remote(Stacks(self._rank, stacks()))
+            return
+        if isinstance(command, Stop):
+            self._link.is_preempted |= command.is_preempted
+            self._link.stop.set()
+        self._decisions.put(command == "continue")
 
 
 def stacks() -> str:

@@ -18,14 +18,13 @@ from raytrain_gpt.cluster.all_nodes import check_storage
 from raytrain_gpt.cluster.capacity import Pause, ScaleUp, wait_for_workers
 from raytrain_gpt.cluster.connection import cluster_resources, draining_nodes
 from raytrain_gpt.cluster.orphans import kill_controllers, kill_process, remove_orphaned_groups
+from raytrain_gpt.cluster.signals import STOPPING
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.format import Log, count
 from raytrain_gpt.ingest.ray_dataset import ingest_dataset
 from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.tracking.events import (
     Command,
-    Continue,
-    DumpStacks,
     Evaluated,
     Event,
     Events,
@@ -34,10 +33,9 @@ from raytrain_gpt.tracking.events import (
     Rows,
     Stacks,
     Stop,
-    TrainingStarted,
 )
+from raytrain_gpt.tracking.goodput import FIRST_STEP_EVENTS
 from raytrain_gpt.train.mailbox import RankState, push_events, start_mailbox
-from raytrain_gpt.train.place import STOPPING
 from raytrain_gpt.train.worker_group import (
     RankJob,
     TorchConfig,
@@ -93,7 +91,7 @@ class OnRay:
             torch_config=TorchConfig(timeout_s=config.cluster.torch_timeout_s),
         )
         thread, raised = start_fit(trainer)
-        watch = _Watch(job, mailbox, lease)
+        watch = _FitWatch(job, mailbox, lease)
         try:
             while thread.is_alive() and not watch.is_over:
                 yield from watch.taken(POLL_S)
@@ -112,7 +110,7 @@ class OnRay:
             raise raised[0]
 
 
-class _Watch:
+class _FitWatch:
     """The driver's watch over one `fit()`.
 
     Attributes:
@@ -137,16 +135,15 @@ class _Watch:
             if isinstance(event, Stacks):
                 self._stacks[event.rank] = event.text
                 continue
-            match event:
-                case TrainingStarted():
+            if isinstance(event, Exited):
+                self._enter("leaving")
+            if isinstance(event, Rows):
+                self._step = event.rows[-1]["step"]
+                if event.rows[0].get("event") in FIRST_STEP_EVENTS:
                     self._enter("training")
-                case Exited():
-                    self._enter("leaving")
-                case Rows(rows):
-                    self._step = max(self._step, rows[-1]["step"])
             answer = yield event
             if isinstance(event, Evaluated):
-                self._tell(Continue() if answer else Stop())
+                self._tell("continue" if answer else Stop())
 
     def look(self) -> Iterator[Event]:
         """Act on a stop signal at once, and on everything else every two seconds."""
@@ -204,12 +201,12 @@ class _Watch:
     def _resize(self, ranks: dict[int, RankState], now: float) -> Iterator[Event]:
         """Have the ranks leave nodes that end, or make room for more workers."""
         draining = draining_nodes()
-        lost = tuple(sorted(rank for rank, state in ranks.items() if state.node_id in draining))
+        lost = sorted(rank for rank, state in ranks.items() if state.node_id in draining)
         if lost and not self._told_of_preemption:
             self._told_of_preemption = True
-            event = {"event": "preemption_notice", "time": time.time(), "ranks": list(lost)}
+            event = {"event": "preemption_notice", "time": time.time(), "ranks": lost}
             yield Rows([{"step": self._step, **event}])
-            self._tell(Stop(lost))
+            self._tell(Stop(is_preempted=True))
         if self._scale_up.is_due(cluster_resources, now):
             yield Line("capacity for more workers: saving a checkpoint and restarting with them")
             self._tell(Stop())
@@ -217,7 +214,7 @@ class _Watch:
     def _stacks_of(self, ranks: dict[int, RankState], limit_s: float) -> Events:
         """Yield the stacks of all ranks, to identify the hung one."""
         self._stacks.clear()
-        self._tell(DumpStacks())
+        self._tell("dump stacks")
         until = time.monotonic() + _STACKS_TIMEOUT_S
         while self._stacks.keys() < ranks.keys() and (left_s := until - time.monotonic()) > 0:
             yield from self.taken(left_s)

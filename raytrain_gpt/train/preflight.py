@@ -10,6 +10,7 @@ from raytrain_gpt.checkpoint.catalog import resolve_checkpoint
 from raytrain_gpt.checkpoint.code_check import change_of_code
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.call_options import PrepareOptions
+from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.config.sections import DEFAULT_DATA
 from raytrain_gpt.core.memory import checkpoint_bytes
@@ -21,13 +22,16 @@ from raytrain_gpt.data.locations import data_is_there, location, make_order, rea
 from raytrain_gpt.data.mixture import Mixture, check_val_split, check_vocabulary, map_paths
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.data.verify import check_shards, check_tokenizer
-from raytrain_gpt.errors import ClusterError, ConfigError
+from raytrain_gpt.errors import CheckpointError, ClusterError, ConfigError
 from raytrain_gpt.evaluate.hellaswag import DOWNLOAD
 from raytrain_gpt.format import Log, count, size
 from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.redact import say
 from raytrain_gpt.storage.location import Location, is_url
 from raytrain_gpt.tracking.configured import absolute_stores, check_packages
+from raytrain_gpt.tracking.report import REPORT_FILE
+from raytrain_gpt.tracking.run_files import CONFIG_FILE, LOG_FILE, METRICS_FILE, SAMPLES_FILE
+from raytrain_gpt.tracking.sync import RunSync
 
 _DEFAULT_TOKENIZER = "bytes"
 _VERIFY_CONTENT_BYTES = 2**30
@@ -162,3 +166,17 @@ def absolute_paths(config: Config) -> Config:
     if (path := values["hellaswag_path"]) not in (None, DOWNLOAD):
         changes["hellaswag_path"] = absolute("hellaswag_path", path)
     return config.updated(changes | absolute_stores(config, absolute))
+
+
+def check_is_ours(sync: RunSync) -> None:
+    """Raise a CheckpointError if a run's files exist, but no run's configuration."""
+    names = (CONFIG_FILE, METRICS_FILE, LOG_FILE, SAMPLES_FILE, REPORT_FILE)
+    existing = [name for name in names if (sync.work_dir / name).exists()]
+    try:
+        if existing:
+            load_config_file(sync.work_dir / CONFIG_FILE)
+    except ConfigError:
+        raise CheckpointError(
+            f"{sync.run_dir} has {' and '.join(existing)}, but was not written by a run; use another "
+            "run_name or storage_path"
+        ) from None

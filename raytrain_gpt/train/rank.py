@@ -43,7 +43,6 @@ from raytrain_gpt.tracking.events import (
     Exited,
     Profile,
     Samples,
-    TrainingStarted,
 )
 from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.train.checkpointing import WRITE_TIMEOUT_S, Checkpointing
@@ -244,7 +243,7 @@ class Rank:
         return TrainFeed(chunks, micro, setup.device), evaluation
 
     def begin(self) -> None:
-        """Warm up, and tell that the first step starts, unless the ranks must exit."""
+        """Warm up, and tell that training starts, unless the ranks must exit."""
         setup, train = self.setup, self.config.train
         if self.collectives.world_size > 1 and not train.exact:
             # Made like all later inputs, since others would compile more graphs.
@@ -253,7 +252,6 @@ class Rank:
             warm_up_ddp_buckets(setup.model, zeros, setup.autocast)
         self.exchange_requests()
         if not self.stop_requested:
-            self.outbox.add(TrainingStarted())
             self._note_start()
 
     def steps(self) -> Iterator[StepResult]:
@@ -261,7 +259,6 @@ class Rank:
         setup, train, optim = self.setup, self.config.train, self.config.optim
         if self.stop_requested:
             return
-        self.link.is_training = True
         # Sharded ranks wait for each other in the forward pass too.
         times_forward = self.collectives.world_size > 1 and not isinstance(setup.strategy, Sharded)
         self.log.start_clock()
@@ -392,7 +389,6 @@ class Rank:
         """Wait for the checkpoint in flight, and tell how this rank ends."""
         self.agreement.reset()
         self.checkpoints.collect()
-        self.link.is_training = False
         self.outbox.rows([], force=True)
         done = self.step == self.config.train.max_steps
         self.outbox.add(Exited(None if done else self._exit_reason, self.log.bad_streak))

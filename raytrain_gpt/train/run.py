@@ -17,18 +17,19 @@ import contextlib
 import gc
 import time
 import uuid
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Protocol, TypeVar
 
 import ray
 
 from raytrain_gpt.checkpoint.catalog import CODE_FILE, Catalog, Checkpoint, resume_step
+from raytrain_gpt.cluster.capacity import Pause
 from raytrain_gpt.cluster.compilers import check_compiler
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.last_words import last_words
 from raytrain_gpt.cluster.signals import StopSignals
-from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.config.resolved import RunPlan, workers_of
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import ClusterSection
@@ -39,8 +40,6 @@ from raytrain_gpt.data.locations import make_order, run_location
 from raytrain_gpt.data.mixed_order import MixedOrder
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.errors import (
-    CheckpointError,
-    ConfigError,
     Interrupted,
     StorageError,
     TrainingFailed,
@@ -52,14 +51,11 @@ from raytrain_gpt.storage.lease import LEASE_FILE, Lease, hold_lease
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.books import Books
 from raytrain_gpt.tracking.configured import complete_trackers, tracker_warnings
-from raytrain_gpt.tracking.events import Evaluated, Exited, Link, Rows, next_event
+from raytrain_gpt.tracking.events import Evaluated, Events, Exited, Link, Rows, next_event
 from raytrain_gpt.tracking.mlflow_run import mark_interrupted
-from raytrain_gpt.tracking.report import REPORT_FILE, write_report
+from raytrain_gpt.tracking.report import write_report
 from raytrain_gpt.tracking.run_files import (
     CONFIG_FILE,
-    LOG_FILE,
-    METRICS_FILE,
-    SAMPLES_FILE,
     TRACKERS_DIR,
     Row,
     merge_rows,
@@ -70,57 +66,34 @@ from raytrain_gpt.tracking.sync import RunSync
 from raytrain_gpt.tracking.trackers import End, TrackedRun
 from raytrain_gpt.train import policy, preflight
 from raytrain_gpt.train.memory_fit import MemorySearch, fit_memory
-from raytrain_gpt.train.place import Place
 from raytrain_gpt.train.resume import Rollbacks, read_skipped, resume_from
 from raytrain_gpt.train.worker_group import RankJob, TrainLoop
 
 BEFORE_FIRST_STEP = "interrupted before the first step; nothing is half-written"
 
 
-class RunOutput:
-    """Small files of a run, edited in a local directory and copied to an object store."""
+class Place(Protocol):
+    """Place where a run trains: a Ray cluster (`on_ray`), or this process (`local_mode`)."""
 
-    def __init__(self, run_dir: Location, log: Log) -> None:
-        self.run_dir, self.sync, self.log = run_dir, RunSync(run_dir), log
+    retries: bool
+    """Whether a new attempt follows a failed one."""
 
-    def check_is_ours(self) -> None:
-        """Raise a CheckpointError if files of these names exist, but no run's configuration."""
-        names = (CONFIG_FILE, METRICS_FILE, LOG_FILE, SAMPLES_FILE, REPORT_FILE)
-        existing = [name for name in names if (self.sync.work_dir / name).exists()]
-        if not existing:
-            return
-        try:
-            load_config_file(self.sync.work_dir / CONFIG_FILE)
-        except ConfigError:
-            raise CheckpointError(
-                f"{self.run_dir} has {' and '.join(existing)}, but was not written by a run; use another "
-                "run_name or storage_path"
-            ) from None
+    def check_storage(self, run_dir: Location, data: Sequence[Location]) -> None:
+        """Check that all nodes share the directories; raises ClusterError."""
 
-    def write_config(self, config: Config) -> None:
-        """Write the resolved configuration and the code, so that `--config` and `--code` repeat the run."""
-        Location.of(self.sync.work_dir / CONFIG_FILE).write_text(config.to_yaml())
-        if config.code:
-            Location.of(self.sync.work_dir / CODE_FILE).write_text(config.code.text)
-        self.sync.push()
+    def await_workers(self, config: Config, current: int, pause: Pause, log: Log) -> int:
+        """Return the number of workers for the next attempt, once they fit."""
 
-    def write_report(self) -> None:
-        """Write `report.html`; call it before closing the books, which uploads it to the trackers."""
-        try:
-            write_report(self.sync)
-        except Exception as error:  # a failed chart must not cost a trained model
-            self.log(f"no report: {error!r}")
+    def events(self, job: RankJob, train_loop: TrainLoop, lease: Lease) -> Events:
+        """Train, and yield the events of rank 0 and the lines of all; raises the ranks' error.
 
-    def next_attempt(self, newest: int) -> int:
-        """Return the first attempt number above `newest` that neither Ray's directories nor rows use.
-
-        Every `fit()` gets a fresh name. Ray Train resumes automatically from the index of a used name
-        and rewrites it in place, so a kill at the wrong moment makes the name unusable.
+        Setting `job.link.stop` makes the ranks save a checkpoint and exit. A lost lease ends them.
         """
-        names = (self.run_dir / "ray").names()
-        rows = read_rows(self.sync.work_dir)
-        recorded: list[int] = [row["attempt"] for row in rows if row.get("event") == "attempt"]
-        return max([newest, *recorded, *(int(name) for name in names if name.isdigit())]) + 1
+
+
+T = TypeVar("T")
+NewRows = Generator[list[Row], None, T]
+"""A trial's rows since the last evaluation, at every evaluation, where the ranks wait; then a result."""
 
 
 class Run:
@@ -156,7 +129,7 @@ class Run:
         self.stopped_as: End = "interrupted"
         self._new_rows: list[Row] = []
         self.run_dir = run_location(config)
-        self.output = RunOutput(self.run_dir, log)
+        self.sync = RunSync(self.run_dir)
         self.catalog = Catalog(self.run_dir)
         self._most_sequences: int | None = None  # of a micro-batch, after a lack of memory
         self._session = uuid.uuid4().hex[:8]
@@ -172,7 +145,7 @@ class Run:
                 summary: RunSummary = end.value
                 return summary
 
-    def evaluations(self) -> Generator[list[Row], None, RunSummary]:
+    def evaluations(self) -> NewRows[RunSummary]:
         """Check, resume, train and finish; a trial yields the new rows at every evaluation."""
         # Read-only checks run before the lease: a mistake must not disturb a run that holds it.
         preflight.check_data(self.config, self.data)
@@ -185,24 +158,44 @@ class Run:
             preflight.check_disk(self.config, self.run_dir, self.data.vocab_size, len(saved))
             existing = self.catalog.pick("newest", self.log)
             # Under the lease, no other process writes these files.
-            self.output.sync.pull(TRACKERS_DIR)
+            self.sync.pull(TRACKERS_DIR)
             if existing is None:
-                self.output.check_is_ours()
+                preflight.check_is_ours(self.sync)
                 self.config = preflight.check_init_from(self.config, self.data, self.log)
             self.config, resumed = resume_from(self.config, self.data, existing, self.log)
             if existing is None and resumed is not None:
-                self.output.sync.pull()  # the record of the new branch
+                self.sync.pull()  # the record of the new branch
             if existing is not None and existing.state.step >= self.config.train.max_steps:
-                work_dir, step = self.output.sync.work_dir, existing.state.step
+                work_dir, step = self.sync.work_dir, existing.state.step
                 run = TrackedRun(work_dir, self.config, step, {}, str(existing.path))
                 complete_trackers(run, read_rows(work_dir), self.log)
-                self.output.sync.push()
+                self.sync.push()
                 return self._summary(existing, was_finished=True)
             self._announce()
-            self.output.write_config(self.config.updated(self.asked.model_dump()))
+            self._write_config(self.config.updated(self.asked.model_dump()))
             skipped = read_skipped(self.run_dir, resumed)
             self.rollbacks = Rollbacks(self.config, skipped, self.log)
             return (yield from self._supervise(resumed, lease))
+
+    def _write_config(self, config: Config) -> None:
+        """Write the resolved configuration and the code, so that `--config` and `--code` repeat the run."""
+        Location.of(self.sync.work_dir / CONFIG_FILE).write_text(config.to_yaml())
+        if config.code:
+            Location.of(self.sync.work_dir / CODE_FILE).write_text(config.code.text)
+        self.sync.push()
+
+    def _next_attempt(self) -> int:
+        """Return the first attempt number that neither Ray's directories nor rows use.
+
+        Every `fit()` gets a fresh name. Ray Train resumes automatically from the index of a used name
+        and rewrites it in place, so a kill at the wrong moment makes the name unusable.
+        """
+        names = (self.run_dir / "ray").names()
+        rows = read_rows(self.sync.work_dir)
+        recorded: list[int] = [row["attempt"] for row in rows if row.get("event") == "attempt"]
+        return (
+            max([self._attempts, *recorded, *(int(name) for name in names if name.isdigit())]) + 1
+        )
 
     def _announce(self) -> None:
         self.log(f"configuration {self.run_dir / CONFIG_FILE}")
@@ -224,9 +217,7 @@ class Run:
                 "reaches peak_lr; lower it"
             )
 
-    def _supervise(
-        self, resumed: Checkpoint | None, lease: Lease
-    ) -> Generator[list[Row], None, RunSummary]:
+    def _supervise(self, resumed: Checkpoint | None, lease: Lease) -> NewRows[RunSummary]:
         place, config, counters = self.place, self.config, policy.Counters()
         while True:
             self.world_size = place.await_workers(config, self.world_size, self._pause, self.log)
@@ -272,11 +263,9 @@ class Run:
         return next(reversed(self.catalog.complete()), None)
 
     def _summary(self, newest: Checkpoint, was_finished: bool = False) -> RunSummary:
-        return RunSummary(self.run_dir, self.output.sync, newest.state.step, newest, was_finished)
+        return RunSummary(self.run_dir, self.sync, newest.state.step, newest, was_finished)
 
-    def _attempt(
-        self, resumed: Checkpoint | None, lease: Lease
-    ) -> Generator[list[Row], None, policy.AttemptEnd]:
+    def _attempt(self, resumed: Checkpoint | None, lease: Lease) -> NewRows[policy.AttemptEnd]:
         """Run one attempt; on return all files are written and a rollback is complete."""
         lease.verify()  # it may have expired while the run waited for nodes
         try:
@@ -291,19 +280,17 @@ class Run:
             )
         except (ray.exceptions.RayError, SystemExit) as error:  # `gpu_facts` failed
             return policy.AttemptEnd("failed", error)
-        work_dir = Location.of(self.output.sync.work_dir)
+        work_dir = Location.of(self.sync.work_dir)
         self.signals.defer(partial(mark_interrupted, work_dir, self.config))
         # Checkpoints above this step are damaged or from a dead attempt; this attempt rewrites them.
         self.catalog.clean(good_until=resume_step(resumed))
-        self._attempts = self.output.next_attempt(self._attempts)
+        self._attempts = self._next_attempt()
         saved = [row for checkpoint in self.catalog.complete() for row in checkpoint.rows()]
         job, books = self._job(plan, resumed, saved, lease), self._books(resumed, saved)
         end = self._settled(books, (yield from self._train(job, books, lease)), resumed, lease)
         return self._after_lack_of_memory(end, plan) if end.kind == "out_of_memory" else end
 
-    def _train(
-        self, job: RankJob, books: Books, lease: Lease
-    ) -> Generator[list[Row], None, policy.AttemptEnd]:
+    def _train(self, job: RankJob, books: Books, lease: Lease) -> NewRows[policy.AttemptEnd]:
         """Train until the ranks have exited or died, entering their events in the books."""
         exited: Exited | None = None
         error: BaseException | None = None
@@ -311,7 +298,10 @@ class Run:
         try:
             with contextlib.closing(self.place.events(job, self.train_loop, lease)) as events:
                 while (event := next_event(events, answer)) is not None:
-                    books.take(event)
+                    try:
+                        books.take(event)
+                    except Exception:  # of the caller's `log`: no run continues without its console
+                        self.signals.stop.set()
                     answer = None
                     match event:
                         case Rows(rows) if job.is_trial:
@@ -369,9 +359,12 @@ class Run:
             raise
         self._note_end(books, end, newest)
         if self._trial_tags is None:  # charts take longer than many a trial's steps
-            self.output.write_report()
+            try:
+                write_report(self.sync)
+            except Exception as error:  # a failed chart must not cost a trained model
+                self.log(f"no report: {error!r}")
         self._close(books, end, newest)
-        self.output.sync.push()
+        self.sync.push()
         return end
 
     def _note_end(self, books: Books, end: policy.AttemptEnd, newest: Checkpoint | None) -> None:
@@ -402,7 +395,7 @@ class Run:
             "train_tokens": self.data.split_tokens("train"),
             "tokenizer": self.data.tokenizer,
         }
-        sync, tags = self.output.sync, self._trial_tags or {}
+        sync, tags = self.sync, self._trial_tags or {}
         run = TrackedRun(sync.work_dir, self.config, resume_step(resumed), tags)
         return Books(sync, run, details, saved, self.log)
 
@@ -410,7 +403,7 @@ class Run:
         self, plan: RunPlan, resumed: Checkpoint | None, saved: list[Row], lease: Lease
     ) -> RankJob:
         # Rows of the checkpoints replace those that a dead driver did not write.
-        rows = merge_rows(read_rows(self.output.sync.work_dir), saved, resume_step(resumed))
+        rows = merge_rows(read_rows(self.sync.work_dir), saved, resume_step(resumed))
         steps = [row for row in rows if "train/loss" in row]
         next_batch = resumed.state.next_batch if resumed else 0
         return RankJob(

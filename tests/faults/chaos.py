@@ -43,7 +43,7 @@ KINDS = {
     "ray::DashboardAgent": "dashboard agent",
     "log_monitor": "log monitor",
     "ray::TrainController": "controller",
-    "ray::Recorder": "recorder",
+    "ray::Mailbox": "mailbox",
     "ray::SplitCoordinator": "split coordinator",
     "ray::DatasetManager": "dataset manager",
     "ray::SynchronizationActor": "synchronization actor",

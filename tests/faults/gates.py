@@ -20,16 +20,16 @@ from typing import Any
 import pytest
 import ray.train
 import torch
-from ray.train.v2._internal.execution.context import get_train_context
 
 from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.core.state import HostSnapshot
 from raytrain_gpt.data.order import batches_to_read
 from raytrain_gpt.errors import RaytrainGptError
-from raytrain_gpt.train import worker as worker_module
+from raytrain_gpt.tracking.events import Events
+from raytrain_gpt.train import rank as rank_module
 from raytrain_gpt.train.model_setup import TrainingSetup
-from raytrain_gpt.train.rank import Worker, train_rank
-from raytrain_gpt.train.worker_group import RankJob
+from raytrain_gpt.train.rank import Rank, train_rank
+from raytrain_gpt.train.worker_group import RankJob, TrainLoop
 
 POLL_S = 0.02
 WITHIN_S = 300.0
@@ -102,7 +102,7 @@ class Faults:
         nan_steps: Steps in which the gradients of `nan_rank` become NaN.
         nan_weight_step: Step after which, in the first attempt, all weights are NaN.
         spiked_batches: Global batches whose loss, and therefore gradient, is a thousand times too large.
-        notice_step: Step after which every rank of several waits for Ray's preemption notice.
+        notice_step: Step after which every rank of several waits for the notice of a preemption.
         stop_step: Step after which every rank waits for the request to stop.
     """
 
@@ -115,39 +115,36 @@ class Faults:
     stop_step: int | None = None
 
 
-def gated(faults: Faults) -> Callable[[RankJob], None]:
+def gated(faults: Faults) -> TrainLoop:
     """Return `train_rank` with faults."""
 
-    def train_loop(spec: RankJob) -> None:
+    def train_loop(job: RankJob) -> Events:
         with pytest.MonkeyPatch.context() as patch:
-            _install(faults, spec, patch)
-            train_rank(spec)
+            _install(faults, job, patch)
+            yield from train_rank(job)
 
     return train_loop
 
 
-def _install(faults: Faults, spec: RankJob, patch: pytest.MonkeyPatch) -> None:
-    record, set_up, write = Worker.record, worker_module.set_up_training, HostSnapshot.write
-    begun = spec.resumed.state.step if spec.resumed else 0
-    num_steps = spec.plan.config.train.max_steps - begun
-    ranges = batches_to_read(spec.ingest.first_batch, num_steps, spec.ingest.skipped)
+def _install(faults: Faults, job: RankJob, patch: pytest.MonkeyPatch) -> None:
+    record, set_up, write = Rank.record, rank_module.set_up_training, HostSnapshot.write
+    begun = job.resumed.state.step if job.resumed else 0
+    num_steps = job.plan.config.train.max_steps - begun
+    ranges = batches_to_read(job.ingest.first_batch, num_steps, job.ingest.skipped)
     batches = [batch for first, stop in ranges for batch in range(first, stop)]
     at = {"rank": 0, "step": begun}
 
-    def recording(worker: Worker, result: Any) -> None:
-        record(worker, result)
+    def recording(rank: Rank, result: Any) -> None:
+        record(rank, result)
         at["step"] = result.step
-        if (spec.attempt, result.step) == (1, faults.nan_weight_step):
-            torch._foreach_mul_([p.detach() for p in worker.setup.raw_model.parameters()], math.nan)
+        if (job.attempt, result.step) == (1, faults.nan_weight_step):
+            torch._foreach_mul_([p.detach() for p in rank.setup.raw_model.parameters()], math.nan)
         for gate in faults.gates:
             if (gate.rank, gate.step, gate.in_checkpoint) == (at["rank"], at["step"], False):
                 gate.pass_through()
-        if at["step"] == faults.notice_step and worker.collectives.world_size > 1:
-            context = get_train_context()
-            wait_until(lambda: context.preemption_context.preemption_info, "the preemption notice")
-            worker._preemption_checked_at = -math.inf  # check immediately
-        if at["step"] == faults.stop_step:
-            assert worker.recorder.stop.wait(WITHIN_S), "this rank received no request to stop"
+        noticed = at["step"] == faults.notice_step and rank.collectives.world_size > 1
+        if noticed or at["step"] == faults.stop_step:
+            assert rank.link.stop.wait(WITHIN_S), "this rank received no request to stop"
 
     def spoil_gradient(gradient: torch.Tensor) -> torch.Tensor | None:
         if at["rank"] == faults.nan_rank and at["step"] + 1 in faults.nan_steps:
@@ -174,11 +171,9 @@ def _install(faults: Faults, spec: RankJob, patch: pytest.MonkeyPatch) -> None:
             if gate.in_checkpoint and gate.rank == at["rank"] and name in str(path):
                 gate.pass_through()
 
-    if faults.notice_step is not None:  # else a check may start one step earlier
-        patch.setattr(worker_module, "PREEMPTION_CHECK_S", math.inf)
-    patch.setattr(Worker, "record", recording)
+    patch.setattr(Rank, "record", recording)
     patch.setattr(HostSnapshot, "write", writing)
-    patch.setattr(worker_module, "set_up_training", setting_up)
+    patch.setattr(rank_module, "set_up_training", setting_up)
 
 
 def command(config: Config, faults: Faults, file: Path) -> list[str]:

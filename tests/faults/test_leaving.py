@@ -173,7 +173,11 @@ def test_a_node_that_gets_sigterm_leaves_when_the_run_has_saved(
 
     assert "node drained after" in node.output
     run_dir = Path(config.run.storage_path, "node")
-    assert [row["step"] for row in events(run_dir, "preemption_notice", "preempted")] == [24, 24]
+    assert [row["event"] for row in events(run_dir, "preemption_notice", "preempted")] == [
+        "preemption_notice",
+        "preempted",
+    ]
+    assert events(run_dir, "preempted")[0]["step"] == 24
     saved_at = {row["step"]: row["time"] for row in events(run_dir, "checkpoint")}
     assert saved_at[24] < left_at
     attempts = events(run_dir, "attempt")

@@ -101,7 +101,7 @@ def test_two_workers_become_one_and_two_and_one_again(
     # Preempted or resized workers save first; only the dead node costs steps.
     assert [row["lost_steps"] for row in attempts[2:]] == [0, 0]
     assert attempts[1]["lost_steps"] <= config.train.checkpoint_every_steps
-    assert [row["step"] for row in events(run_dir, "preemption_notice")] == [41]
+    assert events(run_dir, "preempted")[0]["step"] == 41
     assert_same_order(run_dir, straight(2))
 
 

@@ -19,6 +19,7 @@ from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.ingest import ray_dataset
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, _read_chunk
 from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.events import Events
 from raytrain_gpt.tracking.goodput import goodput
 from raytrain_gpt.tracking.run_files import read_rows
 from raytrain_gpt.train import attempt
@@ -93,12 +94,12 @@ def test_a_killed_worker_costs_no_step(
         checkpoint.verify()
 
 
-def dies_with_a_word(spec: RankJob) -> None:
+def dies_with_a_word(spec: RankJob) -> Events:
     """Train, but abort rank 1 in the first attempt, as NCCL's watchdog does."""
     if spec.attempt == 1 and ray.train.get_context().get_world_rank() == 1:
         os.write(2, b"[rank1] watchdog: rank 0 left a collective\n")
         os.abort()
-    train_rank(spec)
+    yield from train_rank(spec)
 
 
 def test_the_last_words_of_a_dead_worker_are_in_the_log(make_config: MakeConfig) -> None:
@@ -109,10 +110,10 @@ def test_the_last_words_of_a_dead_worker_are_in_the_log(make_config: MakeConfig)
 
 
 @pytest.mark.fault(
-    "Ray Train controller or recorder killed", "restarts; removes its placement group"
+    "Ray Train controller or mailbox killed", "restarts; removes its placement group"
 )
 @pytest.mark.parametrize(
-    "actor", [pytest.param("TrainController", marks=pytest.mark.long), "Recorder"]
+    "actor", [pytest.param("TrainController", marks=pytest.mark.long), "Mailbox"]
 )
 def test_a_killed_actor_of_the_run_is_replaced(
     straight: Straight, make_config: MakeConfig, gate: MakeGate, actor: str
@@ -153,11 +154,11 @@ def test_a_controller_that_hangs_behind_the_last_step_is_ended(
     assert set(own("ray::TrainController")) == others
 
 
-def without_rank_1_at_first(spec: RankJob) -> None:
+def without_rank_1_at_first(spec: RankJob) -> Events:
     """Train, but block rank 1 forever in the first attempt."""
     if spec.attempt == 1 and ray.train.get_context().get_world_rank() == 1:
         threading.Event().wait()
-    train_rank(spec)
+    yield from train_rank(spec)
 
 
 @pytest.mark.long

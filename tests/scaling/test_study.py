@@ -16,6 +16,7 @@ from raytrain_gpt.scaling.study import run_study
 from raytrain_gpt.scaling.study_file import Study
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.history import History
+from raytrain_gpt.tracking.events import Events
 from raytrain_gpt.train.rank import train_rank
 from raytrain_gpt.train.worker_group import RankJob
 from tests.conftest import RunCli, raises_line
@@ -25,13 +26,13 @@ from .conftest import write_tiny_study
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("cluster")]
 
 
-def fails_once(spec: RankJob) -> None:
+def fails_once(spec: RankJob) -> Events:
     """Train, but fail at the first start of one trunk; runs in a worker."""
     marker = spec.run_dir.path / "failed"
     if spec.run_dir.name == "size-3-40" and not marker.exists():
         marker.touch()
         raise RuntimeError("this trunk breaks")
-    train_rank(spec)
+    yield from train_rank(spec)
 
 
 def weights(run: Location) -> str:

@@ -21,10 +21,10 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.history import History, best_trial
 from raytrain_gpt.sweep.spec import Sweep
 from raytrain_gpt.sweep.tune import run_sweep
+from raytrain_gpt.tracking.events import Evaluated, Events, next_event
 from raytrain_gpt.tracking.run_files import Row, read_rows
-from raytrain_gpt.train.heartbeat import stacks
 from raytrain_gpt.train.rank import train_rank
-from raytrain_gpt.train.worker_group import RankJob
+from raytrain_gpt.train.worker_group import RankJob, TrainLoop
 from tests.conftest import RunCli
 from tests.faults.gates import wait_until
 from tests.runs import command, environment
@@ -37,11 +37,11 @@ MakeSweep = Callable[..., Sweep]
 BROKEN_LR, GOOD_LR = 3e-3, 2e-3
 
 
-def breaks_at_one_rate(spec: RankJob) -> None:
+def breaks_at_one_rate(spec: RankJob) -> Events:
     """Train, but fail in the trial with the learning rate `BROKEN_LR`; runs in each worker."""
     if spec.plan.config.optim.peak_lr == BROKEN_LR:
         raise RuntimeError("this rate is not for training")
-    train_rank(spec)
+    yield from train_rank(spec)
 
 
 def steps_of(run_dir: str) -> list[int]:
@@ -122,27 +122,16 @@ def test_a_sweep_stops_bad_trials_survives_failing_ones_and_finds_the_best(
     assert {"results.csv", "best.yaml", "report.html"} <= artifacts
 
 
-def hangs_once(spec: RankJob) -> None:
+def hangs_once(job: RankJob) -> Events:
     """Train, but once stand still with Python's lock held after the first evaluation; runs in the trial."""
-    seen = spec.run_dir.path.parent / "has-hung"
-    assert spec.control is not None
-    decide = spec.control.evaluated
-
-    def evaluated(row: Row) -> None:
-        assert decide is not None
-        decide(row)
-        if not seen.exists():
+    seen, answer = job.run_dir.path.parent / "has-hung", None
+    events = train_rank(job)
+    while (event := next_event(events, answer)) is not None:
+        answer = yield event
+        if isinstance(event, Evaluated) and not seen.exists():
             seen.touch()
-            # Without Python's lock the timer cannot be set any more.
-            timers = spec.run_dir.path.glob
-            wait_until(
-                lambda: any(timers("stacks-*.txt")) and "join(_LOOK_EVERY_S)" in stacks(),
-                "the timer",
-            )
+            job.link.work()
             ctypes.PyDLL(None).sleep(600)
-
-    spec.control.evaluated = evaluated
-    train_rank(spec)
 
 
 @pytest.mark.long
@@ -150,7 +139,7 @@ def hangs_once(spec: RankJob) -> None:
 def test_a_trial_that_hangs_ends_its_process_and_continues(
     make_sweep: MakeSweep, tmp_path: Path
 ) -> None:
-    def curves(name: str, train_loop: Callable[[RankJob], None]) -> list[Any]:
+    def curves(name: str, train_loop: TrainLoop) -> list[Any]:
         space = {"peak_lr": {"grid": [1e-3, 2e-3]}}
         changes = {"hang_timeout_s": 10, "max_failures": 1}
         sweep = make_sweep(name, space, steps=10, report=5, overrides=changes)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from mlflow import MlflowClient
+from raytrain_gpt.tracking.recorder import Recorder, RecorderSpec
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.format import Log
@@ -27,7 +28,6 @@ from raytrain_gpt.tracking.mlflow_run import (
     track_export,
     tracking_lines,
 )
-from raytrain_gpt.tracking.recorder import Recorder, RecorderSpec
 from raytrain_gpt.tracking.run_files import Row, read_rows
 from raytrain_gpt.tracking.sync import RunSync
 from raytrain_gpt.tracking.trackers import End, TrackedRun, TrackerQueue, plottable_values

@@ -20,26 +20,17 @@ from raytrain_gpt.data.tokenizer_file import read_tokenizer
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
 from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.events import Link, Rows
 from raytrain_gpt.train import checkpointing, model_setup
 from raytrain_gpt.train.checkpointing import Checkpointing
 from raytrain_gpt.train.model_setup import TrainingSetup, files_on_machine, set_up_training
+from raytrain_gpt.train.outbox import Outbox
 from raytrain_gpt.train.step_log import Position
 from tests.checkpoint.test_catalog import write
 from tests.runs import MakeConfig, ingest_of
 from tests.training import thread_ranks
 
 CPU = torch.device("cpu")
-
-
-class FakeRecorder:
-    def __init__(self) -> None:
-        self.events: list[tuple[int, str, dict[str, Any]]] = []
-
-    def event(self, step: int, event: str, **details: Any) -> None:
-        self.events.append((step, event, details))
-
-    def progress(self) -> None:
-        """Do nothing."""
 
 
 @pytest.fixture
@@ -81,7 +72,7 @@ def trained(config: ResolvedConfig) -> TrainingSetup:
 
 def made(
     config: ResolvedConfig, setup: TrainingSetup, run_dir: Location, token: str
-) -> tuple[Checkpointing, Any, FakeRecorder]:
+) -> tuple[Checkpointing, Any, Outbox]:
     spec: Any = SimpleNamespace(
         plan=SimpleNamespace(config=config),
         resumed=None,
@@ -89,15 +80,15 @@ def made(
         ingest=ingest_of(config, read_data(config), 1),
         attempt=1,
         lease_token=token,
+        link=Link(),
     )
     log: Any = SimpleNamespace(
         position=Position(7, "ab", ((2, 4),)),
         in_bad_stretch=False,
         exclude_time=lambda seconds: None,
     )
-    recorder = FakeRecorder()
-    collectives = Collectives(0, 1)
-    return Checkpointing(spec, setup, log, collectives, recorder), log, recorder  # type: ignore[arg-type]
+    outbox = Outbox(0)
+    return Checkpointing(spec, setup, log, Collectives(0, 1), outbox), log, outbox
 
 
 def test_a_checkpoint_has_all_that_the_next_attempt_needs(
@@ -106,9 +97,10 @@ def test_a_checkpoint_has_all_that_the_next_attempt_needs(
     run_dir = Location.of(tmp_path / "run")
     setup = trained(config)
     with hold_lease(run_dir / LEASE_FILE, "run") as lease:
-        checkpoints, _, recorder = made(config, setup, run_dir, lease.token)
+        checkpoints, _, outbox = made(config, setup, run_dir, lease.token)
         checkpoints.collect()  # nothing is in flight
-        checkpoints.add_rows([{"step": 4}, {"step": 5}])
+        rows = [{"step": 4, "train/loss": 3.0}, {"step": 5, "train/loss": 2.0, "perf/mfu": None}]
+        checkpoints.add_rows([*rows, {"step": 5, "event": "epoch", "time": 1.0}])
         checkpoints.begin(5, val_loss=2.5)
         weights = [p.detach().clone() for p in setup.raw_model.parameters()]
         update(setup)  # while the checkpoint is being written
@@ -123,12 +115,12 @@ def test_a_checkpoint_has_all_that_the_next_attempt_needs(
         ((2, 4),),
     )
     assert (state.val_loss, state.tokens_seen) == (2.5, 5 * config.train.global_batch_tokens)
-    assert checkpoint.rows() == [{"step": 4}, {"step": 5}]
+    assert checkpoint.rows()[:2] == rows
     assert read_tokenizer(checkpoint.path).n_vocab == setup.tokenizer.n_vocab
-    assert reports == [{"step": 5, "val_loss": 2.5}]
-    ((step, event, details),) = recorder.events
-    assert (step, event) == (5, "checkpoint")
-    assert set(details) == {"perf/checkpoint_blocked_s", "perf/checkpoint_write_s"}
+    assert reports == [{"step": 5, "val_loss": 2.5, "train/loss": 2.0}]
+    ((row,),) = [event.rows for event in outbox.take() if isinstance(event, Rows)]
+    assert (row["step"], row["event"]) == (5, "checkpoint")
+    assert row.keys() > {"perf/checkpoint_blocked_s", "perf/checkpoint_write_s"}
 
     again = set_up(config, checkpoint)
     for found, expected in zip(again.raw_model.parameters(), weights, strict=True):

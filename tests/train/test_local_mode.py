@@ -6,7 +6,6 @@ import asyncio
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,10 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ClusterError, ConfigError, Interrupted, TrainingFailed
 from raytrain_gpt.storage.lease import LEASE_FILE
 from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.events import Events
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
-from raytrain_gpt.train.rank import Worker, train_rank
+from raytrain_gpt.train.rank import Rank, train_rank
 from tests.conftest import raises_line
 from tests.faults.gates import Faults, Gate, command, gated, wait_until
 from tests.ports import free_port
@@ -59,16 +59,16 @@ def test_an_error_of_the_users_code_ends_the_run_as_failed_with_its_cause(
     make_config: MakeConfig, error: BaseException
 ) -> None:
     """Local mode retries nothing; the same command resumes."""
-    record = Worker.record
+    record = Rank.record
 
-    def leave(worker: Worker, result: Any) -> None:
-        record(worker, result)
+    def leave(rank: Rank, result: Any) -> None:
+        record(rank, result)
         if result.step == 14:
             raise error
 
     config = make_config(run_name=f"left-{type(error).__name__}", max_steps=20)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Worker, "record", leave)
+        patch.setattr(Rank, "record", leave)
         words = (type(error).__name__, "same command", "step=00000010")
         with raises_line(TrainingFailed, *words) as raised:
             train(config, print)
@@ -129,8 +129,6 @@ def test_a_run_whose_console_is_gone_saves_and_ends(make_config: MakeConfig) -> 
     # Step 30 waits for the stop, which may come earlier.
     with pytest.raises(Interrupted, match=r"at step (2[5-9]|30), saved"):
         train(config, log, gated(Faults(stop_step=30)))
-    names = [thread.name for thread in threading.enumerate()]
-    assert not [name for name in names if name.startswith(("console", "recorder"))]
 
 
 @pytest.mark.slow
@@ -147,9 +145,9 @@ def test_a_run_inside_an_event_loop_ends_well(make_config: MakeConfig) -> None:
 def test_a_run_whose_name_another_process_took_ends(make_config: MakeConfig) -> None:
     config = make_config(run_name="local-taken")
 
-    def takes(spec: Any) -> None:
-        (spec.run_dir / LEASE_FILE).write_text("{}")
-        train_rank(spec)
+    def takes(job: Any) -> Events:
+        (job.run_dir / LEASE_FILE).write_text("{}")
+        yield from train_rank(job)
 
     with pytest.raises(ClusterError, match="lost the lease on run local-taken"):
         train(config, print, takes)

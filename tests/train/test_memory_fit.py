@@ -17,6 +17,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.memory import TrainingMemory
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.errors import ClusterError, TrainingFailed
+from raytrain_gpt.tracking.events import Events
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import memory_fit
 from raytrain_gpt.train.launch import train
@@ -238,12 +239,12 @@ def test_a_run_with_auto_goes_on_as_the_unbroken_one(
     assert weights(copy) == weights(whole.run_dir)
 
 
-def fits_six(spec: RankJob) -> None:
+def fits_six(spec: RankJob) -> Events:
     """Train, but run out of memory with more than six sequences; runs in the worker."""
     micro = spec.plan.config.train.micro_batch_sequences
     if micro > 6:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-    train_rank(spec)
+    yield from train_rank(spec)
 
 
 @pytest.mark.slow
@@ -265,7 +266,8 @@ def test_a_lack_of_memory_halves_the_micro_batch_and_the_checkpoint_remembers_it
 
 
 def test_one_sequence_that_is_too_much_is_one_line(make_config: MakeConfig) -> None:
-    def fits_none(spec: RankJob) -> None:
+    def fits_none(spec: RankJob) -> Events:
+        yield from ()
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     values = {"micro_batch_sequences": 1, "num_workers": 0, "run_name": "no-memory"}

@@ -10,8 +10,8 @@ import pytest
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.format import count
+from raytrain_gpt.tracking.events import Exited
 from raytrain_gpt.tracking.goodput import EndEvent
-from raytrain_gpt.tracking.recorder import CleanExit
 from raytrain_gpt.train.policy import (
     BACK_OFF_S,
     MAX_ROLLBACKS,
@@ -146,41 +146,33 @@ def test_steps_that_are_trained_again_are_no_progress() -> None:
 
 BAD = BadStreak(first_step=25, last_step=34, first_batch=24, last_batch=33)
 ERROR = RuntimeError("Ray says that a worker died")
-FLAGS = list(product((False, True), repeat=2))
 
 
-@pytest.mark.parametrize(("stopping", "hung"), FLAGS)
+@pytest.mark.parametrize("stopping", [False, True])
 @pytest.mark.parametrize("error", [None, ERROR])
-def test_workers_that_left_by_themselves_have_saved_whatever_ray_says_of_it(
-    error: Exception | None, stopping: bool, hung: bool
+def test_ranks_that_exited_have_saved_whatever_ray_says_of_it(
+    error: Exception | None, stopping: bool
 ) -> None:
-    def end(left_for: str | None, bad: BadStreak | None = None) -> AttemptEnd:
-        return classify_end(CleanExit(left_for, bad), error, stopping=stopping, hung=hung)
+    def end(exited: Exited) -> AttemptEnd:
+        return classify_end(exited, error, stopping=stopping)
 
-    assert end(None, BAD) == AttemptEnd("rolled_back", bad_streak=BAD)
-    assert end("stopped", BAD) == AttemptEnd("rolled_back", bad_streak=BAD)
-    assert end("preempted") == AttemptEnd("preempted")
-    # Workers get the same order, to save and exit, for a signal and for a restart with more workers.
-    assert end("stopped") == AttemptEnd("stopped" if stopping else "resized")
-
-
-@pytest.mark.parametrize(("stopping", "hung"), FLAGS)
-def test_workers_that_did_all_steps_have_finished_unless_the_rest_failed(
-    stopping: bool, hung: bool
-) -> None:
-    left = CleanExit(None, None)
-    assert classify_end(left, None, stopping=stopping, hung=hung) == AttemptEnd("finished")
-    failed = classify_end(left, ERROR, stopping=stopping, hung=hung)
-    assert failed == AttemptEnd("hung" if hung else "failed", ERROR)
+    assert end(Exited(None, BAD)) == AttemptEnd("rolled_back", bad_streak=BAD)
+    assert end(Exited("stopped", BAD)) == AttemptEnd("rolled_back", bad_streak=BAD)
+    assert end(Exited("preempted")) == AttemptEnd("preempted")
+    # Ranks get the same command, to save and exit, for a signal and for a restart with more workers.
+    assert end(Exited("stopped")) == AttemptEnd("stopped" if stopping else "resized")
+    assert end(Exited()) == (AttemptEnd("failed", ERROR) if error else AttemptEnd("finished"))
+    hung = AttemptEnd("hung", ERROR) if error else AttemptEnd("stopped")
+    if error or stopping:
+        assert end(Exited("hung")) == hung
 
 
-@pytest.mark.parametrize(("stopping", "hung"), FLAGS)
-def test_workers_that_said_nothing_have_died(stopping: bool, hung: bool) -> None:
-    kind = "hung" if hung else "failed"
-    assert classify_end(None, ERROR, stopping=stopping, hung=hung) == AttemptEnd(kind, ERROR)
-    silent = classify_end(None, None, stopping=stopping, hung=hung)
+@pytest.mark.parametrize("stopping", [False, True])
+def test_ranks_that_said_nothing_have_died(stopping: bool) -> None:
+    assert classify_end(None, ERROR, stopping=stopping) == AttemptEnd("failed", ERROR)
+    silent = classify_end(None, None, stopping=stopping)
     if stopping:  # before its first step an attempt is killed, as there is nothing to save
         assert silent == AttemptEnd("stopped")
     else:
-        assert silent.kind == kind
+        assert silent.kind == "failed"
         assert str(silent.error) == "the workers exited before the last step"

@@ -18,7 +18,7 @@ from raytrain_gpt.data.tokenizer_file import read_tokenizer
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.ingest.ray_dataset import RankChunk
 from raytrain_gpt.tracking.summary import RunSummary
-from raytrain_gpt.train import worker as worker_module
+from raytrain_gpt.train import rank as rank_module
 from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.provenance import RunProvenance
 from raytrain_gpt.train.step_log import StepLog
@@ -41,7 +41,7 @@ def recording() -> Iterator[Given]:
     """Record the sequence ids that a run's only rank receives; a repeated step replaces the first."""
     found: Given = {}
     read: deque[Ids] = deque()
-    chunks, flush = worker_module.rank_chunks, StepLog.flush
+    chunks, flush = rank_module.rank_chunks, StepLog.flush
 
     def recorded_chunks(*args: Any) -> Iterator[RankChunk]:
         read.clear()
@@ -56,7 +56,7 @@ def recording() -> Iterator[Given]:
         return flush(log, late)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker_module, "rank_chunks", recorded_chunks)
+        patch.setattr(rank_module, "rank_chunks", recorded_chunks)
         patch.setattr(StepLog, "flush", recorded_flush)
         yield found
 

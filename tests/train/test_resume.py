@@ -171,13 +171,13 @@ BAD = BadStreak(first_step=25, last_step=34, first_batch=24, last_batch=33)
 
 
 @pytest.fixture
-def recorder() -> Any:
+def books() -> Any:
     events: list[dict[str, Any]] = []
 
-    def ask(_method: str, step: int, event: str, **details: Any) -> None:
+    def note(step: int, event: str, **details: Any) -> None:
         events.append({"step": step, "event": event, **details})
 
-    return SimpleNamespace(ask=ask, events=events)
+    return SimpleNamespace(note=note, events=events)
 
 
 @pytest.fixture
@@ -193,48 +193,48 @@ def rollbacks(run_dir: Location, skip_before: int = 0, log: Log = print) -> Roll
     return Rollbacks(Config().updated({**where, "skip_before": skip_before}), (), log)
 
 
-def go_back(made: Rollbacks, run: Location, started_at: int, recorder: Any) -> int | None:
+def go_back(made: Rollbacks, run: Location, started_at: int, books: Any) -> int | None:
     """Roll back; return the step from which the run resumes."""
-    made.go_back(BAD, started_at, recorder)
+    made.go_back(BAD, started_at, books)
     newest = Catalog(run).pick("newest", pytest.fail)
     return newest.state.step if newest else None
 
 
-def test_the_checkpoint_before_the_bad_steps_is_gone_back_to(run: Location, recorder: Any) -> None:
+def test_the_checkpoint_before_the_bad_steps_is_gone_back_to(run: Location, books: Any) -> None:
     lines: list[str] = []
     resume = rollbacks(run, skip_before=2, log=lines.append)
-    assert go_back(resume, run, 0, recorder) == 20
+    assert go_back(resume, run, 0, books) == 20
     assert steps(Catalog(run)) == [10, 20]
     assert "broken-step=00000030" in names(run)
     assert resume.skipped == ((22, 34),)
     assert json.loads((run / SKIPPED_FILE).read_text()) == [[22, 34]]
-    (event,) = recorder.events
+    (event,) = books.events
     assert (event["step"], event["event"], event["to_step"]) == (34, "rollback", 20)
     assert (event["first_batch"], event["stop_batch"]) == (22, 34)
     assert lines == ["bad steps 25–34: rolled back to step 20, skipping batches 22–33"]
 
 
-def test_no_batch_that_the_checkpoint_has_read_is_skipped(run: Location, recorder: Any) -> None:
+def test_no_batch_that_the_checkpoint_has_read_is_skipped(run: Location, books: Any) -> None:
     resume = rollbacks(run, skip_before=50)
     position = replace(state(20), next_batch=23)
     write_state = Catalog(run)
     (run / "checkpoints" / "step=00000020").remove()
     write_state.draft(20, "001").commit(position, {}, {})
-    resume.go_back(BAD, 0, recorder)
+    resume.go_back(BAD, 0, books)
     assert resume.skipped == ((23, 34),)
 
 
-def test_what_goes_wrong_again_leads_to_an_older_checkpoint(run: Location, recorder: Any) -> None:
+def test_what_goes_wrong_again_leads_to_an_older_checkpoint(run: Location, books: Any) -> None:
     resume = rollbacks(run)
     # The last two rollbacks are from step 10, the oldest checkpoint.
-    found = [go_back(resume, run, started_at, recorder) for started_at in (0, 20, 10, 10)]
+    found = [go_back(resume, run, started_at, books) for started_at in (0, 20, 10, 10)]
     assert found == [20, 10, 10, 10]
 
 
-def test_without_a_checkpoint_it_goes_back_to_the_start(tmp_path: Path, recorder: Any) -> None:
+def test_without_a_checkpoint_it_goes_back_to_the_start(tmp_path: Path, books: Any) -> None:
     new = Location.of(tmp_path / "new")
     resume = rollbacks(new, skip_before=5)
-    assert go_back(resume, new, 0, recorder) is None
+    assert go_back(resume, new, 0, books) is None
     assert resume.skipped == ((19, 34),)
 
 

@@ -12,7 +12,6 @@ import pytest
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.load import load_config_file
-from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.data.locations import read_data
 from raytrain_gpt.errors import (
@@ -25,11 +24,12 @@ from raytrain_gpt.errors import (
 )
 from raytrain_gpt.storage import lease as lease_module
 from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
-from raytrain_gpt.storage.location import Location
-from raytrain_gpt.train import supervisor
-from raytrain_gpt.train.attempt import Attempt
+from raytrain_gpt.tracking.events import Exited
+from raytrain_gpt.tracking.summary import RunSummary
+from raytrain_gpt.train import run as module
 from raytrain_gpt.train.policy import AttemptEnd
-from raytrain_gpt.train.run import BEFORE_FIRST_STEP, Run, RunOutput
+from raytrain_gpt.train.preflight import check_is_ours
+from raytrain_gpt.train.run import BEFORE_FIRST_STEP, Run
 from tests.checkpoint.test_catalog import write
 from tests.conftest import raises_line
 from tests.runs import MakeConfig
@@ -58,7 +58,8 @@ def attempts(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.Monkey
         run = Run(fitted, 1, read_data(fitted), place, StopSignals(""), lines.append, pytest.fail)
         left = list(ends)
 
-        def attempt(resumed: Checkpoint | None, lease: Any) -> AttemptEnd:
+        def attempt(resumed: Checkpoint | None, lease: Any) -> Any:
+            yield from ()
             begun.append(resumed.state.step if resumed else 0)
             end, steps = left.pop(0)
             for step in steps:
@@ -75,6 +76,15 @@ def attempts(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.Monkey
     return make
 
 
+def supervise(run: Run, resumed: Checkpoint | None) -> RunSummary:
+    """Train to the end, from a checkpoint."""
+    supervised = run._supervise(resumed, LEASE)
+    with pytest.raises(StopIteration) as end:
+        next(supervised)
+    summary: RunSummary = end.value.value
+    return summary
+
+
 def test_a_run_goes_on_from_its_newest_good_checkpoint_until_it_is_finished(
     attempts: Attempts,
 ) -> None:
@@ -84,7 +94,7 @@ def test_a_run_goes_on_from_its_newest_good_checkpoint_until_it_is_finished(
         (AttemptEnd("resized"), []),
         (AttemptEnd("finished"), [40, 50]),
     )
-    summary = run._supervise(None, LEASE)
+    summary = supervise(run, None)
     assert begun == [0, 10, 30, 30]
     assert (summary.step, summary.already_finished) == (50, False)
     assert lines == [
@@ -102,7 +112,7 @@ def test_a_damaged_checkpoint_is_passed_over(attempts: Attempts) -> None:
     write(Catalog(run.run_dir), 30)
     model = Catalog(run.run_dir).complete()[-1].path / "model.safetensors"
     model.write_bytes(b"damaged")
-    run._supervise(None, LEASE)
+    supervise(run, None)
     assert begun == [0, 20]
     assert any(line.startswith("skipped: ") for line in lines)
 
@@ -117,7 +127,7 @@ def test_a_rollback_goes_on_from_where_it_led(attempts: Attempts) -> None:
     for step in (10, 20):
         write(run.catalog, step)
     back, _ = run.catalog.complete()
-    run._supervise(back, LEASE)
+    supervise(run, back)
     assert begun == [10, 10, 0]
     assert lines == [], "the rollback has already logged its step"
 
@@ -125,7 +135,7 @@ def test_a_rollback_goes_on_from_where_it_led(attempts: Attempts) -> None:
 def test_failures_without_progress_end_the_run_with_their_reason(attempts: Attempts) -> None:
     run, begun, _ = attempts(*[(AttemptEnd("failed", ERROR), [])] * 2)
     with pytest.raises(TrainingFailed) as raised:
-        run._supervise(None, LEASE)
+        supervise(run, None)
     assert str(raised.value).endswith(
         "failed 2 times without progress at step 0 (max_failures=1): RuntimeError: a worker died"
     )
@@ -139,7 +149,7 @@ def test_a_place_that_retries_nothing_ends_the_run_with_the_cause(attempts: Atte
     newest = run.run_dir / "checkpoints" / "step=00000010"
     (run.run_dir / "checkpoints" / "step=00000020").path.mkdir(parents=True)
     with pytest.raises(TrainingFailed) as raised:
-        run._supervise(None, LEASE)
+        supervise(run, None)
     assert str(raised.value).endswith(
         f"failed (RuntimeError: a worker died); run the same command to resume from {newest}"
     )
@@ -151,7 +161,7 @@ def test_an_error_of_ours_inside_rays_is_raised_as_it_is(attempts: Attempts) -> 
     known = DataError("a shard is missing")
     run, begun, _ = attempts((AttemptEnd("failed", ERROR, user_error=known), []))
     with pytest.raises(DataError) as raised:
-        run._supervise(None, LEASE)
+        supervise(run, None)
     assert raised.value is known
     assert begun == [0]
 
@@ -172,7 +182,7 @@ def test_a_signal_ends_the_run_with_what_is_saved(
         write(Catalog(run.run_dir), step)
     resumed = next(iter(Catalog(run.run_dir).complete()), None)
     with pytest.raises(Interrupted, match=words):
-        run._supervise(resumed, LEASE)
+        supervise(run, resumed)
 
 
 @pytest.mark.fault("run directory renamed or unmounted", "waits up to 60 s")
@@ -183,23 +193,23 @@ def test_a_directory_that_was_renamed_after_the_last_step_is_waited_for(
     monkeypatch.undo()
     directory, away = run.run_dir.path, tmp_path / "away"
     write(Catalog(run.run_dir), 50)
-    run.output.write_config(run.config)
-    monkeypatch.setattr(supervisor, "fit_memory", lambda *_, **__: None)
+    run._write_config(run.config)
+    monkeypatch.setattr(module, "fit_memory", lambda *_, **__: None)
     (newest,) = run.catalog.complete()
 
-    def train(_: Attempt) -> AttemptEnd:
+    def events(*_: Any) -> Any:
         directory.rename(away)
-        return AttemptEnd("finished")
+        yield Exited()
 
-    run.place = SimpleNamespace(train=train)
-    recorder: Any = SimpleNamespace(ask=lambda *_: [], end=lambda: None)
-    spec: Any = SimpleNamespace(resumed=newest)
-    stop = run.signals.stop
+    run.place = SimpleNamespace(events=events)
+    books: Any = SimpleNamespace(take=lambda _: None, note=lambda *_: None, close=lambda *_: None)
+    monkeypatch.setattr(run, "_books", lambda *_: books)
+    monkeypatch.setattr(run, "_job", lambda *_: SimpleNamespace(is_trial=False))
     with hold_lease(run.run_dir / LEASE_FILE, "run", pytest.fail) as lease:
-        attempt = Attempt(spec, recorder, away, pytest.fail, stop, lease, pytest.fail)
-        monkeypatch.setattr(run, "_new_attempt", lambda *_: attempt)
         monkeypatch.setattr(lease_module.time, "sleep", lambda _: away.rename(directory))
-        end = run._attempt(newest, lease)
+        with pytest.raises(StopIteration) as ended:
+            next(run._attempt(newest, lease))
+    end = ended.value.value
     assert (end.kind, end.user_error, lines) == ("finished", None, [])
     assert (directory / "report.html").is_file()
     assert not away.exists()
@@ -221,64 +231,52 @@ def test_without_storage_or_lease_the_files_stay_as_they_are(
     end = AttemptEnd("rolled_back", bad_streak=bad)
     if where == "attempt":
         end = AttemptEnd("failed", ERROR, user_error=gone)
-    recorder: Any = SimpleNamespace(
-        ask=lambda method, *_, **__: asked.append(method) or [], end=lambda: None
+    books: Any = SimpleNamespace(
+        note=lambda *_, **__: asked.append("note"), close=lambda *_: asked.append("close")
     )
-    spec: Any = SimpleNamespace(resumed=None)
     lease: Any = SimpleNamespace(verify=verify)
-    stop = run.signals.stop
-    attempt = Attempt(spec, recorder, tmp_path, pytest.fail, stop, lease, pytest.fail)
     if where == "taken":
         with pytest.raises(ClusterError):
-            run._settled(attempt, end)
+            run._settled(books, end, None, lease)
     else:
-        assert run._settled(attempt, end).user_error is gone
-    assert asked == ["add_event", "close", "drain_messages"]
+        assert run._settled(books, end, None, lease).user_error is gone
+    assert asked == ["note", "close"]
     assert not run.run_dir.path.exists()
 
 
 # Files besides checkpoints
 
 
-@pytest.fixture
-def config(make_config: MakeConfig) -> Config:
-    return make_config(use_gpu=False)
-
-
-@pytest.fixture
-def output(tmp_path: Path) -> RunOutput:
-    made = RunOutput(Location.of(tmp_path / "run"), pytest.fail)
-    made.sync.work_dir.mkdir(parents=True, exist_ok=True)
-    return made
-
-
 @pytest.mark.parametrize("name", ["config.yaml", "log.txt"])
-def test_files_that_no_run_wrote_are_never_replaced(
-    output: RunOutput, config: Config, name: str
-) -> None:
-    output.check_is_ours()
-    (output.sync.work_dir / name).write_text("chapter: one")
-    with raises_line(CheckpointError, f"/run has {name}, but was not written by a run", "run_name"):
-        output.check_is_ours()
-    output.write_config(config)
-    output.check_is_ours()  # a run that ended before its first checkpoint
-    written = load_config_file(output.sync.work_dir / "config.yaml")
-    assert written.model_dump() == config.model_dump()
+def test_files_that_no_run_wrote_are_never_replaced(attempts: Attempts, name: str) -> None:
+    run, _, _ = attempts()
+    run.sync.work_dir.mkdir()
+    check_is_ours(run.sync)
+    (run.sync.work_dir / name).write_text("chapter: one")
+    with raises_line(CheckpointError, f" has {name}, but was not written by a run", "run_name"):
+        check_is_ours(run.sync)
+    run._write_config(run.config)
+    check_is_ours(run.sync)  # a run that ended before its first checkpoint
+    written = load_config_file(run.sync.work_dir / "config.yaml")
+    assert written.model_dump() == run.config.model_dump()
 
 
-def test_every_attempt_has_a_number_that_ray_has_not_seen(output: RunOutput) -> None:
-    assert output.next_attempt(0) == 1
-    assert output.next_attempt(4) == 5
+def test_attempt_gets_a_number_that_ray_has_not_seen(attempts: Attempts) -> None:
+    run, _, _ = attempts()
+    assert run._next_attempt() == 1
     for name in ("001", "007", "other"):
-        (output.run_dir / "ray" / name / "file").write_text("")
-    assert output.next_attempt(2) == 8
-    assert output.next_attempt(9) == 10
+        (run.run_dir / "ray" / name / "file").write_text("")
+    assert run._next_attempt() == 8
+    run._attempts = 9
+    assert run._next_attempt() == 10
 
 
-def test_a_report_that_cannot_be_drawn_costs_a_line_and_not_the_run(tmp_path: Path) -> None:
-    lines: list[str] = []
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "report.html").mkdir()  # a directory blocks the file
-    RunOutput(Location.of(tmp_path / "run"), lines.append).write_report()
+def test_report_that_cannot_be_drawn_costs_a_line_and_not_the_run(attempts: Attempts) -> None:
+    run, _, lines = attempts()
+    run.sync.work_dir.mkdir()
+    (run.sync.work_dir / "report.html").mkdir()  # a directory blocks the file
+    write(run.catalog, 10)
+    books: Any = SimpleNamespace(note=lambda *_: None, close=lambda *_: None)
+    run._settled(books, AttemptEnd("finished"), None, SimpleNamespace(verify=lambda: None))
     assert len(lines) == 1
     assert lines[0].startswith("no report: ")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import Diverged, Interrupted, TrainingFailed
+from raytrain_gpt.sweep import trial as module
 from raytrain_gpt.sweep.trial import TrialRun
 from raytrain_gpt.tracking.run_files import Row
 
@@ -24,36 +25,45 @@ def training(step: int) -> Row:
     return {"step": step, "train/loss": 1.0, "perf/step_time_s": 0.25}
 
 
-class Replayed(TrialRun):
-    """Run with predefined rows: some before it is continued, and more afterwards."""
+class FakeRun:
+    """Run with predefined rows, which waits after evaluations; it saves and ends when it is stopped."""
 
-    before: list[Row]
-    after: list[Row]
+    rows: list[Row]
 
-    def _kept_rows(self) -> list[Row]:
-        return self.before
+    def __init__(self, config: Config, workers: int, data: Any, place: Any, signals: Any, *_: Any):
+        self.run_dir, self._signals = "the run", signals
+        self.output = SimpleNamespace(sync=SimpleNamespace(work_dir=None))
 
-    def _go(self) -> None:
-        self.before = self.before + self.after
+    def evaluations(self) -> Iterator[list[Row]]:
+        new: list[Row] = []
+        for row in self.rows:
+            new.append(row)
+            if "val/loss" in row:
+                yield new
+                new = []
+            if self._signals.stop.is_set():
+                raise Interrupted("stopped")
 
 
 @pytest.fixture
-def run(tmp_path: Any) -> Callable[..., TrialRun]:
-    """Return a function that makes a trial of four steps with an evaluation at every second one."""
+def run(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., TrialRun]:
+    """Return a function that makes a trial of four steps with an evaluation at every second one.
+
+    Its rows are those of an earlier process, and those that the run trains.
+    """
 
     def make(
-        before: list[Row],
-        after: list[Row],
-        reported_tokens: int = 0,
-        objective: str = "val/loss",
+        before: list[Row], after: list[Row], reported_tokens: int = 0, objective: str = "val/loss"
     ) -> TrialRun:
-        kind = type("Known", (Replayed,), {"before": before, "after": after})
+        monkeypatch.setattr(TrialRun, "_kept_rows", lambda trial: before)
+        monkeypatch.setattr(FakeRun, "rows", after, raising=False)
         changes = {"max_steps": STEPS, "storage_path": str(tmp_path)}
-        changes |= {"num_workers": 1, "cpus_per_worker": 1}
-        context = SimpleNamespace(objective=objective)
-        made: TrialRun = kind(Config().updated(changes), context, reported_tokens)
-        return made
+        changes |= {"num_workers": 2, "cpus_per_worker": 1, "use_gpu": False}
+        context: Any = SimpleNamespace(objective=objective, train_loop=None, tracker_tags={})
+        return TrialRun(Config().updated(changes), context, reported_tokens)
 
+    monkeypatch.setattr(module, "Run", FakeRun)
+    monkeypatch.setattr(module, "read_data", lambda config: None)
     return make
 
 
@@ -68,7 +78,6 @@ def test_evaluations_of_before_are_reported_first_and_each_waits(
     assert (first["step"], first["tokens_seen"], first["objective"]) == (2, 2 * BATCH_TOKENS, 3.0)
     assert first["tokens_per_s"] == BATCH_TOKENS / 0.25
     assert not first["done"]
-    trial.continue_run()
     last = trial.next_report()
     assert (last["step"], last["done"], last["elapsed_s"]) == (4, True, 4 * 0.25 + 2 * 0.5)
 
@@ -82,7 +91,6 @@ def go_to_the_end(trial: TrialRun) -> None:
     """Read reports until an error is raised."""
     while True:
         trial.next_report()
-        trial.continue_run()
 
 
 @pytest.mark.parametrize(
@@ -105,7 +113,7 @@ def test_a_trial_that_is_stopped_does_not_go_on(run: Callable[..., TrialRun]) ->
     trial = run(ALL[:3], ALL[3:])
     trial.next_report()
     trial.stop()
-    with pytest.raises(Interrupted):
+    with pytest.raises(StopIteration):
         trial.next_report()
 
 
