@@ -1,8 +1,7 @@
-"""Mailbox between the ranks of an attempt on Ray and their driver.
+"""Mailbox between the ranks of an attempt on Ray and their driver: an actor that only passes on.
 
-An actor on the driver's node that only passes on: events of the ranks to the driver, and its commands to the
-ranks, in the reply to each rank's heartbeat, so that they cost no step time. A heartbeat also carries a count
-of progress, which reveals a hung rank. A rank that loses its mailbox exits.
+Commands travel in the replies to the ranks' heartbeats, so that they cost no step time. A heartbeat also
+carries a count of progress, which reveals a hung rank. A rank that loses its mailbox exits.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _CALLS_AT_ONCE = 10_000
 
 @dataclass
 class RankState:
-    """A rank's process and node, and the time since its last progress."""
+    """A rank's process and node, and the time of its last progress (the node's monotonic clock)."""
 
     pid: int
     node_id: str
@@ -48,7 +47,7 @@ class RankState:
 
     @property
     def stalled_s(self) -> float:
-        return time.monotonic() - self.changed_at  # one clock for all processes of a node
+        return time.monotonic() - self.changed_at
 
 
 class Mailbox:
@@ -62,9 +61,8 @@ class Mailbox:
 
     async def push(self, event: Event) -> None:
         """Take an event; a rank waits for each before the next, so they arrive in its order."""
-        async with self._changed:
-            self._events.append(event)
-            self._changed.notify_all()
+        self._events.append(event)
+        await self._notify()
 
     async def take(self, timeout_s: float) -> list[Event]:
         """Return new events; wait up to `timeout_s` for the first."""
@@ -74,19 +72,17 @@ class Mailbox:
 
     async def tell(self, command: Command) -> None:
         """Send all ranks a command."""
-        async with self._changed:
-            self._commands.append(command)
-            self._changed.notify_all()
+        self._commands.append(command)
+        await self._notify()
 
     async def beat(
         self, rank: int, progress: int, pid: int, node_id: str, seen: int
     ) -> list[Command]:
-        """Handle a rank's heartbeat; return commands that are new to it, or none after a timeout.
+        """Return the commands after the first `seen`, or none after a timeout.
 
         Args:
             progress: Count that grows with work, and stands still if the rank hangs.
             node_id: Ray's id of its node.
-            seen: Number of commands it has received.
         """
         previous = self._ranks.get(rank)
         if previous is None or previous.progress != progress:
@@ -96,6 +92,10 @@ class Mailbox:
 
     async def ranks(self) -> dict[int, RankState]:
         return self._ranks
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
     async def _until(self, condition: Callable[[], bool], timeout_s: float) -> None:
         async with self._changed:
@@ -114,34 +114,34 @@ def push_events(train_loop: TrainLoop, job: RankJob, mailbox: Any) -> None:
     """Train one rank and push its events: Ray Train's `train_loop_per_worker`."""
     import ray.train  # slow, and the actor has no use for it
 
-    rank = ray.train.get_context().get_world_rank()
-    heart = Heart(mailbox, rank, job.link)
-    events, answer, pushed = train_loop(job), None, None
+    heart = Heart(mailbox, ray.train.get_context().get_world_rank(), job.link)
+    events, answer = train_loop(job), None
     while (event := next_event(events, answer)) is not None:
-        answer = None
-        if rank == 0 or not isinstance(event, Evaluated):
-            if pushed is not None:
-                ray.get(pushed)
-            pushed = mailbox.push.remote(event)
-        if isinstance(event, Evaluated):
-            answer = heart.decision()
-    if pushed is not None:
-        ray.get(pushed)
-    heart.is_over = True
+        heart.push(event)
+        answer = heart.decision() if isinstance(event, Evaluated) else None
+    heart.end()
 
 
 class Heart:
-    """A rank's heartbeats, in a thread, which obeys the commands in their replies.
-
-    Attributes:
-        is_over: Set when the rank has ended, so that a missing mailbox is normal.
-    """
+    """A rank's side: its pushes, and heartbeats in a thread, which obeys the commands in their replies."""
 
     def __init__(self, mailbox: Any, rank: int, link: Link) -> None:
         self._mailbox, self._rank, self._link = mailbox, rank, link
         self._decisions: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self.is_over = False
+        self._pushed: list[Any] = []
+        self._is_over = False
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def push(self, event: Event) -> None:
+        """Send an event after the last one has arrived; only rank 0 tells that a trial waits."""
+        if self._rank == 0 or not isinstance(event, Evaluated):
+            ray.get(self._pushed)
+            self._pushed = [self._mailbox.push.remote(event)]
+
+    def end(self) -> None:
+        """Wait until all events have arrived; from now on, a missing mailbox is normal."""
+        ray.get(self._pushed)
+        self._is_over = True
 
     def decision(self) -> bool:
         """Wait for whether a trial continues; the wait does not count as hanging."""
@@ -151,29 +151,23 @@ class Heart:
             self._link.work()
 
     def _beat(self) -> None:
-        node = ray.get_runtime_context().get_node_id()
-        seen = 0
-        unheard_since: float | None = None
+        node, pid = ray.get_runtime_context().get_node_id(), os.getpid()
+        seen, heard_at = 0, time.monotonic()
         while True:
             try:
-                commands: list[Command] = ray.get(
-                    self._mailbox.beat.remote(
-                        self._rank, self._link.progress, os.getpid(), node, seen
-                    )
-                )
-                unheard_since = None
+                reply = self._mailbox.beat.remote(self._rank, self._link.progress, pid, node, seen)
+                commands: list[Command] = ray.get(reply)
             except Exception as error:
-                if self.is_over:
+                if self._is_over:
                     return
-                unheard_since = unheard_since or time.monotonic()
                 gone = isinstance(error, ray.exceptions.ActorDiedError)
-                if gone or time.monotonic() - unheard_since > MAILBOX_TIMEOUT_S:
+                if gone or time.monotonic() - heard_at > MAILBOX_TIMEOUT_S:
                     # The attempt has ended without this rank. Ray may not end workers of a dead raylet
                     # (ray #20706), which would keep writing during the next attempt.
                     os._exit(1)
                 time.sleep(_RETRY_S)
                 continue
-            seen += len(commands)
+            seen, heard_at = seen + len(commands), time.monotonic()
             for command in commands:
                 self._obey(command)
 
