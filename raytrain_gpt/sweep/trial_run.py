@@ -32,12 +32,12 @@ from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.cluster.connection import connect
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.signals import StopSignals
+from raytrain_gpt.columns import own_scores
 from raytrain_gpt.config.resolved import workers_of
 from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.core.device import forget_peak_memory
 from raytrain_gpt.data.locations import read_data, run_location
 from raytrain_gpt.errors import Diverged, Interrupted, TrainingFailed, UserError
-from raytrain_gpt.format import own_scores
 from raytrain_gpt.parsing import parse_yaml
 from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN
 from raytrain_gpt.sweep.scheduler import REPORTED_TOKENS

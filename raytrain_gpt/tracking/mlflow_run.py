@@ -139,7 +139,7 @@ class MLflow(MLflowRun):
         metrics = [
             Metric(key, value, now_ms, row["step"])
             for row in rows
-            for key, value in plottable_values(row)
+            for key, value in plottable_values(row).items()
         ]
         for start in range(0, len(metrics), _BATCH_POINTS):
             self.client.log_batch(self.run_id, metrics=metrics[start : start + _BATCH_POINTS])

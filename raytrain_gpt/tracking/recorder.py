@@ -16,9 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from raytrain_gpt.columns import eval_line, event_line, step_line
 from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.errors import RaytrainGptError
-from raytrain_gpt.format import count, eval_line, event_line, step_line
+from raytrain_gpt.format import count
 from raytrain_gpt.redact import redacted
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.configured import open_trackers

@@ -36,7 +36,7 @@ class TensorBoard:
     def rows(self, rows: list[Row]) -> None:
         for row in rows:
             numbers = plottable_values(row)
-            values = [Summary.Value(tag=tag, simple_value=number) for tag, number in numbers]
+            values = [Summary.Value(tag=k, simple_value=v) for k, v in numbers.items()]
             self._add(row["step"], row.get("time"), summary=Summary(value=values))
         self._writer.flush()
 

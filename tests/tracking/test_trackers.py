@@ -77,8 +77,8 @@ def history(client: MlflowClient, key: str) -> list[tuple[int, float]]:
 
 def test_numbers_that_a_tracker_can_plot() -> None:
     row: Row = {"step": 3, "train/loss": 2.0, "perf/mfu": None, "optim/lr": float("nan")}
-    assert plottable_values(row) == [("train/loss", 2.0)]
-    assert plottable_values({"step": 3, "event": "resize", "time": 1.0}) == [("events/resize", 1.0)]
+    assert plottable_values(row) == {"train/loss": 2.0}
+    assert plottable_values({"step": 3, "event": "resize", "time": 1.0}) == {"events/resize": 1.0}
 
 
 def test_steps_repeated_after_a_restart_are_sent_once(track: Track, client: MlflowClient) -> None:
