@@ -28,11 +28,12 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 from harness import flags, report, without_cluster
 
+from raytrain_gpt.columns import Row
 from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.ingest.prepare import prepare
-from raytrain_gpt.tracking.run_files import Row, read_rows
+from raytrain_gpt.tracking.run_files import read_rows
 
 HERE = Path(__file__).parent
 STEPS, CHECKPOINT_EVERY = 400, 50

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.columns import Row
 from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.run_files import Row, read_rows
+from raytrain_gpt.tracking.run_files import read_rows
 from raytrain_gpt.tracking.summary import RunSummary
 
 CLUSTER_CPUS = 6

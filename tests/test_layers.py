@@ -25,6 +25,7 @@ ORDER = (
     {"redact", "version"},
     {"errors"},
     {"format", "parsing"},
+    {"columns"},
     {"config"},
     {"storage"},
     {"data", "core"},
@@ -57,6 +58,7 @@ FORBIDDEN = {
     "errors": {"ray", "mlflow", "torch", "numpy", "pydantic"},
     "format": {"ray", "mlflow", "torch", "numpy", "pydantic"},
     "parsing": {"ray", "mlflow", "torch", "numpy", "pydantic"},
+    "columns": {"ray", "mlflow", "torch", "numpy", "pydantic"},
     "config": {"ray", "mlflow", "torch"},
     "storage": {"ray", "mlflow", "torch"},
     "data": {"ray", "mlflow", "torch"},
@@ -146,7 +148,13 @@ def test_a_sweep_file_is_read_without_ray_and_torch(module: str) -> None:
     names = imports(f"sweep/{module}.py")
     assert not {name.split(".")[0] for name in names} & {"ray", "mlflow", "torch"}
     files = {file_of(name) for name in names} - {None}
-    assert {layer(str(file)) for file in files} <= {"sweep", "config", "errors", "format"}
+    assert {layer(str(file)) for file in files} <= {
+        "sweep",
+        "config",
+        "columns",
+        "errors",
+        "format",
+    }
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from raytrain_gpt.checkpoint.checkpoint_state import STATE_VERSION, CheckpointState
-from raytrain_gpt.checkpoint.rows import parse_rows
+from raytrain_gpt.columns import parse_rows
 from raytrain_gpt.errors import CheckpointError, damage_as, is_full, reason
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.parsing import parse_json

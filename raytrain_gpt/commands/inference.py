@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
+from raytrain_gpt.columns import own_scores
 from raytrain_gpt.commands.flags import CheckpointOptions, Groups, JsonOptions, command
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.call_options import Metavar, Options, SamplingOptions
-from raytrain_gpt.format import count, number, own_scores, sample_command, shell
+from raytrain_gpt.format import count, number, sample_command, shell
 from raytrain_gpt.redact import say
 
 if TYPE_CHECKING:

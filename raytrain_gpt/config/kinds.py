@@ -19,10 +19,10 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
+from raytrain_gpt.columns import ROW_PREFIXES
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.wording import suggestion
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.format import ROW_PREFIXES
 
 Selector = Literal["architecture", "optimizer", "schedule", "evaluations", "trackers"]
 """Field of the configuration that chooses kinds by name."""

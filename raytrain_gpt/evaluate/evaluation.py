@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from raytrain_gpt.checkpoint.collectives import Collectives
+from raytrain_gpt.columns import Row, finite
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.config.kinds import Kind
@@ -29,7 +30,6 @@ from raytrain_gpt.core.model import GPT
 from raytrain_gpt.data.tokenizer import bytes_per_id, decode_tokens, prompt_tokens
 from raytrain_gpt.errors import ConfigError, UserError, reason
 from raytrain_gpt.format import Log
-from raytrain_gpt.tracking.run_files import Row, finite
 
 if TYPE_CHECKING:
     from raytrain_gpt.ingest.feed import EvalFeed

@@ -11,12 +11,13 @@ import torch
 import yaml
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint
+from raytrain_gpt.columns import own_scores
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.data.mixture import dataset_names, parse_data_path
 from raytrain_gpt.data.tokenizer import MAX_NAME_LENGTH
 from raytrain_gpt.export.hf_weights import mapping_of
-from raytrain_gpt.format import number, own_scores
+from raytrain_gpt.format import number
 from raytrain_gpt.version import VERSION
 
 CARD_FILE = "README.md"

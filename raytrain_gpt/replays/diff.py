@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from raytrain_gpt.columns import Row
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.schema import changed_fields
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import Log, count
 from raytrain_gpt.replays.steps import Replay, compared, list_changes, sha256, undisturbed
-from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.train.provenance import RunProvenance
 
 _OF_THE_RUN = {"run_name", "storage_path", "branch_from", "resume"}

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from raytrain_gpt.checkpoint.catalog import CODE_FILE, Catalog, resume_step
 from raytrain_gpt.checkpoint.collectives import Collectives
+from raytrain_gpt.columns import Row, finite
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.resolved import RunPlan, check_shares, micro_batch_for
@@ -34,7 +35,6 @@ from raytrain_gpt.errors import ConfigError, damage_as
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.ingest.feed import to_device
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, chunks_in_process, rank_chunks
-from raytrain_gpt.tracking.run_files import Row, finite
 from raytrain_gpt.train.local_mode import T, in_local_mode
 from raytrain_gpt.train.model_setup import set_up_training
 from raytrain_gpt.train.provenance import RunProvenance

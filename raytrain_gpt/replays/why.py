@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from raytrain_gpt.columns import finite
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import Log, number, table
 from raytrain_gpt.replays.steps import Replay, undisturbed
 from raytrain_gpt.tracking.goodput import BAD_STEP_EVENTS
-from raytrain_gpt.tracking.run_files import finite
 from raytrain_gpt.train.provenance import RunProvenance, describe_sequence
 
 _STEPS_BEFORE = 50

@@ -20,6 +20,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from raytrain_gpt.columns import own_scores
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.kinds import Strict
 from raytrain_gpt.config.load import load_config_file, load_preset, read_mapping
@@ -27,7 +28,7 @@ from raytrain_gpt.config.open_section import Name
 from raytrain_gpt.config.schema import FIELDS, Config, field_section
 from raytrain_gpt.config.wording import MAX_SHOWN, refusal, suggestion
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.format import own_scores, preview
+from raytrain_gpt.format import preview
 from raytrain_gpt.sweep.history import HISTORY_FILE
 from raytrain_gpt.sweep.space import (
     Domain,

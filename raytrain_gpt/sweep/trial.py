@@ -31,17 +31,17 @@ from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.cluster.connection import connect
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.signals import StopSignals
+from raytrain_gpt.columns import Row, own_scores
 from raytrain_gpt.config.resolved import workers_of
 from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.core.device import forget_peak_memory
 from raytrain_gpt.data.locations import read_data, run_location
 from raytrain_gpt.errors import Diverged, Interrupted, TrainingFailed, UserError
-from raytrain_gpt.format import own_scores
 from raytrain_gpt.parsing import parse_yaml
 from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN
 from raytrain_gpt.sweep.scheduler import REPORTED_TOKENS
 from raytrain_gpt.tracking.events import Link
-from raytrain_gpt.tracking.run_files import Row, merge_rows, read_rows
+from raytrain_gpt.tracking.run_files import merge_rows, read_rows
 from raytrain_gpt.tracking.sync import RunSync
 from raytrain_gpt.train.local_mode import InProcess, in_local_mode
 from raytrain_gpt.train.on_ray import OnRay

@@ -8,13 +8,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from raytrain_gpt.columns import Row, eval_line, event_line, step_line
 from raytrain_gpt.errors import RaytrainGptError
-from raytrain_gpt.format import Log, count, eval_line, event_line, step_line
+from raytrain_gpt.format import Log, count
 from raytrain_gpt.redact import redacted
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.configured import open_trackers
 from raytrain_gpt.tracking.events import Event, Line, Profile, Rows, Samples, Stacks
-from raytrain_gpt.tracking.run_files import PROFILE_DIR, Row, RunFiles
+from raytrain_gpt.tracking.run_files import PROFILE_DIR, RunFiles
 from raytrain_gpt.tracking.sync import RunSync
 from raytrain_gpt.tracking.trackers import End, TrackedRun
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from raytrain_gpt.columns import Row
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ConfigError
@@ -19,7 +20,7 @@ from raytrain_gpt.format import Log
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking import mlflow_run
-from raytrain_gpt.tracking.run_files import TRACKERS_DIR, Row, read_rows
+from raytrain_gpt.tracking.run_files import TRACKERS_DIR, read_rows
 from raytrain_gpt.tracking.trackers import BUFFER_S, DeliveryState, End, TrackedRun, TrackerQueue
 
 

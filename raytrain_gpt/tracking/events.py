@@ -8,8 +8,8 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from raytrain_gpt.columns import Row
 from raytrain_gpt.core.spikes import BadStreak
-from raytrain_gpt.tracking.run_files import Row
 
 
 @dataclass(frozen=True)

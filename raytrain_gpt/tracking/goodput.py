@@ -22,8 +22,8 @@ from math import fsum
 from statistics import median
 from typing import Any, Literal, get_args
 
+from raytrain_gpt.columns import Row
 from raytrain_gpt.format import count, short_duration, size
-from raytrain_gpt.tracking.run_files import Row
 
 FIRST_STEP_EVENTS = ("start", "resume")
 EndEvent = Literal[

@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from raytrain_gpt.columns import Row
 from raytrain_gpt.config.kinds import Settings
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import location
@@ -26,7 +27,7 @@ from raytrain_gpt.errors import ConfigError, Interrupted
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, is_url
-from raytrain_gpt.tracking.run_files import PROFILE_DIR, Row
+from raytrain_gpt.tracking.run_files import PROFILE_DIR
 from raytrain_gpt.tracking.trackers import End, TrackedRun, plottable_values
 
 SQLITE = "sqlite:///"
@@ -139,7 +140,7 @@ class MLflow(MLflowRun):
         metrics = [
             Metric(key, value, now_ms, row["step"])
             for row in rows
-            for key, value in plottable_values(row)
+            for key, value in plottable_values(row).items()
         ]
         for start in range(0, len(metrics), _BATCH_POINTS):
             self.client.log_batch(self.run_id, metrics=metrics[start : start + _BATCH_POINTS])

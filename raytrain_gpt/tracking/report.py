@@ -17,29 +17,21 @@ import numpy as np
 
 from raytrain_gpt.checkpoint.branch import read_branch
 from raytrain_gpt.checkpoint.catalog import Catalog, best_by_loss
+from raytrain_gpt.columns import COLUMNS, Row, is_loss_spike, own_scores
 from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.format import (
-    Log,
-    amount,
-    count,
-    duration,
-    is_loss_spike,
-    number,
-    own_scores,
-    size,
-)
+from raytrain_gpt.format import Log, amount, count, duration, number, size
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking import pages
 from raytrain_gpt.tracking.goodput import goodput, read_attempts, run_speed
 from raytrain_gpt.tracking.pages import Chart, Curve, Floats, curve_style
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, Row, event_text, read_rows, read_samples
+from raytrain_gpt.tracking.run_files import CONFIG_FILE, event_text, read_rows, read_samples
 from raytrain_gpt.tracking.sync import RunSync
 
 REPORT_FILE = "report.html"
 MAX_SAMPLE_SETS = _MAX_RANKS = 8
 _HELLASWAG_KEY = "hellaswag/acc_norm"
-_NATS, _SECONDS = "nats per token", "seconds per step"
+_NATS = "nats per token"
 _ORDER_HASH = (
     "data/order_hash is a rolling hash over the ids of the sequences that all workers together read in every "
     "global step. Each step is checked against the plan, in which no sequence repeats within an epoch, and a "
@@ -98,26 +90,19 @@ class RunHistory:
     def charts(self) -> list[Chart]:
         if not self.rows:
             return []
-        losses = [*self._noisy("train/loss"), *self.evaluations("val/loss", "validation")]
+        losses = [*self._curves("train/loss"), *self.evaluations("val/loss", "validation")]
         loss = Chart("Loss", _NATS, [*losses, *self._spikes()], self.marks)
         charts = [loss, *([loss.after(self.last["step"] // 2)] if self.window > 1 else [])]
-        parts = sorted({key for row in self.evals for key in row if key.startswith("val/loss/")})
-        by_part = [
-            self.evaluations(key, key.removeprefix("val/loss/"), curve_style(i))
-            for i, key in enumerate(parts)
-        ]
-        for title, unit, curves, from_zero in (
-            ("Validation loss by dataset", _NATS, [*chain(*by_part)], False),
-            *((key, "mean", self.evaluations(key, key), False) for key in self.scores()),
-            ("Learning rate", "learning rate", [self._curve("optim/lr")], True),
-            ("Gradient norm before clipping", "norm", self._noisy("optim/grad_norm"), True),
-            ("Throughput", "tokens per second", [self._curve("perf/tokens_per_s")], True),
-            ("Waiting for data", _SECONDS, self._noisy("perf/data_wait_s"), True),
-            ("Forward passes by rank", _SECONDS, self._of_ranks("perf/rank_forward_s"), True),
-            ("Waiting for data by rank", _SECONDS, self._of_ranks("perf/rank_data_wait_s"), True),
-        ):
-            charts += [Chart(title, unit, curves, self.marks, from_zero)] if curves else []
-        return charts
+        by_dataset: list[Curve] = []
+        keys = sorted({key for row in self.evals for key in row if key.startswith("val/loss/")})
+        for i, key in enumerate(keys):
+            by_dataset += self.evaluations(key, key.removeprefix("val/loss/"), curve_style(i))
+        charts.append(Chart("Validation loss by dataset", _NATS, by_dataset, self.marks))
+        charts += [Chart(k, "mean", self.evaluations(k, k), self.marks) for k in self.scores()]
+        for key, column in COLUMNS.items():
+            if column.chart:
+                charts.append(Chart(*column.chart, self._curves(key), self.marks, from_zero=True))
+        return [chart for chart in charts if chart.curves]
 
     def evaluations(
         self, key: str, label: str, look: tuple[int, str, str] = (2, "2 2", "D"), x: str = "step"
@@ -131,17 +116,18 @@ class RunHistory:
         values = np.array([row[key] for row in rows], np.float64)
         return [Curve(label, xs, values, *look)] if rows else []
 
-    def _curve(self, key: str) -> Curve:
-        return Curve("every step", self.column("step"), self.column(key))
-
-    def _noisy(self, key: str) -> list[Curve]:
-        curve, window = self._curve(key), self.window
-        if window == 1:
+    def _curves(self, key: str) -> list[Curve]:
+        """Return the curves of a step's column, if any step has it."""
+        if COLUMNS[key].kind == "rank_seconds":
+            return self._of_ranks(key)
+        if not any(key in row for row in self.rows):
+            return []
+        curve = Curve("every step", self.column("step"), self.column(key))
+        if self.window == 1 or not COLUMNS[key].smooth:
             return [curve]
-        mean = replace(
-            curve, label=f"mean of {window} steps", values=self.running_mean(key, window)
-        )
-        return [replace(curve, color=pages.FAINT, width=0.8), mean]
+        mean = self.running_mean(key, self.window)
+        smoothed = replace(curve, label=f"mean of {self.window} steps", values=mean)
+        return [replace(curve, color=pages.FAINT, width=0.8), smoothed]
 
     def running_mean(self, key: str, window: int) -> Floats:
         """Return the mean of the finite values in each trailing `window`, or NaN if there is none."""

@@ -13,13 +13,10 @@ import os
 import re
 from math import fsum
 from pathlib import Path
-from typing import Any
 
-from raytrain_gpt.checkpoint.rows import LIMIT, parse_rows
-from raytrain_gpt.format import Log, count, number, own_scores
+from raytrain_gpt.columns import COLUMNS, Row, own_scores, parse_rows
+from raytrain_gpt.format import Log, count, number
 from raytrain_gpt.storage.location import Location
-
-Row = dict[str, Any]
 
 METRICS_FILE = "metrics.jsonl"
 LOG_FILE = "log.txt"
@@ -66,16 +63,11 @@ def merge_rows(rows: list[Row], saved: list[Row], step: int) -> list[Row]:
 
 
 def log_text(row: Row) -> str:
-    step, lines = row["step"], []
-    if row.get("train/loss") is not None:
-        lines.append(f"{step} train {row['train/loss']:.6f}")
-    if row.get("val/loss") is not None:
-        lines.append(f"{step} val {row['val/loss']:.4f}")
-    if row.get("hellaswag/acc_norm") is not None:
-        lines.append(f"{step} hellaswag {row['hellaswag/acc_norm']:.4f}")
-    lines += [f"{step} {name} {number(score, '.4f')}" for name, score in own_scores(row).items()]
+    texts = [c.log.format(row[k]) for k, c in COLUMNS.items() if c.log and row.get(k) is not None]
+    texts += [f"{name} {number(score, '.4f')}" for name, score in own_scores(row).items()]
+    lines = [f"{row['step']} {text}" for text in texts]
     if "event" in row:
-        lines += [f"{step} {event_text(row)}", *str(row.get("stderr", "")).splitlines()]
+        lines += [f"{row['step']} {event_text(row)}", *str(row.get("stderr", "")).splitlines()]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -155,8 +147,3 @@ def _json_line(row: Row) -> str:
 
 def _samples_text(step: int, text: str) -> str:
     return f"=== step {step} ===\n{text}\n"
-
-
-def finite(value: float) -> float | None:
-    """Replace values by None if they are too large for a row or not finite, since JSON has no NaN."""
-    return value if abs(value) < LIMIT else None

@@ -14,8 +14,8 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from raytrain_gpt.columns import Row
 from raytrain_gpt.config.kinds import Settings
-from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.tracking.trackers import End, TrackedRun, plottable_values
 
 
@@ -36,7 +36,7 @@ class TensorBoard:
     def rows(self, rows: list[Row]) -> None:
         for row in rows:
             numbers = plottable_values(row)
-            values = [Summary.Value(tag=tag, simple_value=number) for tag, number in numbers]
+            values = [Summary.Value(tag=k, simple_value=v) for k, v in numbers.items()]
             self._add(row["step"], row.get("time"), summary=Summary(value=values))
         self._writer.flush()
 

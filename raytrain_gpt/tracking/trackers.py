@@ -18,10 +18,11 @@ from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
+from raytrain_gpt.columns import Row
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.format import Log
 from raytrain_gpt.redact import say
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, PROFILE_DIR, RUN_ID_FILE, SAMPLES_FILE, Row
+from raytrain_gpt.tracking.run_files import CONFIG_FILE, PROFILE_DIR, RUN_ID_FILE, SAMPLES_FILE
 
 End = Literal["finished", "failed", "interrupted"]
 _RETRY_S = 10.0
@@ -201,14 +202,11 @@ class TrackerQueue:
                     self._changed.wait_for(lambda: self._end, _RETRY_S)
 
 
-def plottable_values(row: Row) -> list[tuple[str, float]]:
+def plottable_values(row: Row) -> dict[str, float]:
     """Return the numbers of a row to plot: `a/b` keys with finite values; an event is 1."""
-    numbers = [
-        (key, float(value))
-        for key, value in row.items()
-        if "/" in key and isinstance(value, int | float) and math.isfinite(value)
-    ]
-    return [*numbers, (f"events/{row['event']}", 1.0)] if "event" in row else numbers
+    numbers = {k: v for k, v in row.items() if "/" in k and isinstance(v, int | float)}
+    events = {f"events/{row['event']}": 1.0} if "event" in row else {}
+    return {key: float(v) for key, v in numbers.items() if math.isfinite(v)} | events
 
 
 class DeliveryState(BaseModel):

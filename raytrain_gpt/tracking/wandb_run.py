@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
+from raytrain_gpt.columns import Row
 from raytrain_gpt.config.built_in import TrackioSettings, WandbSettings
 from raytrain_gpt.errors import reason
 from raytrain_gpt.format import shell
-from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.tracking.trackers import End, TrackedRun, plottable_values
 
 _INIT_TIMEOUT_S = 30
@@ -91,7 +91,7 @@ class Wandb:
 
     def rows(self, rows: list[Row]) -> None:
         for row in rows:
-            self._run.log({**dict(plottable_values(row)), "step": row["step"]})
+            self._run.log({**plottable_values(row), "step": row["step"]})
 
     def text(self, step: int, name: str, text: str) -> None:
         self._run.log({name: self._wandb.Html(_page(text)), "step": step})
@@ -135,7 +135,7 @@ class Trackio:
 
     def rows(self, rows: list[Row]) -> None:
         for row in rows:
-            self._run.log(dict(plottable_values(row)), step=row["step"])
+            self._run.log(plottable_values(row), step=row["step"])
 
     def text(self, step: int, name: str, text: str) -> None:
         self._run.log({name: self._trackio.Html(_page(text))}, step=step)

@@ -15,13 +15,13 @@ from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.checkpoint.code_check import code_hash, replaced_code
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.checkpoint.writer import CheckpointWriter
+from raytrain_gpt.columns import Row
 from raytrain_gpt.core.device import numerics_environment
 from raytrain_gpt.data.order import ORDER_VERSION
 from raytrain_gpt.data.tokenizer_file import TOKENIZER_FILE, tokenizer_json
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.storage.lease import LEASE_FILE, still_held
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.train.model_setup import TrainingSetup
 from raytrain_gpt.train.outbox import Outbox
 from raytrain_gpt.train.step_log import StepLog

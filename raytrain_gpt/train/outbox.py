@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from raytrain_gpt.columns import Row
 from raytrain_gpt.tracking.events import Event, Line, Rows
-from raytrain_gpt.tracking.run_files import Row
 
 ROWS_EVERY_S = 1.0
 

@@ -15,6 +15,7 @@ import numpy as np
 from raytrain_gpt.checkpoint.branch import read_branch
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.checkpoint.code_check import stored_code
+from raytrain_gpt.columns import Row
 from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import make_order, read_data, recorded, recorded_data
@@ -26,7 +27,7 @@ from raytrain_gpt.errors import ConfigError, DataError
 from raytrain_gpt.format import count, preview
 from raytrain_gpt.storage.location import Location, LocationLike
 from raytrain_gpt.tracking.goodput import read_attempts
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, Row, read_rows
+from raytrain_gpt.tracking.run_files import CONFIG_FILE, read_rows
 from raytrain_gpt.tracking.runs import find_run
 from raytrain_gpt.train.resume import read_skipped
 

@@ -19,6 +19,7 @@ from raytrain_gpt.checkpoint.catalog import resume_step
 from raytrain_gpt.checkpoint.code_check import check_same_code
 from raytrain_gpt.checkpoint.collectives import Collectives, DelayedFlags
 from raytrain_gpt.cluster.compilers import check_compiler
+from raytrain_gpt.columns import Row
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import (
     TimedContext,
@@ -44,7 +45,6 @@ from raytrain_gpt.tracking.events import (
     Profile,
     Samples,
 )
-from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.train.checkpointing import WRITE_TIMEOUT_S, Checkpointing
 from raytrain_gpt.train.model_setup import Sharded, set_up_training
 from raytrain_gpt.train.outbox import Outbox

@@ -30,6 +30,7 @@ from raytrain_gpt.cluster.compilers import check_compiler
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.last_words import last_words
 from raytrain_gpt.cluster.signals import StopSignals
+from raytrain_gpt.columns import Row
 from raytrain_gpt.config.resolved import RunPlan, workers_of
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import ClusterSection
@@ -54,13 +55,7 @@ from raytrain_gpt.tracking.configured import complete_trackers, tracker_warnings
 from raytrain_gpt.tracking.events import Evaluated, Events, Exited, Link, Rows, next_event
 from raytrain_gpt.tracking.mlflow_run import mark_interrupted
 from raytrain_gpt.tracking.report import write_report
-from raytrain_gpt.tracking.run_files import (
-    CONFIG_FILE,
-    TRACKERS_DIR,
-    Row,
-    merge_rows,
-    read_rows,
-)
+from raytrain_gpt.tracking.run_files import CONFIG_FILE, TRACKERS_DIR, merge_rows, read_rows
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.tracking.sync import RunSync
 from raytrain_gpt.tracking.trackers import End, TrackedRun

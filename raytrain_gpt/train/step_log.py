@@ -8,6 +8,7 @@ the previous flush, so that the device never waits.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.checkpoint.collectives import Collectives
+from raytrain_gpt.columns import Row, finite
 from raytrain_gpt.config.sections import SpikesSection
 from raytrain_gpt.core.device import Moment, Span, peak_memory_bytes
 from raytrain_gpt.core.loop import StepResult
@@ -26,7 +28,6 @@ from raytrain_gpt.data.mixed_order import MixedOrder
 from raytrain_gpt.data.order import BatchRanges, batch_before, extend_order_hash, skip_past
 from raytrain_gpt.ingest.feed import TrainFeed
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
-from raytrain_gpt.tracking.run_files import Row, finite
 
 
 @dataclass
@@ -91,7 +92,8 @@ class StepLog:
             for row in rows_before
         ]
         self._detector = SpikeDetector(spikes, before)
-        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
+        self._flops_per_token = flops_per_token
+        self._peak_flops = (peak_flops or math.nan) * collectives.world_size
         self._device, self._slowed = device, slowed
         self._pending: list[tuple[StepResult, Sequence[Span]]] = []
         self._unread: deque[_Window] = deque()
@@ -181,11 +183,7 @@ class StepLog:
         self._clock_from = window.end
         self._steps_done += len(steps)
         in_all_s = window.end.seconds_since(self._began)
-        of_window = {
-            "perf/step_time_s": seconds / len(steps),
-            "perf/tokens_per_s_overall": self._steps_done * self._batch_tokens / in_all_s,
-            "perf/peak_memory_bytes": int(of_ranks["peak_bytes"].max()),
-        }
+        step_time_s = seconds / len(steps)
         rows: list[Row] = []
         for i, result in enumerate(steps):
             # Ray Data promises no assignment of rows to ranks, so delivery is checked here.
@@ -197,17 +195,27 @@ class StepLog:
             self.position.order_hash = extend_order_hash(self.position.order_hash, sums[i][1])
             self.position.next_batch = batch + 1
             loss, norm = float(losses[i]), float(window.norms[i])
-            of_step = {
-                "train/loss": loss,
-                "optim/grad_norm": norm,
+            is_slowed = result.step in self._slowed
+            tokens_per_s = math.nan if is_slowed else self._batch_tokens / step_time_s
+            row: Row = {
+                "step": result.step,
+                "train/loss": finite(loss),
+                "optim/lr": result.lr,
+                "optim/grad_norm": finite(norm),
+                "perf/tokens_per_s": finite(tokens_per_s),
+                "perf/step_time_s": step_time_s,
                 "perf/data_wait_s": float(waits[i]),
+                "perf/mfu": finite(tokens_per_s * self._flops_per_token / self._peak_flops),
+                "data/epoch": self._order.epoch(batch),
+                "data/tokens_seen": result.step * self._batch_tokens,
+                "data/order_hash": self.position.order_hash,
+                **self._tokens_by_dataset(result.step),
+                "perf/tokens_per_s_overall": self._steps_done * self._batch_tokens / in_all_s,
+                "perf/peak_memory_bytes": int(of_ranks["peak_bytes"].max()),
             }
-            rows.append(self._row(result, batch, scales[i], of_step | of_window))
-            if (
-                self._order.epoch(skip_past(batch + 1, self.position.skipped))
-                > rows[-1]["data/epoch"]
-            ):
-                rows.append(self._end_of_epoch(rows[-1], window.end))
+            rows.append(row if scales[i] is None else {**row, "optim/loss_scale": scales[i]})
+            if self._order.epoch(skip_past(batch + 1, self.position.skipped)) > row["data/epoch"]:
+                rows.append(self._end_of_epoch(row, window.end))
             bad = self._detector.judge(result.step, loss, norm, scales[i])
             if bad is not None:
                 rows.append(_event(bad, loss, norm, batch, int(skips[i])))
@@ -216,8 +224,7 @@ class StepLog:
                 first = batch_before(batch, result.step - streak[0], self.position.skipped)
                 self.bad_streak = BadStreak(streak[0], result.step, first, batch)
                 break  # later steps are repeated after the rollback
-        is_slowed = self.bad_streak is not None or steps[-1].step in self._slowed
-        if self._collectives.world_size > 1 and not is_slowed:
+        if self._collectives.world_size > 1 and self.bad_streak is None and not is_slowed:
             last = next(row for row in reversed(rows) if "event" not in row)
             last["perf/rank_forward_s"] = _means(of_ranks["forward_s"])
             last["perf/rank_data_wait_s"] = _means(of_ranks["wait_s"])
@@ -231,32 +238,6 @@ class StepLog:
             name: bits.contiguous().view(column.dtype)
             for (name, column), bits in zip(columns.items(), received.unbind(1), strict=True)
         }
-
-    def _row(self, result: StepResult, batch: int, scale: float | None, numbers: Row) -> Row:
-        """Make a step's row of `numbers` and what follows from them."""
-        tokens_per_s = mfu = None
-        if result.step not in self._slowed:
-            tokens_per_s = self._batch_tokens / numbers["perf/step_time_s"]
-            if self._peak_flops is not None:
-                peak = self._peak_flops * self._collectives.world_size
-                mfu = tokens_per_s * self._flops_per_token / peak
-        row = {
-            "step": result.step,
-            "train/loss": finite(numbers["train/loss"]),
-            "optim/lr": result.lr,
-            "optim/grad_norm": finite(numbers["optim/grad_norm"]),
-            "perf/tokens_per_s": tokens_per_s,
-            "perf/step_time_s": numbers["perf/step_time_s"],
-            "perf/data_wait_s": numbers["perf/data_wait_s"],
-            "perf/mfu": mfu,
-            "data/epoch": self._order.epoch(batch),
-            "data/tokens_seen": result.step * self._batch_tokens,
-            "data/order_hash": self.position.order_hash,
-            **self._tokens_by_dataset(result.step),
-            "perf/tokens_per_s_overall": numbers["perf/tokens_per_s_overall"],
-            "perf/peak_memory_bytes": numbers["perf/peak_memory_bytes"],
-        }
-        return row if scale is None else {**row, "optim/loss_scale": scale}
 
     def _end_of_epoch(self, row: Row, now: Moment) -> Row:
         began, self._epoch_began = self._epoch_began, now

@@ -17,12 +17,12 @@ from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBacken
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.cluster.process_groups import host, join, open_meeting
+from raytrain_gpt.columns import Row
 from raytrain_gpt.config.resolved import RunPlan, Workers
 from raytrain_gpt.core.device import set_cuda_defaults
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.events import Events, Link
-from raytrain_gpt.tracking.run_files import Row
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import yaml
 
+from raytrain_gpt.columns import Row
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.data.order import Order, extend_order_hash, sequence_hashes
 from raytrain_gpt.data.shards import read_manifest
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.run_files import Row
 from tests.data.shard_tools import prepare_here
 from tests.documented_job import job_options
 from tests.faults.gates import wait_until

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from raytrain_gpt.columns import Row
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.evaluate.hellaswag import batches, choose_endings, encode_example, read_examples
 from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.export.huggingface import export_checkpoint
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
 from tests.conftest import RunCli

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from raytrain_gpt.checkpoint.catalog import CODE_FILE, Catalog
+from raytrain_gpt.columns import ROW_PREFIXES
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.load import load_preset
@@ -27,7 +28,6 @@ from raytrain_gpt.evaluate import evaluation
 from raytrain_gpt.evaluate.evaluation import Evaluation
 from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.export.model_card import _scores
-from raytrain_gpt.format import ROW_PREFIXES
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.history import History, best_trial, ranking
 from raytrain_gpt.sweep.sweep_page import sweep_charts

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import ByteLevelBPETokenizer
 
 from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.columns import Row
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.model import GPT, GPTShape
@@ -36,7 +37,6 @@ from raytrain_gpt.export import huggingface
 from raytrain_gpt.export.hf_weights import hf_tensors
 from raytrain_gpt.export.huggingface import export_checkpoint, import_weights
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.preflight import check_init_from
 from raytrain_gpt.train.run_config import fields_of_init_from

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from raytrain_gpt.columns import Row
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.tracking.configured import NamedTracker
-from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.tracking.trackers import TrackedRun, TrackerQueue
 from tests.ports import free_port
 

@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 
 from raytrain_gpt import batch_at, replay
 from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.columns import Row
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.errors import ConfigError, DataError, UserError
 from raytrain_gpt.replays.steps import compared, sha256
-from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.provenance import RunProvenance

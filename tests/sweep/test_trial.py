@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from raytrain_gpt.columns import Row
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import Diverged, Interrupted, TrainingFailed
 from raytrain_gpt.sweep import trial as module
 from raytrain_gpt.sweep.trial import TrialRun
-from raytrain_gpt.tracking.run_files import Row
 
 BATCH_TOKENS, STEPS = 4096, 4
 

@@ -8,13 +8,14 @@ from unittest.mock import Mock, call
 
 import pytest
 
+from raytrain_gpt.columns import Row
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import StorageError
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking import books as module
 from raytrain_gpt.tracking.books import Books
 from raytrain_gpt.tracking.events import Line, Profile, Rows, Samples, Stacks
-from raytrain_gpt.tracking.run_files import Row, RunFiles, read_rows, read_samples
+from raytrain_gpt.tracking.run_files import RunFiles, read_rows, read_samples
 from raytrain_gpt.tracking.sync import RunSync
 from raytrain_gpt.tracking.trackers import TrackedRun
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from raytrain_gpt.columns import Row
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.goodput import (
@@ -18,7 +19,7 @@ from raytrain_gpt.tracking.goodput import (
     read_attempts,
     run_speed,
 )
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE, Row, merge_rows
+from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE, merge_rows
 from raytrain_gpt.tracking.runs import runs_command
 
 STARTUP_S, STEP_S, WAIT_S, EVAL_S, BLOCKED_S = 8.0, 0.5, 0.125, 2.0, 0.25

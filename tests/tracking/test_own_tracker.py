@@ -17,6 +17,7 @@ import wandb
 
 import raytrain_gpt
 from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.columns import Row
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.schema import Config
@@ -28,7 +29,7 @@ from raytrain_gpt.tracking.configured import (
     complete_trackers,
     open_trackers,
 )
-from raytrain_gpt.tracking.run_files import Row, RunFiles
+from raytrain_gpt.tracking.run_files import RunFiles
 from raytrain_gpt.tracking.trackers import DeliveryState, End, TrackedRun
 from raytrain_gpt.train.launch import train
 from tests.conftest import RunCli

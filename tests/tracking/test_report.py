@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.columns import Row
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.report import MAX_SAMPLE_SETS, RunHistory, write_comparison, write_report
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE, SAMPLES_FILE, Row
+from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE, SAMPLES_FILE
 from raytrain_gpt.tracking.sync import RunSync
 from tests.training import STATE
 

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
+from raytrain_gpt.columns import Row, eval_line
 from raytrain_gpt.errors import StorageError
-from raytrain_gpt.format import eval_line
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import (
     METRICS_FILE,
-    Row,
     RunFiles,
     log_text,
     merge_rows,

@@ -15,6 +15,7 @@ import pytest
 from mlflow import MlflowClient
 from raytrain_gpt.tracking.recorder import Recorder, RecorderSpec
 
+from raytrain_gpt.columns import Row
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
@@ -28,7 +29,7 @@ from raytrain_gpt.tracking.mlflow_run import (
     track_export,
     tracking_lines,
 )
-from raytrain_gpt.tracking.run_files import Row, read_rows
+from raytrain_gpt.tracking.run_files import read_rows
 from raytrain_gpt.tracking.sync import RunSync
 from raytrain_gpt.tracking.trackers import End, TrackedRun, TrackerQueue, plottable_values
 from tests.faults.gates import wait_until
@@ -77,8 +78,8 @@ def history(client: MlflowClient, key: str) -> list[tuple[int, float]]:
 
 def test_numbers_that_a_tracker_can_plot() -> None:
     row: Row = {"step": 3, "train/loss": 2.0, "perf/mfu": None, "optim/lr": float("nan")}
-    assert plottable_values(row) == [("train/loss", 2.0)]
-    assert plottable_values({"step": 3, "event": "resize", "time": 1.0}) == [("events/resize", 1.0)]
+    assert plottable_values(row) == {"train/loss": 2.0}
+    assert plottable_values({"step": 3, "event": "resize", "time": 1.0}) == {"events/resize": 1.0}
 
 
 def test_steps_repeated_after_a_restart_are_sent_once(track: Track, client: MlflowClient) -> None:

@@ -11,16 +11,15 @@ import pytest
 import torch
 
 from raytrain_gpt.checkpoint.collectives import Collectives
+from raytrain_gpt.columns import COLUMNS, Row, event_line
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import Moment, Span
 from raytrain_gpt.core.loop import StepResult
 from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.data.locations import read_data
 from raytrain_gpt.data.order import extend_order_hash, sequence_hashes, skip_past
-from raytrain_gpt.format import event_line
 from raytrain_gpt.ingest.feed import TrainFeed
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, ReadRange, rank_chunks, read_chunk
-from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.train.step_log import StepLog
 from tests.runs import MakeConfig, ingest_of
 from tests.training import thread_ranks
@@ -89,6 +88,7 @@ def test_rows_have_the_position_and_the_hash_of_what_was_delivered(config: Confi
         for step in steps:
             log.add(result(step, loss=3.0 - step / 10))
         rows += log.flush()
+    assert rows[0].keys() <= {"step", *COLUMNS}
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert [row["train/loss"] for row in rows] == pytest.approx([2.9, 2.8, 2.7, 2.6])
     order_hash, order = spec.data.hash, spec.order()
