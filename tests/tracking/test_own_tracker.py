@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import pickle
 import socket
 import struct
 import sys
@@ -347,14 +346,6 @@ def test_a_package_that_is_not_installed_is_named_before_the_run(
     assert "trackers=wandb needs the package wandb" in line
     assert "pip install 'raytrain-gpt[wandb]'" in line
     check_packages(Config().updated({"trackers": "csv"}))
-
-
-def test_a_run_travels_to_its_recorder_after_ray_has_replaced_print(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = TrackedRun(tmp_path, Config(), 0, {})
-    monkeypatch.setattr("builtins.print", lambda *args, **kwargs: None)
-    assert pickle.loads(pickle.dumps(run)).name == run.name
 
 
 @pytest.fixture

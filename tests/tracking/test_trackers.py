@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import queue
 import threading
@@ -13,13 +12,14 @@ from typing import Any
 
 import pytest
 from mlflow import MlflowClient
-from raytrain_gpt.tracking.recorder import Recorder, RecorderSpec
 
 from raytrain_gpt.columns import Row
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.books import Books
 from raytrain_gpt.tracking.configured import NamedTracker
+from raytrain_gpt.tracking.events import Rows, Samples
 from raytrain_gpt.tracking.mlflow_run import (
     TRACKING_FILE,
     URI_VARIABLE,
@@ -150,7 +150,7 @@ def test_the_page_of_a_run_is_told_and_a_run_that_was_left_is_killed(
     assert tracking_lines(place) == [f"mlflow      http://host:5000/#/{ids}"]
 
 
-def test_a_slow_and_failing_tracker_neither_slows_nor_ends_the_recorder(
+def test_a_slow_and_failing_tracker_neither_slows_nor_ends_the_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers, failed = threading.Event(), set[str]()
@@ -184,24 +184,25 @@ def test_a_slow_and_failing_tracker_neither_slows_nor_ends_the_recorder(
     def open_trackers(run: TrackedRun, _rows: Any, log: Log) -> list[TrackerQueue]:
         return [TrackerQueue(Fake, run, log, "Fake")]
 
-    monkeypatch.setattr("raytrain_gpt.tracking.recorder.open_trackers", open_trackers)
+    monkeypatch.setattr("raytrain_gpt.tracking.books.open_trackers", open_trackers)
     monkeypatch.setattr("raytrain_gpt.tracking.trackers._RETRY_S", 0.0)
     run = TrackedRun(tmp_path, Config(), 0, {"sweep": "a"})
-    attempt = {"time": 1.0, "session": "a"}
-    recorder = Recorder(RecorderSpec(RunSync(Location.of(tmp_path)), run, attempt, []))
-    asyncio.run(recorder.add_rows(rows(1, 3)))
-    asyncio.run(recorder.add_samples(3, "To be"))
+    attempt, lines = {"time": 1.0, "session": "a", "attempt": 1}, list[str]()
+    books = Books(RunSync(Location.of(tmp_path)), run, attempt, [], lines.append)
+    books.take(Rows(rows(1, 3)))
+    books.take(Samples(3, "To be"))
     assert read_rows(tmp_path)[1:] == rows(1, 3)
     assert calls.empty()
     answers.set()
     assert calls.get(timeout=60) == ("make", tmp_path.name, 0, {"sweep": "a"})
     sent = ("rows", [0, 1, 2, 3])  # from the event of the attempt on
     assert [calls.get(timeout=60) for _ in range(2)] == [sent, ("text", 3, "samples", "To be")]
-    asyncio.run(recorder.close("failed", None))
+    books.close("failed", None)
     assert calls.get_nowait() == ("failed", "samples.txt")
     assert calls.empty()
-    lines = [line for line in asyncio.run(recorder.drain_messages(0.0)) if "Fake" in str(line)]
-    assert lines == ["Fake does not respond, retrying: make failed"]
+    assert [line for line in lines if "Fake" in line] == [
+        "Fake does not respond, retrying: make failed"
+    ]
 
 
 def test_a_tracker_that_fails_while_the_run_ends_is_tried_once_more(tmp_path: Path) -> None:
