@@ -22,10 +22,11 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.events import Events
 from raytrain_gpt.tracking.goodput import goodput
 from raytrain_gpt.tracking.run_files import read_rows
-from raytrain_gpt.train import attempt
+from raytrain_gpt.train import on_ray
 from raytrain_gpt.train.launch import train
+from raytrain_gpt.train.mailbox import push_events
 from raytrain_gpt.train.rank import train_rank
-from raytrain_gpt.train.worker_group import RankJob
+from raytrain_gpt.train.worker_group import RankJob, TrainLoop
 from tests.faults.conftest import MakeGate
 from tests.runs import MakeConfig, Straight, assert_same, environment, events
 
@@ -137,7 +138,7 @@ def test_a_controller_that_hangs_behind_the_last_step_is_ended(
     straight: Straight, make_config: MakeConfig, gate: MakeGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Needs a separate run, because the test freezes its controller."""
-    monkeypatch.setattr(attempt, "END_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(on_ray, "END_TIMEOUT_S", 3.0)
     place, others = gate(0, 50), set(own("ray::TrainController"))
 
     def freeze() -> None:
@@ -154,11 +155,11 @@ def test_a_controller_that_hangs_behind_the_last_step_is_ended(
     assert set(own("ray::TrainController")) == others
 
 
-def without_rank_1_at_first(spec: RankJob) -> Events:
-    """Train, but block rank 1 forever in the first attempt."""
-    if spec.attempt == 1 and ray.train.get_context().get_world_rank() == 1:
+def push_without_rank_1(train_loop: TrainLoop, job: RankJob, mailbox: Any) -> None:
+    """Train, but block rank 1 forever before it reports."""
+    if ray.train.get_context().get_world_rank() == 1:
         threading.Event().wait()
-    yield from train_rank(spec)
+    push_events(train_loop, job, mailbox)
 
 
 @pytest.mark.long
@@ -167,17 +168,18 @@ def test_a_start_without_all_workers_is_given_up_and_tried_again(
     straight: Straight, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Needs a separate run, because in no other run does a rank fail to start."""
-    monkeypatch.setattr(attempt, "START_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(on_ray, "START_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(on_ray, "push_events", push_without_rank_1)
     lines: list[str] = []
 
     def log(line: str) -> None:
         lines.append(line)
         if line.endswith("of 2 workers started within 5 s"):
-            monkeypatch.undo()  # the next start has the normal timeout
+            monkeypatch.undo()  # the next start is normal
 
     config = make_config(num_workers=2, run_name="stays-away")
-    summary = train(config, log, without_rank_1_at_first)
-    assert attempt.START_TIMEOUT_S > 5, lines
+    summary = train(config, log)
+    assert on_ray.START_TIMEOUT_S > 5, lines
     assert lines.count("hung; resuming from step 0") == 1
     assert_same(summary.run_dir.path, straight(2))
 
