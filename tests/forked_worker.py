@@ -28,7 +28,7 @@ LIBRARIES_ON_RAY = (
     "ray.data",
     "ray.train.torch",
     "raytrain_gpt.train.launch",
-    "raytrain_gpt.train.worker",
+    "raytrain_gpt.train.rank",
 )
 MAX_ENVIRONMENTS = 4
 """Largest number of fork servers, one per set of Ray variables: two jobs with two sets each."""

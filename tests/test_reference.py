@@ -17,9 +17,8 @@ from raytrain_gpt.data.shards import Manifest, Shard
 from raytrain_gpt.evaluate.hellaswag import HELLASWAG
 from raytrain_gpt.tracking.goodput import BAD_STEP_EVENTS, END_EVENTS, FIRST_STEP_EVENTS
 from raytrain_gpt.tracking.report import RunHistory
-from raytrain_gpt.tracking.run_files import read_rows
+from raytrain_gpt.tracking.run_files import RunSync, read_rows
 from raytrain_gpt.tracking.summary import run_facts
-from raytrain_gpt.tracking.sync import RunSync
 from raytrain_gpt.train.provenance import TrainedSequence
 
 from .runs import Straight
@@ -80,11 +79,8 @@ def test_events() -> None:
         if isinstance(node, ast.Dict):
             pairs = zip(node.keys, node.values, strict=True)
             written |= {text_of(value) for key, value in pairs if text_of(key) == "event"}
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if node.func.attr in ("event", "add_event") and len(node.args) > 1:
-                written.add(text_of(node.args[1]))
-            if node.func.attr == "ask" and text_of(node.args[0]) == "add_event":
-                written.add(text_of(node.args[2]))
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "note":
+            written.add(text_of(node.args[1]))
     assert written - {"", "no step", "killed"} == first_column("Events")
 
 

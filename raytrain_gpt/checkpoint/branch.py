@@ -26,7 +26,7 @@ from raytrain_gpt.checkpoint.catalog import (
 )
 from raytrain_gpt.checkpoint.code_check import check_unchanged, code_hash, replaced_code
 from raytrain_gpt.config.resolved import for_workers
-from raytrain_gpt.config.schema import Config, changed_fields, parse_config
+from raytrain_gpt.config.schema import Config, changed_fields
 from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS, SHAPE_FIELDS
 from raytrain_gpt.data.locations import location, run_location
 from raytrain_gpt.data.mixture import Mixture, check_vocabulary
@@ -47,7 +47,6 @@ class _Branch:
     """Origin of a branched run.
 
     Attributes:
-        step: Step of the checkpoint.
         next_batch: Global batch that the first step of the branch reads.
         changed: Field -> `old -> new`.
     """
@@ -59,7 +58,7 @@ class _Branch:
 
     @property
     def line(self) -> str:
-        """Line for the log."""
+        """Line for the log and the report."""
         changes = [f"{name} {change}" for name, change in self.changed.items()] or ["nothing"]
         return f"branched from {self.checkpoint} at step {self.step}, changed: {', '.join(changes)}"
 
@@ -74,19 +73,11 @@ def read_branch(directory: Location) -> _Branch | None:
 
 
 def create_branch(config: Config, data: Mixture, log: Log) -> Checkpoint | None:
-    """Create a branched run's first checkpoint; None if `branch_from` is unset.
-
-    Raises:
-        CheckpointError: there is no such checkpoint, or it is damaged.
-        ConfigError: a field in _FIXED_ON_BRANCH differs, or max_steps is already reached.
-        DataError: the tokenizers differ.
-    """
+    """Create a branched run's first checkpoint; None if `branch_from` is unset; may raise a UserError."""
     if config.run.branch_from is None:
         return None
     origin = find_origin(config, config.run.branch_from, log)
-    state = origin.state
-    before = parse_config(state.config, str(origin.path)).field_values()
-    now = config.field_values()
+    state, before, now = origin.state, origin.config.field_values(), config.field_values()
     for name in (*_FIXED_ON_BRANCH, *(config.model.model_extra or ())):
         if before.get(name) != now[name]:
             raise ConfigError(
@@ -106,12 +97,8 @@ def create_branch(config: Config, data: Mixture, log: Log) -> Checkpoint | None:
     trained = config.updated({name: before[name] for name in autos})
     run_fields = {"run_name", "storage_path", "branch_from"}
     changed = changed_fields(before, for_workers(trained, state.num_workers).field_values())
-    branch = _Branch(
-        checkpoint=str(origin.path),
-        step=state.step,
-        next_batch=state.next_batch,
-        changed={name: change for name, change in changed.items() if name not in run_fields},
-    )
+    changed = {name: change for name, change in changed.items() if name not in run_fields}
+    branch = _Branch(str(origin.path), state.step, state.next_batch, changed)
     draft = Catalog(run_dir).draft(state.step, "branch")
     with origin.files() as files:
         names = origin.file_names - {STATE_FILE, ROWS_FILE, CODE_FILE}

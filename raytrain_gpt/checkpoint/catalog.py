@@ -30,6 +30,7 @@ from pydantic import Field, TypeAdapter
 
 from raytrain_gpt.checkpoint.checkpoint_state import STATE_VERSION, CheckpointState
 from raytrain_gpt.columns import parse_rows
+from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.errors import CheckpointError, damage_as, is_full, reason
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.parsing import parse_json
@@ -75,6 +76,15 @@ class Checkpoint:
     size_bytes: int
     file_names: frozenset[str] = frozenset()
 
+    @property
+    def run_dir(self) -> Location:
+        return self.path.parent.parent
+
+    @property
+    def config(self) -> Config:
+        """The configuration; fields that it lacks had the effect of their defaults."""
+        return parse_config(self.state.config, str(self.path))
+
     def verify(self) -> None:
         """Check every file's size and hash; CheckpointError names the first missing or changed file."""
         for name, entry in read_hashes(self.path).items():
@@ -90,11 +100,7 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def files(self) -> Iterator[Path]:
-        """Provide a local directory with the files, fetched from an object store and verified.
-
-        Raises:
-            CheckpointError: a fetched file is damaged, or state and model are not listed.
-        """
+        """Provide a local directory with the files, fetched from an object store and verified."""
         if unlisted := _NEEDED - self.file_names:
             raise CheckpointError(f"checkpoint {self.path}: {HASHES_FILE} lacks {min(unlisted)}")
         if self.path.is_local:
@@ -130,11 +136,7 @@ def read_hashes(directory: Location) -> dict[str, FileEntry]:
 
 
 def read_checkpoint(path: Location) -> Checkpoint:
-    """Read a checkpoint directory's state, but not its tensors.
-
-    Raises:
-        CheckpointError: it is incomplete, of a newer version, or named after another step.
-    """
+    """Read a checkpoint's state; CheckpointError if it is incomplete, newer, or named after another step."""
     if not (path / HASHES_FILE).is_file():
         raise CheckpointError(f"checkpoint {path} is incomplete: it has no {HASHES_FILE}")
     hashes = read_hashes(path)
@@ -160,9 +162,8 @@ def read_checkpoint(path: Location) -> Checkpoint:
 class Draft:
     """A checkpoint being written: any process adds files, one process commits.
 
-    Args:
-        mark: The same on all ranks and different for every attempt, so that late writes of a dying attempt
-            never get into the next attempt's checkpoint.
+    `mark` is the same on all ranks and different for every attempt, so that late writes of a dying attempt
+    never get into the next attempt's checkpoint.
     """
 
     def __init__(self, directory: Location, step: int, mark: str) -> None:
@@ -195,14 +196,9 @@ class Draft:
     def commit(
         self, state: CheckpointState, entries: Mapping[str, FileEntry], texts: Mapping[str, str]
     ) -> Location:
-        """Complete the checkpoint; returns its directory.
+        """Write small files (name -> text), the state and all hashes; returns the checkpoint's directory.
 
-        Args:
-            entries: Name -> size and hash of every file that any process added.
-            texts: Additional small files, name -> content.
-
-        Raises:
-            CheckpointError: the disk is full.
+        `entries` are those of all files that any process added.
         """
         files = dict(entries)
         for name, text in {**texts, STATE_FILE: _json(dataclasses.asdict(state))}.items():
@@ -340,15 +336,12 @@ def best_by_loss(checkpoints: list[Checkpoint]) -> Checkpoint | None:
 def _by_preference(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
     """Sort by validation loss, then earlier step; others last, see `best_by_loss`, newest first."""
     by_step = sorted(checkpoints, key=lambda one: one.state.step)
-    tokens = [_eval_tokens(one) for one in by_step if one.state.val_loss is not None][-1:]
-
-    def rank(checkpoint: Checkpoint) -> tuple[bool, float, int]:
-        loss, step = checkpoint.state.val_loss, checkpoint.state.step
-        if loss is None or [_eval_tokens(checkpoint)] != tokens:
-            return True, -step, step
-        return False, loss, step
-
-    return sorted(by_step, key=rank)
+    losses = [(one.state.val_loss, one) for one in by_step if one.state.val_loss is not None]
+    comparable = [
+        (loss, one) for loss, one in losses if _eval_tokens(one) == _eval_tokens(losses[-1][1])
+    ]
+    best = [one for _, one in sorted(comparable, key=lambda pair: pair[0])]
+    return [*best, *(one for one in reversed(by_step) if one not in best)]
 
 
 def _eval_tokens(checkpoint: Checkpoint) -> object:
@@ -364,14 +357,7 @@ def _is_choice(which: Which, step: int, of_step: int) -> bool:
 
 
 def resolve_checkpoint(path: Location, on_skip: Log = say) -> Checkpoint:
-    """Open the checkpoint at a path; of a run, its best, or its newest if none was evaluated.
-
-    Args:
-        on_skip: As in `Catalog.pick`.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or no intact one.
-    """
+    """Open the checkpoint at a path, or a run's best one; raises CheckpointError if none is intact."""
     if (path / STATE_FILE).is_file() or path.name.startswith("step="):
         checkpoint = read_checkpoint(path)
         checkpoint.verify()

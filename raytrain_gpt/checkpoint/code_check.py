@@ -43,14 +43,13 @@ def replaced_code(config: Config, resumed: Checkpoint | None) -> tuple[str, ...]
     """Return hashes of a run's earlier code, each replaced with `--accept_changed_code`."""
     if resumed is None:
         return ()
-    before, state = resumed.state.code_sha256, resumed.state
-    changed = before is not None and before != code_hash(config)
-    return (*state.replaced_code, before) if changed and before else state.replaced_code
+    before, earlier = resumed.state.code_sha256, resumed.state.replaced_code
+    return (*earlier, before) if before and before != code_hash(config) else earlier
 
 
 def check_unchanged(checkpoint: Checkpoint, used: Code | None, log: Log) -> None:
     """Compare the code with that of a checkpoint to continue; raises CheckpointError if it may not."""
-    change, may_replace = compare(checkpoint.state.code_sha256, _code_of(checkpoint), used)
+    change, may_replace = compare(checkpoint.state.code_sha256, code_of(checkpoint), used)
     if not may_replace:
         before = f"if you trust it, pass --code {shell(checkpoint.path / CODE_FILE)}"
         back = before if checkpoint.state.code_sha256 else "leave out --code"
@@ -66,11 +65,6 @@ def check_executable(checkpoint: Checkpoint, log: Log) -> None:
     """Check, before it is executed, the user code that builds a checkpoint's model; see `check_unchanged`."""
     if not kinds.is_built_in("architecture", _architecture(checkpoint)):
         check_unchanged(checkpoint, kinds.used_code(), log)
-
-
-def change_of_code(checkpoint: Checkpoint, used: Code | None) -> str:
-    """Describe a difference from a checkpoint's code; empty if there is none."""
-    return compare(checkpoint.state.code_sha256, _code_of(checkpoint), used)[0]
 
 
 def compare(sha256: str | None, before: Code | None, used: Code | None) -> tuple[str, bool]:
@@ -95,7 +89,7 @@ def stored_code(directory: Location) -> Code | None:
     return Code(CODE_FILE, content.decode("utf-8", "replace"))
 
 
-def _code_of(checkpoint: Checkpoint) -> Code | None:
+def code_of(checkpoint: Checkpoint) -> Code | None:
     """Return a checkpoint's code; empty if it cannot be read, None if it has none."""
     if (sha256 := checkpoint.state.code_sha256) is None:
         return None

@@ -5,26 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from datetime import timedelta
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
-from pydantic import PlainSerializer, PlainValidator, TypeAdapter
+from pydantic import TypeAdapter
 from torch import Tensor
 
 MAX_JSON_BYTES = 64 * 2**20
 """Largest value that a rank sends or receives."""
 T = TypeVar("T")
-
-
-Int64Array = Annotated[
-    NDArray[np.int64],
-    PlainValidator(lambda numbers: np.array(numbers, np.int64)),
-    PlainSerializer(lambda array: array.tolist()),
-]
-"""int64 array that travels as JSON."""
 
 
 class Collectives:
@@ -43,10 +33,13 @@ class Collectives:
         self._group: dist.ProcessGroup | None = None
         self.background = self
         if world_size > 1:
-            self.background = copy(self)
-            for ranks, seconds in zip((self, self.background), timeouts_s, strict=True):
-                timeout = timedelta(seconds=seconds)
-                ranks._group = dist.new_group(timeout=timeout, backend="gloo")
+            self._group, *others = (
+                dist.new_group(timeout=timedelta(seconds=seconds), backend="gloo")
+                for seconds in timeouts_s
+            )
+            for group in others:
+                self.background = copy(self)
+                self.background._group = group
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Sum over all ranks, on the CPU."""
@@ -57,59 +50,53 @@ class Collectives:
 
     def any_later(self, *flags: bool) -> Callable[[], list[bool]]:
         """Start an OR over all ranks; the returned function waits for the result."""
+        if self._group is None:
+            return lambda: list(flags)
         reduced = torch.tensor(flags, dtype=torch.uint8)
-        work = None
-        if self._group is not None:
-            work = dist.all_reduce(reduced, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        work = dist.all_reduce(reduced, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
         def wait() -> list[bool]:
-            if work is not None:
-                work.wait()
+            work.wait()
             return reduced.bool().tolist()
 
         return wait
 
     def all_gather_rows(self, row: Tensor) -> Tensor:
-        """Gather int64 (n,) of every rank as int64 (world_size, n), on the CPU."""
-        return row.cpu()[None] if self._group is None else all_gather_rows(row, self._group)
+        """Gather (n,) of every rank as (world_size, n), on the CPU."""
+        row = row.cpu()
+        if self._group is None:
+            return row[None]
+        rows = torch.empty(self.world_size, len(row), dtype=row.dtype)
+        dist.all_gather([*rows], row, group=self._group)
+        return rows
 
     def all_gather_json(self, value: T, kind: Any) -> list[T]:
-        """Gather the value of every rank, in rank order; see `all_gather_values`."""
-        return [value] if self._group is None else all_gather_values(value, kind, self._group)
+        """Gather the value of every rank, in rank order.
 
+        Values travel as validated JSON, because unpickling would execute the sender's code.
 
-def all_gather_rows(row: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Gather (n,) of every rank of a gloo group as (ranks, n), on the CPU; by default all ranks."""
-    rows = torch.empty(dist.get_world_size(group), len(row), dtype=row.dtype)
-    dist.all_gather([*rows], row.cpu(), group=group)
-    return rows
+        Args:
+            kind: The values' type, for pydantic.
 
-
-def all_gather_values(value: T, kind: Any, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Gather the value of every rank of a gloo group, in rank order.
-
-    Values travel as validated JSON, because unpickling would execute the sender's code.
-
-    Args:
-        kind: The values' type, for pydantic.
-        group: A group, or None for the default group.
-
-    Raises:
-        ValueError: a rank sent a value of the wrong type, or more than MAX_JSON_BYTES.
-    """
-    adapter = TypeAdapter(kind)
-    sent = torch.frombuffer(bytearray(adapter.dump_json(value, by_alias=True)), dtype=torch.uint8)
-    sizes = all_gather_rows(torch.tensor([len(sent)]), group).flatten().tolist()
-    if not 0 <= min(sizes) <= max(sizes) <= MAX_JSON_BYTES:
-        raise ValueError(
-            f"a rank sent {max(sizes)} bytes, more than the maximum of {MAX_JSON_BYTES}"
-        )
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    padded[: len(sent)] = sent
-    rows = all_gather_rows(padded, group)
-    return [
-        adapter.validate_json(bytes(row[:n].numpy())) for row, n in zip(rows, sizes, strict=True)
-    ]
+        Raises:
+            ValueError: a rank sent a value of the wrong type, or more than MAX_JSON_BYTES.
+        """
+        if self._group is None:
+            return [value]
+        adapter = TypeAdapter(kind)
+        text = bytearray(adapter.dump_json(value, by_alias=True))
+        sizes = self.all_gather_rows(torch.tensor([len(text)])).flatten().tolist()
+        if not 0 <= min(sizes) <= max(sizes) <= MAX_JSON_BYTES:
+            raise ValueError(
+                f"a rank sent {max(sizes)} bytes, more than the maximum of {MAX_JSON_BYTES}"
+            )
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(text)] = torch.frombuffer(text, dtype=torch.uint8)
+        rows = self.all_gather_rows(padded)
+        return [
+            adapter.validate_json(bytes(row[:n].numpy()))
+            for row, n in zip(rows, sizes, strict=True)
+        ]
 
 
 class DelayedFlags:

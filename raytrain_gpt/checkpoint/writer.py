@@ -47,8 +47,6 @@ class CheckpointWriter:
 
     Args:
         mark: The attempt's mark, the same on all ranks; see `Draft`.
-        ranks: Collectives; only the background group is used.
-        keep: How many of the newest checkpoints to keep.
         may_write: Raises `ClusterError` if this process has lost the run's lease; called before writing and
             again before the commit.
     """
@@ -63,17 +61,11 @@ class CheckpointWriter:
         keep: int,
         may_write: Callable[[], None] = lambda: None,
     ) -> None:
-        self._catalog, self._mark, self._keep = catalog, mark, keep
-        self._may_write = may_write
+        self._catalog, self._mark, self._keep, self._may_write = catalog, mark, keep, may_write
         self._ranks = ranks.background
         self._copy = HostSnapshot(model, optimizer, ranks.rank, ranks.world_size)
         self._thread: threading.Thread | None = None
         self._outcome: WrittenCheckpoint | Exception | None = None
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether a checkpoint was started and not yet collected."""
-        return self._thread is not None
 
     @property
     def writing(self) -> bool:
@@ -81,30 +73,26 @@ class CheckpointWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, state: CheckpointState, texts: dict[str, str], prune: bool = True) -> None:
-        """Copy the state and start writing it; the previous checkpoint must have been collected.
+        """Copy the state and start writing it with small files (name -> text), then `prune` older ones.
 
-        Args:
-            texts: Additional small files, name -> content; rank 0 writes them.
-            prune: Whether to remove older checkpoints afterwards.
+        The previous checkpoint must have been collected.
         """
-        assert not self.in_flight, "collect the checkpoint in flight first"
+        assert self._thread is None, "collect the checkpoint in flight first"
         self._copy.refresh()
-        self._thread = threading.Thread(
-            target=self._run, args=(state, texts, prune), name="saver", daemon=True
-        )
+
+        def run() -> None:
+            self._outcome = _outcome_of(lambda: self._write(state, texts, prune))
+
+        self._thread = threading.Thread(target=run, name="saver", daemon=True)
         self._thread.start()
 
-    def collect(self, while_waiting: Callable[[], None] = lambda: None) -> WrittenCheckpoint:
-        """Wait for the checkpoint in flight.
+    def collect(self, while_waiting: Callable[[], None] = lambda: None) -> WrittenCheckpoint | None:
+        """Wait for the checkpoint in flight, if any; `while_waiting` is called about once a second.
 
-        Args:
-            while_waiting: Called about once a second.
-
-        Raises:
-            CheckpointError: the disk is full.
-            StorageError: the storage was unreachable for too long.
+        Raises a CheckpointError if the disk is full, a StorageError if the storage stayed unreachable.
         """
-        assert self._thread is not None, "no checkpoint is in flight"
+        if self._thread is None:
+            return None
         while self._thread.is_alive():
             self._thread.join(_WAIT_S)
             while_waiting()
@@ -113,9 +101,6 @@ class CheckpointWriter:
         if isinstance(outcome, WrittenCheckpoint):
             return outcome
         raise outcome or RuntimeError("the checkpoint's thread ended without an outcome")
-
-    def _run(self, state: CheckpointState, texts: dict[str, str], prune: bool) -> None:
-        self._outcome = _outcome_of(lambda: self._write(state, texts, prune))
 
     def _write(
         self, state: CheckpointState, texts: dict[str, str], prune: bool

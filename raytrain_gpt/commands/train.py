@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from raytrain_gpt.commands.flags import (
     ChangedCodeOptions,
@@ -28,8 +28,8 @@ from raytrain_gpt.config.call_options import Metavar
 from raytrain_gpt.errors import ConfigError, TrainingFailed
 from raytrain_gpt.format import shell
 from raytrain_gpt.redact import say
-from raytrain_gpt.scaling.study_file import SET_BY_STUDY, STUDY_FLAGS, Study
-from raytrain_gpt.sweep.spec import SET_BY_SWEEP, SWEEP_FLAGS, Sweep
+from raytrain_gpt.scaling.study_file import Study
+from raytrain_gpt.sweep.spec import CampaignFile, Sweep
 
 
 class EstimateFlags(JsonOptions, ConfigOptions):
@@ -130,22 +130,20 @@ class PlannedOptions(ProgressOptions, ChangedCodeOptions):
     fields: dict[str, str | None] = Field({}, exclude=True)
 
 
-def _fields_of(
-    title: str, file: type[BaseModel], flags: Iterable[str], fixed: Container[str]
-) -> Callable[[], Groups]:
+def _fields_of(file: type[CampaignFile]) -> Callable[[], Groups]:
     """Return the file's fields that are flags, and the configuration's that the file does not set."""
 
     def groups() -> Groups:
         sections = {
-            section: {name: field for name, field in fields.items() if name not in fixed}
+            section: {name: field for name, field in fields.items() if name not in file.set_by_file}
             for section, fields in section_fields().items()
         }
-        return {title: {name: file.model_fields[name] for name in flags}, **sections}
+        return {file.kind(): {name: file.model_fields[name] for name in file.flags}, **sections}
 
     return groups
 
 
-@command("tune", PlannedOptions, _fields_of("sweep", Sweep, SWEEP_FLAGS, SET_BY_SWEEP))
+@command("tune", PlannedOptions, _fields_of(Sweep))
 def tune(options: PlannedOptions) -> None:
     """Search learning rate, batch size or any other field over many runs.
 
@@ -184,7 +182,7 @@ class ScaleOptions(PlannedOptions):
     """Then forecast a model twice the largest size, and train it to check the forecast."""
 
 
-@command("scale", ScaleOptions, _fields_of("study", Study, STUDY_FLAGS, SET_BY_STUDY))
+@command("scale", ScaleOptions, _fields_of(Study))
 def scale(options: ScaleOptions) -> None:
     """Forecast a large run from a ladder of small ones.
 

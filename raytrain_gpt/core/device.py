@@ -225,8 +225,8 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class Moment:
-    """A moment in a device's work: on a GPU, when it has finished all work queued so far."""
+class DeviceTimestamp:
+    """Time on a device: on a GPU, when it has finished all work queued so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = None
@@ -235,15 +235,15 @@ class Moment:
             self._event.record()
         self._at = time.perf_counter()
 
-    def seconds_since(self, earlier: Moment) -> float:
-        """Return the seconds since an earlier moment of the device; waits for this one."""
+    def seconds_since(self, earlier: DeviceTimestamp) -> float:
+        """Return the seconds since an earlier timestamp; waits for this one."""
         if self._event is None or earlier._event is None:
             return self._at - earlier._at
         self._event.synchronize()
         return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
-Span = tuple[Moment, Moment]
+Span = tuple[DeviceTimestamp, DeviceTimestamp]
 
 
 class TimedContext:
@@ -261,10 +261,10 @@ class TimedContext:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        started = Moment(self._device)
+        started = DeviceTimestamp(self._device)
         with self._make():
             yield
-        self._spans.append((started, Moment(self._device)))
+        self._spans.append((started, DeviceTimestamp(self._device)))
 
     def take(self) -> list[Span]:
         """Return start and end of the contexts since the last call."""

@@ -318,16 +318,16 @@ def check_sequences(exam: Examination) -> str:
         raise Skipped("all_reduce failed")
     if not ranks[0].has_read:
         raise Failed(f"reading did not finish: {group.error}")
-    order, val, none = ingest.order(), ingest.eval_ids()[0], np.zeros(0, np.int64)
+    order, val = ingest.order(), ingest.eval_ids()[0]
     plans = {"the validation": val[val >= 0]}
-    actual = {"the validation": [rank.val[rank.val >= 0] for rank in ranks]}
+    actual = {"the validation": [[i for i in rank.val if i >= 0] for rank in ranks]}
     for batch in range(NUM_BATCHES):
         plans[f"global batch {batch}"] = order.batch_ids(batch)
-        actual[f"global batch {batch}"] = [rank.train.get(batch, none) for rank in ranks]
+        actual[f"global batch {batch}"] = [rank.train.get(batch, []) for rank in ranks]
     for name, plan in plans.items():
         # A mixture's batch may repeat a sequence where a small dataset's epochs meet.
         planned = Counter(plan.tolist())
-        read = Counter(np.concatenate(actual[name]).tolist())
+        read = Counter(i for ids in actual[name] for i in ids)
         if planned != read:
             raise Failed(
                 f"{(planned - read).total()} of {count(len(plan), 'sequence')} of {name} were not read, and "

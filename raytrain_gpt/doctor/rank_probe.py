@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 
-import numpy as np
 import ray
 import ray.train
 import ray.train.torch
@@ -26,16 +25,16 @@ import torch.distributed as dist
 from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raytrain_gpt.checkpoint.collectives import Int64Array, all_gather_values
+from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.orphans import kill_controllers
 from raytrain_gpt.config.resolved import RunPlan
-from raytrain_gpt.core.device import matmul_dtype, resolve_precision, seed_everything, synchronize
+from raytrain_gpt.core.device import seed_everything, synchronize
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset, rank_chunks, ray_chunks
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.train.model_setup import strategy_class
+from raytrain_gpt.train.model_setup import make_strategy
 from raytrain_gpt.train.probe import step_seconds
-from raytrain_gpt.train.worker_group import TorchConfig, start_fit, worker_group
+from raytrain_gpt.train.worker_group import TorchConfig, start_fit
 
 _GROUP_TIMEOUT_S = 60
 """Timeout of the ranks' connections and of every collective."""
@@ -57,8 +56,8 @@ class RankFacts:
         wrong_sums: Wrong sums of float32 values over all ranks.
         all_reduce_s: Tensor bytes -> time of one all-reduce over `backend`.
         step_s: Time of the training loop's step.
-        val: int64 (n,), ids of the validation's sequences, −1 for padding.
-        train: Global batch -> int64 (share,), ids of its sequences.
+        val: Ids of the validation's sequences, −1 for padding.
+        train: Global batch -> ids of its sequences.
     """
 
     rank: int
@@ -71,8 +70,8 @@ class RankFacts:
     all_reduce_s: dict[int, float] = field(default_factory=dict)
     step_s: float = 0.0
     has_read: bool = False
-    val: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))
-    train: dict[int, Int64Array] = field(default_factory=dict)
+    val: list[int] = field(default_factory=list)
+    train: dict[int, list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ def ask_ranks(
     results = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
     # Only Ray's controller uses the directory, and it runs on this node.
     with tempfile.TemporaryDirectory(prefix="raytrain-gpt-doctor-") as directory:
-        trainer = worker_group(
+        thread, raised = start_fit(
             partial(_probe_rank, plan, ingest, timed_vocab_size, results),
             cluster,
             plan.world_size,
@@ -128,7 +127,6 @@ def ask_ranks(
             dataset=None if ingest is None else ingest_dataset(ingest, NUM_BATCHES),
             torch_config=TorchConfig(backend="gloo", timeout_s=_GROUP_TIMEOUT_S),
         )
-        thread, raised = start_fit(trainer)
         thread.join()
         kill_controllers(_CONTROLLER_TIMEOUT_S)
     stages = results.get_nowait_batch(results.qsize())
@@ -144,9 +142,10 @@ def _probe_rank(
     context = ray.train.get_context()
     rank, use_gpu = context.get_world_rank(), plan.config.cluster.use_gpu
     torch.set_num_threads(plan.config.cluster.cpus_per_worker)
+    collectives = Collectives(rank, plan.world_size, _GROUP_TIMEOUT_S)
 
     def share(facts: RankFacts) -> GroupFacts:
-        ranks = all_gather_values(facts, RankFacts)
+        ranks = collectives.all_gather_json(facts, RankFacts)
         if rank == 0:
             results.put(ranks)
         return GroupFacts(len(ranks), use_gpu, ranks=ranks)
@@ -163,18 +162,16 @@ def _probe_rank(
         share(facts)
     if timed_vocab_size is not None:
         train = plan.config.train
-        dtype = matmul_dtype(resolve_precision(train.precision, device))
-        narrow = train.gradient_dtype == "bf16"
-        strategy = strategy_class(train)(device, rank, dtype, narrow, group)
+        ranks = (group or dist.group.WORLD) if plan.world_size > 1 else None
         seed_everything(train.seed, rank)
-        step_s = step_seconds(plan, timed_vocab_size, device, strategy)
+        step_s = step_seconds(plan, timed_vocab_size, make_strategy(train, device, ranks))
         share(replace(facts, step_s=step_s))
     if ingest is None:
         return
     received = ray_chunks(ray.train.get_dataset_shard("train"), ingest)
     val, *chunks = rank_chunks(received, ingest, rank)
-    read = {chunk.first + i: ids for chunk in chunks for i, ids in enumerate(chunk.ids)}
-    share(replace(facts, has_read=True, val=val.ids[0], train=read))
+    read = {chunk.first + i: ids.tolist() for chunk in chunks for i, ids in enumerate(chunk.ids)}
+    share(replace(facts, has_read=True, val=val.ids[0].tolist(), train=read))
 
 
 def _device(rank: int, use_gpu: bool) -> RankFacts:

@@ -57,8 +57,7 @@ class Law(Strict, alias_generator=str.lower, populate_by_name=True):
     def optimal(self, compute: float) -> tuple[float, float]:
         """Return N and D of the lowest loss for a compute of 6·N·D FLOPs (Hoffmann et al., equation 4).
 
-        Raises:
-            DataError: the law does not depend on both.
+        Raises a DataError if the law does not depend on both.
         """
         if min(self.A, self.B) <= 0:
             raise DataError(
@@ -78,15 +77,10 @@ class Law(Strict, alias_generator=str.lower, populate_by_name=True):
 
 
 def fit_law(parameters: Floats, tokens: Floats, losses: Floats) -> Law:
-    """Fit a law to the final losses of a study, with its hold-out.
+    """Fit a law to the final losses of a study in nats per token, with its hold-out; all are (n,).
 
-    Args:
-        parameters: (n,); FLOPs per token / 6, so that the head counts.
-        tokens: (n,) training tokens.
-        losses: (n,) final validation losses in nats per token.
-
-    Raises:
-        DataError: fewer than five runs, or numbers that are not positive.
+    The parameters are FLOPs per token / 6, so that the head counts. Raises a DataError for fewer than five
+    runs, or numbers that are not positive.
     """
     n, d, seen = (np.asarray(values, float) for values in (parameters, tokens, losses))
     if len(n) < MIN_RUNS:

@@ -23,7 +23,7 @@ from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.data.locations import data_is_there, read_data
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import amount, count, table
-from raytrain_gpt.scaling.study_file import LEAST, SET_BY_STUDY, Study
+from raytrain_gpt.scaling.study_file import LEAST, Study
 from raytrain_gpt.sweep.cost import one_worker_for_auto, time_line
 from raytrain_gpt.train.preflight import expected_vocab_size
 
@@ -43,15 +43,12 @@ _MAX_LAYERS, _MAX_HEADS = 512, 4096
 
 @dataclass(frozen=True)
 class Size:
-    """A model of the ladder.
-
-    Attributes:
-        parameters: FLOPs per token / 6, so that head and attention count.
-        shape: Layers, heads, channels.
-    """
+    """A model of the ladder."""
 
     parameters: float
+    """FLOPs per token / 6, so that head and attention count."""
     shape: tuple[int, int, int]
+    """Layers, heads, channels."""
 
     @property
     def fields(self) -> dict[str, int]:
@@ -61,8 +58,7 @@ class Size:
 def size_near(base: Config, vocab_size: int, parameters: float) -> Size:
     """Find the shape nearest to a size with the head size of `base` and about its width per layer.
 
-    Raises:
-        ConfigError: no shape has about this size.
+    Raises a ConfigError if no shape has about this size.
     """
     model = base.model
     head_size, aspect = model.embd_size // model.num_heads, model.embd_size / model.num_layers
@@ -95,24 +91,6 @@ def size_near(base: Config, vocab_size: int, parameters: float) -> Size:
     return best
 
 
-@dataclass(frozen=True)
-class PlannedRun:
-    """A run of the study.
-
-    Attributes:
-        values: Field -> value, in addition to the base's.
-        trunk: Run that it branches from, or "".
-        own_steps: Steps that it trains itself.
-    """
-
-    name: str
-    size: Size
-    tokens: int
-    values: dict[str, Any]
-    trunk: str
-    own_steps: int
-
-
 class RunResult(Strict):
     """A run of the study; `left_out` is why the law ignores it, or "" if it does not."""
 
@@ -123,6 +101,30 @@ class RunResult(Strict):
     peak_lr: PositiveFloat
     loss: float | None = None
     left_out: str = ""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    name: str
+    size: Size
+    tokens: int
+    values: dict[str, Any]
+    """Field -> value, in addition to the base's."""
+    trunk: str
+    """Run that it branches from, or ""."""
+    own_steps: int
+    """Steps that it trains itself."""
+
+    def result(self, loss: float | None, left_out: str = "") -> RunResult:
+        return RunResult(
+            name=self.name,
+            role=self.name.partition("-")[0],
+            parameters=self.size.parameters,
+            tokens=self.tokens,
+            peak_lr=self.values["peak_lr"],
+            loss=loss,
+            left_out=left_out,
+        )
 
 
 @dataclass(frozen=True)
@@ -176,38 +178,34 @@ class StudyPlan:
         """Return the runs of a size with different peak rates, of the middle length."""
         size = self.sizes[index]
         steps, name = self.steps(size, self.lengths[len(self.lengths) // 2]), f"rate-{index + 1}"
-        return [self._run(f"{name}-{rate:g}", size, steps, peak_lr=rate) for rate in rates]
+        return [self.run(f"{name}-{rate:g}", size, steps, peak_lr=rate) for rate in rates]
 
     def ladder(self, rates: Sequence[float]) -> list[PlannedRun]:
         """Return trunks, largest first, and cooldowns, smallest first, so that few wait for a trunk.
 
-        Args:
-            rates: Peak rate of each size.
+        `rates` has the peak rate of each size.
         """
         trunks, cooldowns = [], []
-        longest = self.lengths[-1]
+        *shorter, longest = self.lengths
         for number in range(len(self.sizes), 0, -1):
             size, rate = self.sizes[number - 1], rates[number - 1]
             steps = self.steps(size, longest)
-            every = _before_decay(self.steps(size, self.lengths[0]))
+            every = _before_decay(self.steps(size, shorter[0]))
             saved: dict[str, Any] = {
                 "checkpoint_every_steps": every,
                 "keep_checkpoints": -(-steps // every),
             }
-            trunk = self._run(f"size-{number}-{longest}", size, steps, peak_lr=rate, **saved)
+            trunk = self.run(f"size-{number}-{longest}", size, steps, peak_lr=rate, **saved)
             trunks.append(trunk)
-            for length in self.lengths[:-1]:
+            for length in shorter:
                 steps, name = self.steps(size, length), f"size-{number}-{length}"
-                cooldowns.append(self._run(name, size, steps, trunk=trunk.name, peak_lr=rate))
+                cooldowns.append(self.run(name, size, steps, trunk=trunk.name, peak_lr=rate))
         return [*trunks, *reversed(cooldowns)]
 
-    def larger_run(self, rate: float, size: Size) -> PlannedRun:
-        """Return the run that validates a forecast."""
-        return self._run("validation", size, self.steps(size, self.lengths[-1]), peak_lr=rate)
-
-    def _run(
+    def run(
         self, name: str, size: Size, steps: int, *, trunk: str = "", **values: Any
     ) -> PlannedRun:
+        """Return a straight run of a size, or one that branches from a trunk."""
         start = _before_decay(steps) if trunk else 0
         # A crash loses at most a tenth.
         values = {"checkpoint_every_steps": -(-steps // 10), "keep_checkpoints": 2, **values}
@@ -219,8 +217,7 @@ class StudyPlan:
     def check(self, train_tokens: int | None) -> None:
         """Raise a ConfigError if a run is impossible, or the study could not determine a law.
 
-        Args:
-            train_tokens: Tokens of the data, or None if it does not exist yet.
+        `train_tokens` is None if the data does not exist yet.
         """
         shortest = self.steps(self.sizes[0], self.lengths[0])
         if (warmup := self.base.optim.warmup_steps) > _MAX_WARMUP * shortest:
@@ -263,7 +260,7 @@ def study_base(study: Study) -> Config:
     loaded = study.base.load()
     if (init_from := loaded.model.init_from) is not None:
         raise ConfigError(
-            f"init_from={init_from} in the base: {SET_BY_STUDY['init_from']}; remove it"
+            f"init_from={init_from} in the base: {study.set_by_file['init_from']}; remove it"
         )
     decay = {"schedule": "wsd", "decay_fraction": _DECAY_FRACTION, "min_lr": 0.0}
     fields = {"spike_detection": False, **study.overrides, **decay}

@@ -37,8 +37,7 @@ class RateRule:
 def fit_rates(points: Sequence[RunResult]) -> RateRule:
     """Fit the rule to runs of two or more sizes.
 
-    Raises:
-        ConfigError: the best rate of a size is the lowest or highest tried, or there is no minimum.
+    Raises a ConfigError if the best rate of a size is the lowest or highest tried, or there is no minimum.
     """
     sizes = sorted({point.parameters for point in points})
     for parameters in sizes:

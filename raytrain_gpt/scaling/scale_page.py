@@ -19,12 +19,7 @@ _dots = partial(Curve, marker="o", width=0)
 
 
 def scale_page(forecasts: Forecasts, doubts: list[str], verdict: Verdict | None) -> str:
-    """Format the page of a study.
-
-    Args:
-        doubts: Doubts about the forecast, one line each.
-        verdict: Content of `validation.json`, or None.
-    """
+    """Format the page of a study, with doubts about the forecast, one line each, and any validation."""
     blocks = _blocks(forecasts, doubts, verdict)
     return pages.page("scaling study", forecasts.file.study, blocks, ["law.json"])
 

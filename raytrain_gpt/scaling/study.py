@@ -32,8 +32,6 @@ from raytrain_gpt.scaling.rates import RateRule, around, fit_rates
 from raytrain_gpt.scaling.study_file import Study
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.campaign import Campaign
-from raytrain_gpt.sweep.halving import Rule
-from raytrain_gpt.sweep.history import Trial
 from raytrain_gpt.train.rank import train_rank
 from raytrain_gpt.train.worker_group import TrainLoop
 
@@ -44,19 +42,10 @@ _FORECAST_FILE, _VALIDATION_FILE = "forecast.json", "validation.json"
 def run_study(
     study: Study, *, resume: bool, validate: bool, log: Log, train_loop: TrainLoop = train_rank
 ) -> list[Location]:
-    """Train all unfinished runs of a study, and write its results.
+    """Train all unfinished runs of a study that is new, or with `resume` may have started before.
 
-    Args:
-        resume: Continue the study if it was started before, which is an error otherwise.
-        validate: Afterwards, forecast a larger run, and train it.
-
-    Returns:
-        Result files; `best.yaml` is last.
-
-    Raises:
-        UserError: the study, data, storage or cluster cannot be used, or the runs do not determine a law.
-        Interrupted: Ctrl+C or SIGTERM, after all runs have saved checkpoints.
-        TrainingFailed: runs failed.
+    Afterwards, `validate` forecasts a larger run, and trains it. Returns the result files, `best.yaml` last.
+    Raises a UserError also if the runs do not determine a law, Interrupted, or TrainingFailed.
     """
     with StopSignals("interrupted before the first run") as signals:
         base = study_base(study)
@@ -75,21 +64,6 @@ def run_study(
             numbers = {"law/e": law.E, "law/alpha": law.alpha, "law/beta": law.beta}
             campaign.close(True, numbers, {one.name: one.read_bytes() for one in files})
             return files
-
-
-class _AfterTrunks(Rule):
-    """Rule by which cooldowns wait for the end of their trunk.
-
-    Args:
-        trunks: Run -> its trunk, or "".
-    """
-
-    def __init__(self, trunks: dict[str, str]) -> None:
-        super().__init__()
-        self._trunks = trunks
-
-    def missing(self, name: str, tokens_seen: int) -> list[str]:
-        return [trunk for trunk in [self._trunks[name]] if trunk and trunk not in self._ended]
 
 
 @dataclass(frozen=True)
@@ -114,7 +88,8 @@ class _StudyRun:
     def _stage(self, runs: Sequence[PlannedRun]) -> list[RunResult]:
         """Train runs that have not ended; return the results of all, or raise TrainingFailed."""
         plan, campaign, named = self.plan, self.campaign, {run.name: run for run in runs}
-        for trial in campaign.history.trials():
+        history = campaign.history
+        for trial in history.trials():
             if trial.name in named and trial.values != named[trial.name].values:
                 raise ConfigError(
                     f"{trial.name} of {plan.study.title} started with other values, such as another peak "
@@ -125,36 +100,30 @@ class _StudyRun:
             values = named[name].values
             return campaign.fitted.updated(values), values
 
-        rule = _AfterTrunks({run.name: run.trunk for run in runs})
-        campaign.run([*named], planned, rule, "val/loss")
-        trials = {trial.name: trial for trial in campaign.history.trials()}
-        found = [self._result(run, trials) for run in runs]
-        for run, result in zip(runs, found, strict=True):
-            if trials[run.name].state == "failed" and not result.left_out:
+        def after_trunk(name: str, tokens_seen: int) -> bool | None:
+            return None if named[name].trunk in history.open else True
+
+        campaign.run([*named], planned, after_trunk, "val/loss")
+        found = [self._result(run) for run in runs]
+        for result in found:
+            trial = history.trial(result.name)
+            if trial.state == "failed" and not result.left_out:
                 raise TrainingFailed(
-                    f"{run.name} of {plan.study.title} failed: {trials[run.name].error}; fix the cause, and "
+                    f"{trial.name} of {plan.study.title} failed: {trial.error}; fix the cause, and "
                     "use --resume"
                 )
         return found
 
-    def _result(self, run: PlannedRun, trials: dict[str, Trial]) -> RunResult:
-        plan, trial, left_out = self.plan, trials[run.name], ""
-        if trial.diverged or (run.trunk and trials[run.trunk].diverged):
+    def _result(self, run: PlannedRun) -> RunResult:
+        campaign, left_out = self.campaign, ""
+        history, runs = campaign.history, campaign.directory / campaign.definition.runs_dir
+        trial = history.trial(run.name)
+        if trial.diverged or history.trial(run.trunk).diverged:
             left_out = "diverged"
         elif trial.state == "finished":
-            newest = Catalog(self.campaign.directory / plan.study.runs_dir / run.name).complete()[
-                -1
-            ]
+            newest = Catalog(runs / run.name).complete()[-1]
             left_out = "was rolled back" if newest.state.skipped_batches else ""
-        return RunResult(
-            name=run.name,
-            role=run.name.partition("-")[0],
-            parameters=run.size.parameters,
-            tokens=run.tokens,
-            peak_lr=run.values["peak_lr"],
-            loss=None if left_out == "diverged" else trial.score,
-            left_out=left_out,
-        )
+        return run.result(None if left_out == "diverged" else trial.score, left_out)
 
     def write(
         self, rule: RateRule, found: list[RunResult], log: Log
@@ -194,7 +163,8 @@ class _StudyRun:
         """Write the forecast of the next size, train that, and write the verdict; may raise ConfigError."""
         plan, log, directory = self.plan, self.campaign.log, self.campaign.directory
         size = plan.size_near(2 * plan.sizes[-1].parameters)
-        run = plan.larger_run(file.rule.rate(size.parameters), size)
+        steps = plan.steps(size, plan.lengths[-1])
+        run = plan.run("validation", size, steps, peak_lr=file.rule.rate(size.parameters))
         check_epochs("the validation", run.tokens, self.campaign.data.split_tokens("train"))
         predicted = float(file.predict(size.parameters, run.tokens))
         half = file.half_width or 0.0

@@ -10,7 +10,7 @@ Designs that cannot determine a law are refused when the file is read; `plan` de
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -19,20 +19,8 @@ from raytrain_gpt.config.open_section import Name
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.sweep.spec import Base, CampaignFile
 
-STUDY_FLAGS = ("study_name", "max_concurrent_runs")
-"""Fields of the file that can be set on the command line, as can all of the configuration."""
 _DECAY = "runs decay linearly to 0 over their last fifth, so that short ones branch from long ones"
 _ENDS = "runs are evaluated at their end, and saved where others branch from them"
-SET_BY_STUDY = {
-    **dict.fromkeys(("min_lr", "schedule", "decay_fraction", "branch_from"), _DECAY),
-    **dict.fromkeys(("eval_every_steps", "checkpoint_every_steps", "keep_checkpoints"), _ENDS),
-    "peak_lr": "set peak_lrs",
-    "max_steps": "set tokens_per_parameter",
-    "run_name": "set study_name",
-    "init_from": "runs start from random weights",
-    "resume": "use --resume",
-}  # fmt: skip
-"""Field that a study sets in every run -> the reason, or what to do instead."""
 LEAST = {"sizes": (5, 8), "tokens_per_parameter": (4, 8), "peak_lrs": (3, 2)}
 """Field -> minimum number of values, and minimum ratio of the last to the first. Synthetic studies of 3 sizes
 × 3 lengths never covered the truth at ten times the compute; nine in ten of 5 × 4 did."""
@@ -48,7 +36,16 @@ class Target(Strict):
 
 
 class Study(CampaignFile):
-    set_by_file = SET_BY_STUDY
+    flags = ("study_name", "max_concurrent_runs")
+    set_by_file: ClassVar = {
+        **dict.fromkeys(("min_lr", "schedule", "decay_fraction", "branch_from"), _DECAY),
+        **dict.fromkeys(("eval_every_steps", "checkpoint_every_steps", "keep_checkpoints"), _ENDS),
+        "peak_lr": "set peak_lrs",
+        "max_steps": "set tokens_per_parameter",
+        "run_name": "set study_name",
+        "init_from": "runs start from random weights",
+        "resume": "use --resume",
+    }
     may_change = ("max_concurrent_runs", "base", "overrides", "target", "peak_lrs")
     file, history_file, runs_dir = "study.yaml", "runs.jsonl", "runs"
     parts = (Base, Target)

@@ -18,9 +18,9 @@ from typing import Any
 
 import ray
 import torch
-import yaml
 from ray import tune
 from ray.tune.experiment import Trial as TuneTrial
+from ray.tune.result import DONE
 
 from raytrain_gpt.checkpoint.catalog import CODE_FILE
 from raytrain_gpt.checkpoint.code_check import compare, stored_code
@@ -46,7 +46,7 @@ from raytrain_gpt.sweep.cost import (
     trials_at_once,
 )
 from raytrain_gpt.sweep.halving import Rule
-from raytrain_gpt.sweep.history import ENDED, REPORTED, TOKENS_SEEN, History
+from raytrain_gpt.sweep.history import ENDED, History
 from raytrain_gpt.sweep.results import counts_text
 from raytrain_gpt.sweep.scheduler import InPlannedOrder, PlannedTrials
 from raytrain_gpt.sweep.spec import CampaignFile
@@ -65,8 +65,6 @@ _CHANGES_LOSS = ("data_path", "init_from", "branch_from")
 _INTERRUPTED = "interrupted; continue with the same command and --resume"
 _TUNE_DIR = "tune"
 """Ray Tune's own files, in the directory until the end."""
-_ACTOR_BYTES = 2**29
-"""Memory that a trial's process reserves."""
 _TUNE_ENVIRONMENT = {
     # We print a line when a trial ends, and only the old output can be silenced.
     "RAY_AIR_NEW_OUTPUT": "0",
@@ -78,20 +76,11 @@ _TUNE_ENVIRONMENT = {
 
 
 class Campaign:
-    """A sweep or study whose checks before the cluster have passed.
-
-    Args:
-        definition: Its resolved file.
-        base: Configuration that its trials share.
-        resume: Continue it if it was started before, which is an error otherwise.
+    """A sweep or study; raises a ConfigError if it has changed, or data or storage cannot be used.
 
     Attributes:
         base: With absolute paths, and one worker for each trial where `num_workers` is `auto`.
         fitted: Configuration of the trials on the cluster.
-        parent: Its tracked run.
-
-    Raises:
-        ConfigError: it has changed since it started, or data or storage cannot be used.
     """
 
     fitted: Config
@@ -125,12 +114,7 @@ class Campaign:
 
     @contextlib.contextmanager
     def on_cluster(self, number: int, most: int | None, maximize: bool = False) -> Iterator[None]:
-        """Connect, fit the trials to the cluster, and hold the lease; an error ends the tracked run.
-
-        Args:
-            number: Number of trials.
-            most: Maximum at the same time, or None for as many as fit.
-        """
+        """Connect, fit trials, at `most` at once, and hold the lease; an error ends the tracked run."""
         definition, base = self.definition, self.base
         with connected(fit_here(base, number, most) * trial_cpus(base), self.log) as resources:
             resources = replace(resources, data_cpus=data_cpus(base))
@@ -143,8 +127,12 @@ class Campaign:
                 (self.directory / FACTS_FILE).write_text(json.dumps(self._facts))
                 if base.code:
                     (self.directory / CODE_FILE).write_text(base.code.text)
-                (self.directory / definition.file).write_text(to_yaml(definition))
-                self.fitted = _for_trials(fitted, self.directory / definition.runs_dir)
+                (self.directory / definition.file).write_text(definition.to_yaml())
+                runs, uri = self.directory / definition.runs_dir, tracking_uri(fitted)
+                changes: dict[str, Any] = {"storage_path": str(runs), "mlflow_uri": uri}
+                if fitted.cluster.num_workers == 1:  # the trial's process trains, as in local mode
+                    changes |= {"num_workers": 0, "min_workers": None}
+                self.fitted = fitted.updated(changes)
                 self.history = History(self.directory, maximize, definition.history_file)
                 self.parent = ParentRun(self.directory, base, definition.model_dump(), self.log)
                 with self.parent.ended_by_errors():
@@ -157,21 +145,15 @@ class Campaign:
         rule: Rule,
         objective: str,
     ) -> None:
-        """Run the trials that have not ended.
+        """Run the trials that have not ended, in the plan's order, that of `names`.
 
-        Args:
-            names: In the plan's order.
-            planned: Function that returns configuration and values of a trial that starts.
-            rule: Lets trials wait for others, or stops them; it gets the history first.
-
-        Raises:
-            Interrupted: a signal arrived.
-            UserError: the storage is full, or another process took the campaign over.
+        `planned` returns configuration and values of a trial that starts. Raises Interrupted after a signal,
+        or a UserError, for example if another process took the campaign over.
         """
-        rule.replay(self.history.events)
-        ended = {trial.name for trial in self.history.trials() if trial.state in ENDED}
-        if not (rest := [name for name in names if name not in ended]):
+        history = self.history
+        if not (rest := [name for name in names if history.trial(name).state not in ENDED]):
             return
+        history.open = {*rest}
         self.log(
             f"{self.title}: {count(len(rest), 'run')} of {len(names)} to train, {self._at_once} at once, "
             f"each {count(trial_cpus(self.base), 'CPU')}"
@@ -181,12 +163,12 @@ class Campaign:
             config, values = planned(name)
             return {"config": config.updated({"run_name": name}).to_yaml(), "values": values}
 
-        scheduler = InPlannedOrder(rule, rest, self._at_once, start)
+        scheduler = InPlannedOrder(rule, history, rest, self._at_once, start)
         self.signals.defer(self._mark_interrupted)
         try:
-            self._tune(rest, scheduler, CampaignCallback(self, rule, len(names)), objective)
+            self._tune(rest, scheduler, CampaignCallback(self, len(names)), objective)
             self.lease.verify()
-            if any(trial.state == "running" for trial in self.history.trials()):
+            if history.open:
                 # Ray Tune returns at once on SIGUSR1, which batch systems may send.
                 raise Interrupted(_INTERRUPTED)
         except Interrupted:
@@ -212,7 +194,7 @@ class Campaign:
         os.environ.update(_TUNE_ENVIRONMENT)
         logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
         cluster = workers_of(self.fitted)
-        resources: dict[str, float] = {"memory": _ACTOR_BYTES}
+        resources: dict[str, float] = {"memory": 2**29}  # bytes that a trial's process reserves
         if cluster.is_local:
             resources |= {"cpu": cluster.cpus_per_worker, "gpu": cluster.num_gpus}
         filesystem, path = (self.directory / _TUNE_DIR).ray_filesystem()
@@ -223,7 +205,7 @@ class Campaign:
             tune.with_resources(tune.with_parameters(TrialActor, context=context), resources),
             name=f"{time.time():.0f}",
             config={"name": tune.grid_search([*names])},
-            search_alg=PlannedTrials(len(names)),
+            search_alg=PlannedTrials(self.history.open),
             scheduler=scheduler,
             storage_path=path,
             storage_filesystem=filesystem,
@@ -242,25 +224,12 @@ class Campaign:
         self.parent.close("finished" if is_success else "failed", numbers, files)
 
 
-def _for_trials(fitted: Config, storage: Location) -> Config:
-    """Return the configuration of trials, whose runs are in `storage`; a single worker needs no Ray Train."""
-    changes: dict[str, Any] = {"storage_path": str(storage), "mlflow_uri": tracking_uri(fitted)}
-    if fitted.cluster.num_workers == 1:  # the trial's process trains, as in local mode
-        changes |= {"num_workers": 0, "min_workers": None}
-    return fitted.updated(changes)
-
-
-def to_yaml(file: CampaignFile) -> str:
-    return yaml.safe_dump(file.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
 def check_unchanged(
     definition: CampaignFile, base: Config, facts: dict[str, str], directory: Location, resume: bool
 ) -> list[str]:
     """Compare a campaign with what it was when it started; returns changes of accepted code and of software.
 
-    Raises:
-        ConfigError: it exists and `resume` is false, or it was changed since.
+    Raises a ConfigError if it exists and `resume` is false, or it was changed since.
     """
     title, file = definition.title, directory / definition.file
     another = f"start a new one with another --{definition.kind()}_name"
@@ -300,31 +269,22 @@ def check_unchanged(
 
 
 class CampaignCallback(tune.Callback):  # type: ignore[misc]
-    """Actions when a trial starts, reports or ends; raises Interrupted after a signal."""
+    """Actions when a trial starts, is restarted or ends; raises Interrupted after a signal."""
 
-    def __init__(self, campaign: Campaign, rule: Rule, number: int) -> None:
-        self._campaign, self._rule, self._number = campaign, rule, number
-        self._history = campaign.history
-        self._reported = {trial.name: trial.tokens_seen for trial in self._history.trials()}
-        self._ended: dict[str, dict[str, str]] = {}
+    def __init__(self, campaign: Campaign, number: int) -> None:
+        self._campaign, self._history, self._number = campaign, campaign.history, number
 
     def on_trial_start(self, trial: TuneTrial, **_info: Any) -> None:
         self._history.add("started", str(trial), values=trial.config["values"])
 
     def on_trial_result(self, trial: TuneTrial, result: Any, **_info: Any) -> None:
-        if END_KEY in result:
-            self._ended[str(trial)] = result[END_KEY]
-            return
-        if result["done"]:
-            self._ended[str(trial)] = {"state": "finished"}
-        if result[TOKENS_SEEN] > self._reported.get(str(trial), 0):  # not of an earlier session
-            report = {"values": trial.config["values"], **result}
-            self._history.add(
-                "report", str(trial), **{key: report[key] for key in ("step", *REPORTED)}
-            )
+        """Note a trial's last report, which its scheduler does not get."""
+        if result[DONE] and END_KEY not in result:
+            self._history.add_report(str(trial), {"values": trial.config["values"], **result})
 
     def on_trial_complete(self, trial: TuneTrial, **_info: Any) -> None:
-        self._add_end(trial, **self._ended.get(str(trial), {"state": "stopped"}))
+        end = {"state": "finished" if trial.last_result.get(DONE) else "stopped"}
+        self._add_end(trial, **trial.last_result.get(END_KEY, end))
 
     def on_trial_recover(self, trial: TuneTrial, **_info: Any) -> None:
         """Log it; the loss of a preempted node does not count as a failure."""
@@ -347,7 +307,6 @@ class CampaignCallback(tune.Callback):  # type: ignore[misc]
 
     def _add_end(self, trial: TuneTrial, **details: Any) -> None:
         self._history.add("ended", str(trial), **details)
-        self._rule.end(str(trial))
         counts = counts_text(self._history.trials())
         self._campaign.log(f"trial {trial} {details['state']} | {counts} of {self._number}")
 

@@ -11,7 +11,7 @@ import torch
 from raytrain_gpt.cluster.capacity import DATA_CPUS, Resources, usable_cores
 from raytrain_gpt.config.resolved import workers_of
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.device import resolve_precision
+from raytrain_gpt.core.device import matmul_dtype, resolve_precision
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.registry import step_flops
 from raytrain_gpt.format import amount, count, duration, table
@@ -24,7 +24,14 @@ from raytrain_gpt.sweep.trial_plan import (
     planned_trials,
     tied_values,
 )
-from raytrain_gpt.train.memory_fit import MAX_CPU_TOKENS, MemoryFit, MemorySearch, gpu_limit_bytes
+from raytrain_gpt.train.memory_fit import (
+    MAX_CPU_TOKENS,
+    MemoryFit,
+    MemorySearch,
+    gpu_here,
+    gpu_limit_bytes,
+)
+from raytrain_gpt.train.model_setup import Strategy
 from raytrain_gpt.train.preflight import expected_vocab_size
 from raytrain_gpt.train.probe import probe_steps
 
@@ -128,10 +135,9 @@ def _step_flops(config: Config, vocab_size: int, tokens: int | None = None) -> f
 
 
 def _seconds_per_flop(configs: Sequence[Config], vocab_size: int) -> float | None:
-    """Time a micro-batch of the configuration with the most FLOPs in a step.
+    """Return a worker's seconds for a FLOP, measured with the configuration with the most FLOPs in a step.
 
-    Returns:
-        A worker's seconds for a FLOP, or None if it does not fit, or would take minutes.
+    None if its micro-batch does not fit, or would take minutes.
     """
     config = max(configs, key=lambda one: _step_flops(one, vocab_size))
     on_gpu = config.cluster.use_gpu is not False and torch.cuda.is_available()
@@ -140,10 +146,9 @@ def _seconds_per_flop(configs: Sequence[Config], vocab_size: int) -> float | Non
     torch.set_num_threads(workers.cpus_per_worker)
     eager = config.updated({"compile": False, "use_gpu": on_gpu})
     if on_gpu:
-        bf16 = resolve_precision(config.train.precision, device) != "fp32"
-        total_bytes = torch.cuda.get_device_properties(device).total_memory
-        search = MemorySearch.of(eager, workers.num_workers, vocab_size, bf16)
-        fit = search.largest(gpu_limit_bytes(total_bytes, workers.num_workers, share))
+        gpu = gpu_here(config.train.precision)
+        search = MemorySearch.of(eager, workers.num_workers, vocab_size, gpu.bf16)
+        fit = search.largest(gpu_limit_bytes(gpu.total_bytes, workers.num_workers, share))
     else:  # more tokens gain little speed, and may take minutes
         micro, most = config.train.micro_batch_sequences, MAX_CPU_TOKENS // config.data.seq_len
         fit = MemoryFit(1 if micro == "auto" else max(1, min(micro, most)), "none")
@@ -152,9 +157,10 @@ def _seconds_per_flop(configs: Sequence[Config], vocab_size: int) -> float | Non
     flops = _step_flops(config, vocab_size, fit.sequences * config.data.seq_len)
     if not on_gpu and flops > _MAX_CPU_FLOPS:
         return None
-    how = vocab_size, fit.sequences, fit.activation_checkpointing, device
+    dtype = matmul_dtype(resolve_precision(config.train.precision, device))
+    how = fit.sequences, fit.activation_checkpointing, Strategy(device, dtype)
     times: list[float] = []
-    for seconds in probe_steps(eager, *how, repeat(1, _MAX_STEPS)):
+    for seconds in probe_steps(eager, vocab_size, *how, repeat(1, _MAX_STEPS)):
         times.append(seconds)  # the first step fills caches
         if len(times) > 1 and sum(times) > _PROBE_S:
             break

@@ -1,8 +1,7 @@
 """The history of a sweep, one event per line: the input of `--resume`; and the trials that follow from it.
 
-Ray Tune saves its state, but not its scheduler's. So the reports are stored in order, and replayed to a new
-scheduler. Trials are compared at equal token counts: one that was stopped early never ranks above one that
-used its full budget. A failed trial and one with a non-finite objective cannot be the best.
+Trials are compared at equal token counts: one that was stopped early never ranks above one that used its
+full budget. A failed trial and one with a non-finite objective cannot be the best.
 """
 
 from __future__ import annotations
@@ -61,44 +60,56 @@ class Trial:
 
 
 class History:
-    """Events of a sweep, stored in a file in its directory.
+    """Events of a sweep or study, stored in a file, and the trials that follow from them.
 
     `started` has a trial's values; `report` an evaluation and its run; `ended` the last state and any error.
 
-    Args:
-        maximize: Whether a higher objective is better.
-        file: Name of the file.
+    Attributes:
+        open: Trials that this session has to end; rules wait for them.
     """
 
     def __init__(
         self, directory: Location, maximize: bool = False, file: str = HISTORY_FILE
     ) -> None:
-        self.directory, self._maximize = directory, maximize
+        self.directory, self.maximize = directory, maximize
+        self.open: set[str] = set()
         self._file = directory / file
         content = self._file.read_bytes() if self._file.is_file() else b""
         self.events: list[Event] = [parse_json(line) for line in content.splitlines()]
+        self._trials: dict[str, Trial] = {}
+        for event in self.events:
+            self._follow(event)
 
     def add(self, event: str, trial: str, **details: Any) -> None:
         self.events.append({"event": event, "trial": trial, "time": time.time(), **details})
+        self._follow(self.events[-1])
         self._file.write_text("".join(json.dumps(one) + "\n" for one in self.events))
+        if event == "ended":
+            self.open.discard(trial)
+
+    def add_report(self, trial: str, report: Event) -> None:
+        """Add an evaluation with the fields of REPORTED, unless it is of an earlier session."""
+        if report[TOKENS_SEEN] > self.trial(trial).tokens_seen:
+            self.add("report", trial, **{key: report[key] for key in ("step", *REPORTED)})
+
+    def trial(self, name: str) -> Trial:
+        return self._trials.get(name) or Trial(name, maximize=self.maximize)
 
     def trials(self) -> list[Trial]:
         """Return all started trials by name; `running` unless ended."""
-        trials: dict[str, Trial] = {}
-        for event in self.events:
-            name = event["trial"]
-            trials[name] = _after(trials.get(name) or Trial(name, maximize=self._maximize), event)
-        return sorted(trials.values(), key=lambda trial: trial.name)
+        return sorted(self._trials.values(), key=lambda trial: trial.name)
 
-
-def _after(trial: Trial, event: Event) -> Trial:
-    if event["event"] == "started":
-        return replace(trial, state="running", values=event["values"], error=None)
-    if event["event"] == "ended":
-        return replace(trial, state=event["state"], error=event.get("error"))
-    point = event["tokens_seen"], event["objective"]
-    curve = (*(before for before in trial.curve if before[0] < point[0]), point)
-    return replace(trial, curve=curve, **{name: event[name] for name in REPORTED})
+    def _follow(self, event: Event) -> None:
+        trial = self.trial(event["trial"])
+        if event["event"] == "started":
+            trial = replace(trial, state="running", values=event["values"], error=None)
+        elif event["event"] == "ended":
+            trial = replace(trial, state=event["state"], error=event.get("error"))
+        else:
+            point = event["tokens_seen"], event["objective"]
+            curve = (*(before for before in trial.curve if before[0] < point[0]), point)
+            trial = replace(trial, curve=curve, **{name: event[name] for name in REPORTED})
+        self._trials[trial.name] = trial
 
 
 def ranking(trials: Iterable[Trial]) -> list[Trial]:

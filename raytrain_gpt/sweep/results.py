@@ -95,21 +95,19 @@ def trial_table(
 ) -> tuple[list[str], list[list[tuple[Any, str]]]]:
     """Return the columns' names, and value and text of every cell."""
     fields = _field_names(ranked)
-    rows: list[list[tuple[Any, str]]] = []
-    for rank, trial in enumerate(ranked, 1):
-        speed, spent_s = trial.tokens_per_s, trial.elapsed_s
-        rows.append(
-            [
-                (None, "-") if trial.score is None else (rank, str(rank)),
-                (trial.name, trial.name),
-                (trial.state, trial.state),
-                (trial.score, _objective_text(trial)),
-                (trial.tokens_seen, amount(trial.tokens_seen)),
-                (speed, "-" if speed is None else f"{speed:,.0f}"),
-                (spent_s, "-" if spent_s is None else short_duration(spent_s)),
-                *((trial.values.get(name), value_text(trial.values.get(name))) for name in fields),
-            ]
-        )
+    rows: list[list[tuple[Any, str]]] = [
+        [
+            (None, "-") if trial.score is None else (rank, str(rank)),
+            (trial.name, trial.name),
+            (trial.state, trial.state),
+            (trial.score, _objective_text(trial)),
+            (trial.tokens_seen, amount(trial.tokens_seen)),
+            (speed := trial.tokens_per_s, "-" if speed is None else f"{speed:,.0f}"),
+            (spent_s := trial.elapsed_s, "-" if spent_s is None else short_duration(spent_s)),
+            *((trial.values.get(name), value_text(trial.values.get(name))) for name in fields),
+        ]
+        for rank, trial in enumerate(ranked, 1)
+    ]
     return ["rank", "trial", "state", objective, "tokens", "tokens/s", "time", *fields], rows
 
 

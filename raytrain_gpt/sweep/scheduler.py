@@ -15,31 +15,25 @@ from ray.tune.schedulers import FIFOScheduler
 from ray.tune.search import BasicVariantGenerator
 
 from raytrain_gpt.sweep.halving import Rule
-from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN
+from raytrain_gpt.sweep.history import TOKENS_SEEN, History
 
 REPORTED_TOKENS = "reported_tokens"
 """Key of a trial's configuration: tokens of its newest report to this scheduler."""
 
 
 class InPlannedOrder(FIFOScheduler):  # type: ignore[misc]
-    """Scheduler that follows the plan's order; see the module.
-
-    Args:
-        rule: Decides before a trial starts and after every report. The caller tells it which trials ended.
-        names: Trials in the plan's order.
-        at_once: Maximum number of trials at the same time.
-        start: Function that returns what the process of a starting trial needs.
-    """
+    """Scheduler in the order of `names`; `start` returns what the process of a starting trial needs."""
 
     def __init__(
         self,
         rule: Rule,
+        history: History,
         names: Sequence[str],
         at_once: int,
         start: Callable[[str], dict[str, Any]],
     ) -> None:
         super().__init__()
-        self._rule, self._at_once, self._start = rule, at_once, start
+        self._rule, self._history, self._at_once, self._start = rule, history, at_once, start
         self._places = {name: place for place, name in enumerate(names)}
 
     def on_trial_add(self, tune_controller: Any, trial: Trial) -> None:
@@ -50,41 +44,34 @@ class InPlannedOrder(FIFOScheduler):  # type: ignore[misc]
 
     def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> str:
         trial.config[REPORTED_TOKENS] = result[TOKENS_SEEN]
-        self._rule.report(str(trial), result[TOKENS_SEEN], result[OBJECTIVE])
+        self._history.add_report(str(trial), {"values": trial.config["values"], **result})
         # Pausing ends the run before Ray Tune ends its process, so a stopped trial is paused too.
-        return str(self.CONTINUE if self._verdict(trial) == self.CONTINUE else self.PAUSE)
+        return str(self.CONTINUE if self._continues(trial) else self.PAUSE)
 
     def choose_trial_to_run(self, tune_controller: Any) -> Trial | None:
         """Return the first trial in the plan's order that may run, and end those that the rule stops."""
         trials = sorted(tune_controller.get_trials(), key=lambda trial: self._places[str(trial)])
         busy = sum(trial.status in (Trial.PENDING, Trial.RUNNING) for trial in trials)
         for trial in trials:
-            verdict = self._verdict(trial) if trial.status == Trial.PAUSED else None
-            if verdict == self.STOP:
+            continues = self._continues(trial) if trial.status == Trial.PAUSED else None
+            if continues is False:
                 tune_controller.stop_trial(trial)
-            elif verdict == self.CONTINUE and busy < self._at_once:
+            elif continues and busy < self._at_once:
                 if trial.config.keys() == {"name", REPORTED_TOKENS}:
                     trial.config.update(self._start(str(trial)))
                 return trial
         return None
 
-    def _verdict(self, trial: Trial) -> str:
-        report = str(trial), trial.config[REPORTED_TOKENS]
-        if self._rule.missing(*report):
-            return str(self.PAUSE)
-        return str(self.CONTINUE if self._rule.passes(*report) else self.STOP)
+    def _continues(self, trial: Trial) -> bool | None:
+        return self._rule(str(trial), trial.config[REPORTED_TOKENS])
 
 
 class PlannedTrials(BasicVariantGenerator):  # type: ignore[misc]
-    """Generator of planned trials; it lasts until they have ended, so that processes wait for the next."""
+    """Generator of planned trials; it lasts while some are open, so that processes wait for the next."""
 
-    def __init__(self, num_trials: int) -> None:
+    def __init__(self, open_trials: set[str]) -> None:
         super().__init__()
-        self._num_open = num_trials
-
-    def on_trial_complete(self, trial_id: str, *_: Any, **__: Any) -> None:
-        super().on_trial_complete(trial_id)
-        self._num_open -= 1
+        self._open = open_trials
 
     def is_finished(self) -> bool:
-        return self._num_open == 0
+        return not self._open

@@ -19,7 +19,7 @@ import math
 import operator
 import typing
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, cast
 
 import simpleeval  # type: ignore[import-untyped]
 from pydantic import AfterValidator, ConfigDict, PositiveFloat, TypeAdapter, ValidationError
@@ -30,10 +30,8 @@ from raytrain_gpt.config.wording import MAX_SHOWN
 from raytrain_gpt.errors import ConfigError, problem, reason
 from raytrain_gpt.format import preview
 
-_Number = TypeVar("_Number", int, float)
 
-
-def _ascending(ends: tuple[_Number, _Number]) -> tuple[_Number, _Number]:
+def _ascending(ends: tuple[float, float]) -> tuple[float, float]:
     if ends[0] >= ends[1]:
         raise ValueError("write [low, high] with low below high")
     return ends

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+import yaml
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from raytrain_gpt.columns import own_scores
@@ -40,23 +41,6 @@ from raytrain_gpt.sweep.space import (
     parse_domain,
 )
 
-SWEEP_FLAGS = (
-    "sweep_name",
-    "budget_tokens",
-    "report_every_tokens",
-    "num_trials",
-    "max_concurrent_trials",
-    "sweep_seed",
-)
-"""Fields of the file that can be set on the command line, as can all of the configuration."""
-SET_BY_SWEEP = {
-    "max_steps": "set budget_tokens",
-    "eval_every_steps": "set report_every_tokens",
-    "checkpoint_every_steps": "set report_every_tokens",
-    "run_name": "set sweep_name",
-    "resume": "trials always resume, and `tune --resume` continues a sweep",
-}
-"""Field that the sweep sets in every trial -> what to do instead of setting it."""
 OBJECTIVES = ("val/loss", "val/bits_per_byte", "val/perplexity")
 """Built-in objectives, to be minimized."""
 _SAME_IN_ALL_TRIALS = ("eval", "cluster", "run", "tracking")
@@ -108,8 +92,10 @@ class Asha(Strict):
 class CampaignFile(Strict):
     """What the files of sweeps and studies have in common."""
 
+    flags: ClassVar[tuple[str, ...]]
+    """Fields of the file that can be set on the command line, as can all of the configuration."""
     set_by_file: ClassVar[dict[str, str]]
-    """Field that the file sets in every run -> what to do instead of setting it."""
+    """Field that the file sets in every run -> the reason, or what to do instead."""
     may_change: ClassVar[tuple[str, ...]]
     """Fields that may differ on `--resume`; base and overrides are compared by their configuration."""
     file: ClassVar[str]
@@ -141,11 +127,8 @@ class CampaignFile(Strict):
     def load(cls, path: Path, flags: Mapping[str, Any]) -> Self:
         """Load a file; the default name of the sweep or study is the file's.
 
-        Args:
-            flags: Field of the file, or of the configuration for overrides -> text; `null` is None.
-
-        Raises:
-            ConfigError: it is missing, not YAML, or invalid.
+        `flags` has texts of fields of the file, or of the configuration for overrides; `null` is None.
+        Raises a ConfigError if the file is missing, not YAML, or invalid.
         """
         raw = read_mapping(path, cls.kind(), cls.model_fields)
         raw = {key: value for key, value in raw.items() if value is not None}
@@ -185,9 +168,22 @@ class CampaignFile(Strict):
     def title(self) -> str:
         return f"{self.kind()} {self.name}"
 
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
 
 class Sweep(CampaignFile):
-    set_by_file = SET_BY_SWEEP
+    flags = (
+        *("sweep_name", "budget_tokens", "report_every_tokens", "num_trials"),
+        *("max_concurrent_trials", "sweep_seed"),
+    )
+    set_by_file: ClassVar = {
+        "max_steps": "set budget_tokens",
+        "eval_every_steps": "set report_every_tokens",
+        "checkpoint_every_steps": "set report_every_tokens",
+        "run_name": "set sweep_name",
+        "resume": "trials always resume, and `tune --resume` continues a sweep",
+    }
     may_change = ("max_concurrent_trials", "base", "overrides")
     file, history_file, runs_dir = SWEEP_FILE, HISTORY_FILE, "trials"
     parts = (Asha, Base)
@@ -247,17 +243,16 @@ class Sweep(CampaignFile):
                     f"{name} has a value in overrides ({self.overrides[name]}) and a domain in the space; "
                     "remove one of them"
                 )
-            if self._is_same_in_all_trials(name):
+            if owners := kinds.owners(name):
+                measures = ("evaluations", self.objective.partition("/")[0])
+                is_same = measures in [(owner.selector, owner.name) for owner in owners]
+            else:
+                is_same = field_section(name) in _SAME_IN_ALL_TRIALS or name in _OTHER_LOSSES
+            if is_same:
                 raise ConfigError(
                     f"{name} cannot vary between trials; move it from space to overrides"
                 )
         expression_order(self.space)
-
-    def _is_same_in_all_trials(self, name: str) -> bool:
-        if owners := kinds.owners(name):
-            measures = ("evaluations", self.objective.partition("/")[0])
-            return measures in [(owner.selector, owner.name) for owner in owners]
-        return field_section(name) in _SAME_IN_ALL_TRIALS or name in _OTHER_LOSSES
 
     def _check_num_trials(self) -> None:
         """Refuse too many trials, a number that does not fit the grid, and grids for Optuna."""

@@ -40,19 +40,21 @@ _BATCH = "global_batch_tokens"
 def report_sweep(name: str, storage_path: str, as_json: bool, say: Log) -> bool:
     """Write the page of a sweep, given by its name or path; return False if there is none."""
     storage = Location.of(storage_path, retry_for_s=COMMAND_RETRY_S)
-    for path in (Location.of(name),) if is_url(name) else (storage / name, Location.of(name)):
-        if (path / SWEEP_FILE).is_file() and (path / HISTORY_FILE).is_file():
-            sweep = parse_yaml((path / SWEEP_FILE).read_text())
-            history = History(path, sweep["objective_mode"] == "max")
-            if not history.events:
-                raise CheckpointError(f"{path} has no trial yet; wait for the first one")
-            (path / REPORT_FILE).write_text(sweep_page(history, sweep))
-            say(f"report {path / REPORT_FILE}")
-            say("next: open it in a browser")
-            if as_json:
-                say(json.dumps({"report": str(path / REPORT_FILE)}))
-            return True
-    return False
+    places = [Location.of(name)] if is_url(name) else [storage / name, Location.of(name)]
+    files = SWEEP_FILE, HISTORY_FILE
+    path = next((one for one in places if all((one / file).is_file() for file in files)), None)
+    if path is None:
+        return False
+    sweep = parse_yaml((path / SWEEP_FILE).read_text())
+    history = History(path, sweep["objective_mode"] == "max")
+    if not history.events:
+        raise CheckpointError(f"{path} has no trial yet; wait for the first one")
+    (path / REPORT_FILE).write_text(sweep_page(history, sweep))
+    say(f"report {path / REPORT_FILE}")
+    say("next: open it in a browser")
+    if as_json:
+        say(json.dumps({"report": str(path / REPORT_FILE)}))
+    return True
 
 
 def sweep_page(history: History, sweep: Mapping[str, Any]) -> str:

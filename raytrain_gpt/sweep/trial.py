@@ -41,8 +41,7 @@ from raytrain_gpt.parsing import parse_yaml
 from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN
 from raytrain_gpt.sweep.scheduler import REPORTED_TOKENS
 from raytrain_gpt.tracking.events import Link
-from raytrain_gpt.tracking.run_files import merge_rows, read_rows
-from raytrain_gpt.tracking.sync import RunSync
+from raytrain_gpt.tracking.run_files import RunSync, merge_rows, read_rows
 from raytrain_gpt.train.local_mode import InProcess, in_local_mode
 from raytrain_gpt.train.on_ray import OnRay
 from raytrain_gpt.train.run import Run
@@ -81,13 +80,7 @@ class TrialRun:
         self._reports = self._all_reports()
 
     def next_report(self) -> Report:
-        """Continue to the next evaluation.
-
-        Raises:
-            Interrupted: the run was stopped.
-            Diverged: the objective is not finite.
-            TrainingFailed: the run failed.
-        """
+        """Continue to the next evaluation; raises Interrupted, TrainingFailed or, if not finite, Diverged."""
         try:
             return next(self._reports)
         finally:
@@ -168,7 +161,7 @@ class TrialRun:
             "tokens_per_s": self._batch_tokens * len(recent) / sum(recent) if recent else None,
             "elapsed_s": self._elapsed_s,
             "run_dir": str(run_location(self._config)),
-            "done": row["step"] == self._config.train.max_steps,
+            DONE: tokens == self._all_tokens,
         }
 
 
@@ -244,14 +237,10 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
     def _start(self) -> TrialRun:
         connect(0, print)
         config = parse_config(parse_yaml(self.config["config"]), self.trial_name)
-        self._forget_other_graphs(config)
-        return TrialRun(config, self._context, self.config[REPORTED_TOKENS])
-
-    def _forget_other_graphs(self, config: Config) -> None:
-        """Drop compiled graphs of other shapes: beyond a limit, torch silently stops compiling."""
         train, sizes = config.train, (config.model, config.data.seq_len)
         how = train.micro_batch_sequences, train.precision, train.activation_checkpointing
         compiled = repr([*sizes, *how])
         if self._compiled not in (None, compiled) and "torch._dynamo" in sys.modules:
-            torch._dynamo.reset()
+            torch._dynamo.reset()  # beyond a limit of shapes, torch silently stops compiling
         self._compiled = compiled
+        return TrialRun(config, self._context, self.config[REPORTED_TOKENS])

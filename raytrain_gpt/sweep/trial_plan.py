@@ -18,16 +18,7 @@ from raytrain_gpt.config.schema import FIELDS, Config, check_kinds
 from raytrain_gpt.config.wording import nearest_multiples
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.sweep.history import ENDED, History, value_text
-from raytrain_gpt.sweep.space import (
-    Choice,
-    Domain,
-    Grid,
-    LogUniform,
-    RandInt,
-    SampledDomain,
-    Uniform,
-    with_expressions,
-)
+from raytrain_gpt.sweep.space import Domain, Grid, SampledDomain, with_expressions
 from raytrain_gpt.sweep.spec import OBJECTIVES, Sweep
 
 _MAX_CORNERS = 2000
@@ -179,11 +170,10 @@ def sampled_values(sweep: Sweep, history: History, name: str) -> dict[str, Any]:
 def _distribution(domain: Domain) -> Any:
     from optuna import distributions
 
-    if isinstance(domain, Uniform):
-        return distributions.FloatDistribution(*domain.uniform)
-    if isinstance(domain, LogUniform):
-        return distributions.FloatDistribution(*domain.loguniform, log=True)
-    if isinstance(domain, RandInt):
-        return distributions.IntDistribution(*domain.randint)
-    assert isinstance(domain, Choice)
-    return distributions.CategoricalDistribution(domain.choice)
+    ((kind, values),) = domain.model_dump().items()
+    if kind == "choice":
+        return distributions.CategoricalDistribution(values)
+    if kind == "randint":
+        return distributions.IntDistribution(*values)
+    low, high = values
+    return distributions.FloatDistribution(low, high, log=kind == "loguniform")

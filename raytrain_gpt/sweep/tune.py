@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from raytrain_gpt.cluster.signals import StopSignals
@@ -18,7 +17,7 @@ from raytrain_gpt.errors import TrainingFailed
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.campaign import Campaign
-from raytrain_gpt.sweep.halving import Halving, Rule
+from raytrain_gpt.sweep.halving import Rule, halving
 from raytrain_gpt.sweep.history import Trial, best_trial
 from raytrain_gpt.sweep.results import (
     BEST_FILE,
@@ -58,16 +57,9 @@ class SweepSummary:
 def run_sweep(
     sweep: Sweep, *, resume: bool, log: Log, train_loop: TrainLoop = train_rank
 ) -> SweepSummary:
-    """Run all unfinished trials of a sweep.
+    """Run all unfinished trials of a sweep that is new, or with `resume` may have started before.
 
-    Args:
-        resume: Continue the sweep if it was started before, which is an error otherwise.
-        train_loop: Training loop of every worker; tests inject faults here.
-
-    Raises:
-        UserError: the sweep, data, storage or cluster cannot be used.
-        Interrupted: Ctrl+C or SIGTERM.
-        TrainingFailed: no trial has a result.
+    Raises a UserError, Interrupted, or TrainingFailed if no trial has a result.
     """
     with StopSignals("interrupted before the first trial") as signals:
         base = base_config(sweep)
@@ -76,21 +68,22 @@ def run_sweep(
         number, maximize = num_trials(sweep), sweep.objective_mode == "max"
         with campaign.on_cluster(number, sweep.max_concurrent_trials, maximize):
             names = [f"{index:03d}" for index in range(number)]
-            rule = Rule()
-            if isinstance(sweep.scheduler, Asha):
-                rule = Halving(sweep.scheduler, sweep.budget_tokens, names, maximize)
-            campaign.run(names, partial(_planned, sweep, campaign), rule, sweep.objective)
+            rule: Rule = (
+                halving(sweep.scheduler, sweep.budget_tokens, names, campaign.history)
+                if isinstance(sweep.scheduler, Asha)
+                else lambda name, tokens_seen: True
+            )
+
+            def planned(name: str) -> tuple[Config, dict[str, Any]]:
+                if sweep.searcher == "optuna":
+                    values = sampled_values(sweep, campaign.history, name)
+                else:
+                    values = planned_trials(sweep)[int(name)]
+                config = trial_config(sweep, campaign.fitted, values)
+                return config, tied_values(sweep, values, config)
+
+            campaign.run(names, planned, rule, sweep.objective)
             return finish(sweep, campaign)
-
-
-def _planned(sweep: Sweep, campaign: Campaign, name: str) -> tuple[Config, dict[str, Any]]:
-    """Return a trial's configuration, and its searched and tied values."""
-    if sweep.searcher == "optuna":
-        values = sampled_values(sweep, campaign.history, name)
-    else:
-        values = planned_trials(sweep)[int(name)]
-    config = trial_config(sweep, campaign.fitted, values)
-    return config, tied_values(sweep, values, config)
 
 
 def finish(sweep: Sweep, campaign: Campaign) -> SweepSummary:

@@ -10,36 +10,27 @@ from typing import Any
 
 from raytrain_gpt.columns import Row, eval_line, event_line, step_line
 from raytrain_gpt.errors import RaytrainGptError
-from raytrain_gpt.format import Log, count
+from raytrain_gpt.format import count
 from raytrain_gpt.redact import redacted
 from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking import run_files
 from raytrain_gpt.tracking.configured import open_trackers
 from raytrain_gpt.tracking.events import Event, Line, Profile, Rows, Samples, Stacks
-from raytrain_gpt.tracking.run_files import PROFILE_DIR, RunFiles
-from raytrain_gpt.tracking.sync import RunSync
+from raytrain_gpt.tracking.run_files import PROFILE_DIR, RunSync
 from raytrain_gpt.tracking.trackers import End, TrackedRun
 
 
 class Books:
-    """Books of one attempt.
+    """Books of one attempt, with the details of its event, and the rows that the checkpoints store."""
 
-    Args:
-        attempt: Details of the `attempt` event; its number names the profiles.
-        saved_rows: Rows stored in the checkpoints.
-    """
-
-    def __init__(
-        self, sync: RunSync, run: TrackedRun, attempt: Row, saved_rows: list[Row], log: Log
-    ) -> None:
-        self._sync, self._run, self._config, self._log = sync, run, run.config, log
+    def __init__(self, sync: RunSync, run: TrackedRun, attempt: Row, saved_rows: list[Row]) -> None:
+        self._sync, self._run, self._dir, self._log = sync, run, run.directory, run.log
         self._attempt: int = attempt["attempt"]
         self._unwritten: list[Row] = []
         self._pushing = threading.Thread()
-        self._files = RunFiles(run.directory, run.step, saved_rows, log)
-        self._trackers = open_trackers(run, self._files.kept_rows, log)
-        self._files.kept_rows = []
-        lost = {"lost_steps": self._files.lost_steps, "lost_s": self._files.lost_s}
-        self._write([{"step": run.step, "event": "attempt", **attempt, **lost}])
+        lost = run_files.restart(run.directory, run.step, saved_rows, run.log)
+        self._trackers = open_trackers(run)
+        self.note(run.step, "attempt", **attempt, **lost)
 
     def take(self, event: Event) -> None:
         """Enter an event; errors of the disk and of trackers are told, never raised."""
@@ -47,11 +38,19 @@ class Books:
             case Rows(rows):
                 self._add_rows(rows)
             case Samples(step, text):
-                self._add_samples(step, redacted(text))
+                text = redacted(text)
+                with contextlib.suppress(OSError):  # `_write` reports a full disk
+                    run_files.add_samples(self._dir, step, text)
+                    for tracker in self._trackers:
+                        tracker.text(step, "samples", text)
             case Profile():
                 self._add_profile(event)
             case Stacks(rank, text):
-                self._add_stacks(f"[rank {rank}] {text}")
+                self._log(f"[rank {rank}] {text}")
+                with contextlib.suppress(OSError):  # the console also shows them
+                    run_files.append(
+                        self._dir / f"stacks-{self._attempt:03d}.txt", f"[rank {rank}] {text}\n"
+                    )
             case Line(text):
                 self._log(text)
 
@@ -72,11 +71,10 @@ class Books:
         is_told = bool(self._unwritten)
         self._unwritten += map(_without_secrets, rows)
         try:
-            self._files.add_rows(self._unwritten)
+            run_files.add_rows(self._dir, self._unwritten)
         except OSError as error:
             if not is_told:
-                where = self._sync.work_dir
-                self._log(f"keeping metrics in memory: cannot write {where}: {error.strerror}")
+                self._log(f"keeping metrics in memory: cannot write {self._dir}: {error.strerror}")
             return
         written, self._unwritten = self._unwritten, []
         for tracker in self._trackers:
@@ -85,11 +83,10 @@ class Books:
     def _add_rows(self, rows: list[Row]) -> None:
         """Write rows everywhere, and the console lines that are due."""
         self._write(rows)
-        train = self._config.train
+        train, zscore = self._run.config.train, self._run.config.spikes.spike_zscore
         for row in rows:
             line = None
             if "event" in row:
-                zscore = self._config.spikes.spike_zscore
                 line = event_line(row, train.max_steps, zscore, self._sync.run_dir)
             elif "val/loss" in row:
                 line = eval_line(row, train.max_steps)
@@ -108,22 +105,9 @@ class Books:
         except (RaytrainGptError, OSError) as error:
             self._log(f"cannot copy metrics to {self._sync.run_dir} now: {error}")
 
-    def _add_samples(self, step: int, text: str) -> None:
-        with contextlib.suppress(OSError):  # `_write` reports a full disk
-            self._files.add_samples(step, text)
-            for tracker in self._trackers:
-                tracker.text(step, "samples", text)
-
-    def _add_stacks(self, text: str) -> None:
-        self._log(text)
-        with contextlib.suppress(OSError):  # the console also shows them
-            file = self._sync.work_dir / f"stacks-{self._attempt:03d}.txt"
-            with file.open("a", encoding="utf-8") as stacks:
-                stacks.write(f"{text}\n")
-
     def _add_profile(self, profile: Profile) -> None:
         """Store table and trace as files, and an event."""
-        steps, directory = profile.steps, Location.of(self._sync.work_dir)
+        steps, directory = profile.steps, Location.of(self._dir)
         name = f"{PROFILE_DIR}/{self._attempt:03d}-step={steps.start:08d}"
         with contextlib.suppress(OSError):  # `_write` reports a full disk
             (directory / f"{name}.txt").write_text(profile.table)

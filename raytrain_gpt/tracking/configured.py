@@ -1,12 +1,12 @@
-"""The trackers that a configuration names, and their settings."""
+"""The trackers that a configuration names: a thread for each, what its store has, and its settings."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -16,44 +16,125 @@ from raytrain_gpt.columns import Row
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.format import Log
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking import mlflow_run
 from raytrain_gpt.tracking.run_files import TRACKERS_DIR, read_rows
-from raytrain_gpt.tracking.trackers import BUFFER_S, DeliveryState, End, TrackedRun, TrackerQueue
+from raytrain_gpt.tracking.trackers import DeliveryState, End, TrackedRun
+
+_RETRY_S = 10.0
+_BUFFER_S = 30.0
+"""Time that a tracker may keep rows in memory only; wandb writes its file every 15 s."""
+_FINISH_S = 180.0  # beside other load, Ray's workers (nice 15) take minutes to import MLflow
+_ROWS_AT_ONCE = 64
 
 
-def open_trackers(
-    run: TrackedRun, rows: list[Row], log: Log, is_over: bool = False
-) -> list[TrackerQueue]:
-    """Create the trackers of an attempt, with earlier rows, which they may lack.
-
-    Args:
-        is_over: Create only those that lack rows.
-    """
-    run.log = log
+def open_trackers(run: TrackedRun) -> list[TrackerQueue]:
+    """Create the trackers of an attempt; each gets the rows that its store lacks, also earlier ones."""
     assert run.id, "the id is drawn before threads need it"
     (run.directory / TRACKERS_DIR).mkdir(exist_ok=True)
     tracking, uri = run.config.tracking, mlflow_run.tracking_uri(run.config)
     names = ["tensorboard"] * tracking.tensorboard + ["mlflow"] * (uri is not None)
-    queues = []
-    for name in dict.fromkeys([*names, *tracking.trackers]):
-        label = f"MLflow at {uri}" if name == "mlflow" else f"tracker {name}"
-        ledger = _read_ledger(run, name)
-        last = ledger.stores.get(ledger.last, DeliveryState())
-        if not is_over or ledger.settings != _settings(run, name) or last.take(rows, run.step)[0]:
-            make = partial(NamedTracker, name, earlier=rows if is_over else None)
-            queues.append(TrackerQueue(make, run, log, label))
-    return queues
+    return [TrackerQueue(name, run) for name in dict.fromkeys([*names, *tracking.trackers])]
 
 
-def complete_trackers(run: TrackedRun, rows: list[Row], log: Log) -> None:
+def complete_trackers(run: TrackedRun) -> None:
     """Send a finished run's rows to the trackers that lack some; an earlier version's run has no record."""
     if not (run.directory / TRACKERS_DIR).is_dir():
         return
-    for queue in open_trackers(run, rows, log, is_over=True):
-        queue.close("finished", patient=True)
+    rows = read_rows(run.directory)
+    for queue in open_trackers(run):
+        ledger = _read_ledger(run, queue.name)
+        last = ledger.stores.get(ledger.last, DeliveryState())
+        if ledger.settings != _settings(run, queue.name) or last.take(rows, run.step)[0]:
+            queue.close("finished", patient=True)
+
+
+class TrackerQueue:
+    """Queue and thread of a tracker, so that a slow or failing one never slows or ends the run.
+
+    The thread starts with the first new steps, so that a tracker's import and connection, which take CPU
+    seconds, do not delay the first step in local mode. (MLflow's asynchronous logging drops a failed batch.)
+    """
+
+    def __init__(self, name: str, run: TrackedRun) -> None:
+        self.name, self._run = name, run
+        uri = mlflow_run.tracking_uri(run.config)
+        self._label = f"MLflow at {uri}" if name == "mlflow" else f"tracker {name}"
+        self._rows: list[Row] = []
+        self._texts: list[tuple[int, str, str]] = []
+        self._end: End | None = None
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._follow, name=name, daemon=True)
+
+    def rows(self, rows: list[Row]) -> None:
+        """Add rows; they are sent soon, and again after an error."""
+        with self._changed:
+            self._rows.extend(rows)
+            self._changed.notify()
+        if any("train/loss" in row and row["step"] > self._run.step for row in rows):
+            self._start()
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Add a text."""
+        with self._changed:
+            self._texts.append((step, name, text))
+            self._changed.notify()
+
+    def close(self, end: End, patient: bool = False) -> None:
+        """Send the rest and have the tracker finish, within three minutes, or log that it lacks rows.
+
+        If `patient`, wait longer as long as it accepts rows.
+        """
+        with self._changed:
+            self._end = end
+            self._changed.notify()
+        self._start()
+        while True:
+            num_left = len(self._rows)
+            self._thread.join(_FINISH_S)
+            if not (patient and self._thread.is_alive() and len(self._rows) < num_left):
+                break
+        if self._rows:
+            self._run.log(f"{self._label} lacks rows; run the same command again to send them")
+
+    def _start(self) -> None:
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def _follow(self) -> None:
+        tracker: NamedTracker | None = None
+        warned = False
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._rows or self._texts or self._end)
+                rows, texts, end = self._rows[:_ROWS_AT_ONCE], self._texts[:1], self._end
+            try:
+                if tracker is None:
+                    made = NamedTracker(self.name, self._run)
+                    backlog = made.backlog()
+                    with self._changed:
+                        tracker, self._rows[:0] = made, backlog
+                elif rows:
+                    tracker.rows(rows)
+                    with self._changed:  # only now, so that rows of a failed call are resent
+                        del self._rows[: len(rows)]
+                elif texts:
+                    tracker.text(*texts[0])
+                    with self._changed:
+                        del self._texts[0]
+                elif end is not None:
+                    tracker.finish(end, self._run.files())
+                    return
+            except (Exception, SystemExit) as error:  # a tracker must not end the run
+                if not warned:
+                    self._run.log(f"{self._label} does not respond, retrying: {error}")
+                    warned = True
+                if end is not None:
+                    return
+                with self._changed:
+                    # Do not retry at every new row, which may come every second.
+                    self._changed.wait_for(lambda: self._end, _RETRY_S)
 
 
 class _Ledger(BaseModel):
@@ -88,16 +169,13 @@ class NamedTracker:
     `replaces_rows` says that it replaces those of steps that the attempt repeats, as all user trackers may;
     `store` names the run in the store that it writes, by default its settings, and `is_new` that this has
     no rows yet.
-
-    Args:
-        earlier: The run's rows so far, by default those in its file when the tracker is connected.
     """
 
-    def __init__(self, name: str, run: TrackedRun, earlier: list[Row] | None = None) -> None:
+    def __init__(self, name: str, run: TrackedRun) -> None:
         kind = kinds.kind("trackers", name)
         code = None if kind.is_built_in else kinds.used_code()
         self._errors_as_line = code.errors_as_line if code else contextlib.nullcontext
-        self._run, self._earlier, self._ledger = run, earlier, _read_ledger(run, name)
+        self._run, self._ledger = run, _read_ledger(run, name)
         self._unwritten: deque[tuple[float, DeliveryState]] = deque()
         self._file = Location.of(run.directory / TRACKERS_DIR / f".{name}.json")
         self._tracker = kind.call(run, run.config.tracking.settings(kind.settings))
@@ -107,16 +185,15 @@ class NamedTracker:
         self._delivered = stores.get(self._ledger.last, stores.get("", DeliveryState()))
         if getattr(kind.resolve(), "replaces_rows", not kind.is_built_in):
             self._delivered = self._delivered.until(run.step)
-        self._buffer_s = getattr(self._tracker, "buffer_s", BUFFER_S)
+        self._buffer_s = getattr(self._tracker, "buffer_s", _BUFFER_S)
 
     def backlog(self) -> list[Row]:
-        earlier = read_rows(self._run.directory) if self._earlier is None else self._earlier
-        lacked, _ = self._delivered.take(earlier, self._run.step)
+        """Return the rows so far, in the run's file, that the store lacks."""
+        lacked, _ = self._delivered.take(read_rows(self._run.directory), self._run.step)
         # A killed attempt's event may be later than one of a higher step; a tracker's last is remembered.
-        events = iter(
-            sorted((row for row in lacked if "event" in row), key=lambda row: row.get("time", 0.0))
-        )
-        return [next(events) if "event" in row else row for row in lacked]
+        events = [row for row in lacked if "event" in row]
+        in_order = iter(sorted(events, key=lambda row: row.get("time", 0.0)))
+        return [next(in_order) if "event" in row else row for row in lacked]
 
     def rows(self, rows: list[Row]) -> None:
         new, after = self._delivered.take(rows, self._run.step)

@@ -27,85 +27,45 @@ from raytrain_gpt.format import count, short_duration, size
 
 FIRST_STEP_EVENTS = ("start", "resume")
 EndEvent = Literal[
-    "finished",
-    "stopped",
-    "failed",
-    "preempted",
-    "resized",
-    "rolled_back",
-    "hung",
-    "out_of_memory",
-]
+    "finished", "stopped", "failed", "preempted", "resized", "rolled_back", "hung", "out_of_memory"
+]  # fmt: skip
 END_EVENTS: tuple[EndEvent, ...] = get_args(EndEvent)
 BAD_STEP_EVENTS = ("nonfinite", "spike")
-_LOST_TO = {
-    "startup": "start-up",
-    "restarts": "restarts",
-    "repeated_steps": "repeated steps",
-    "evaluation": "evaluation",
-    "checkpoints": "checkpoints",
-    "data_wait": "waiting for data",
-    "other": "other",
-}
+_LABELS = {"startup": "start-up", "data_wait": "waiting for data"}
+"""Labels of causes in `lost_to` that do not label themselves."""
 
 
 @dataclass(frozen=True)
 class _AttemptSpan:
-    """One `fit()`, reconstructed from the rows.
+    """One `fit()`, reconstructed from the rows."""
 
-    Attributes:
-        row: `attempt` event, completed by its `start` or `resume`; `event` is `no step` without one.
-        kept: Steps that no later attempt repeated.
-        end: End event, or a `killed` one if there is none.
-        end_s: End time, estimated without an end event.
-        startup_s: Time to its first step, or its duration without steps.
-    """
-
-    row: Row
+    row: Row  # `attempt` event, completed by its `start` or `resume`; `event` is `no step` without one
     events: list[Row]
-    kept: range
-    end: Row
-    end_s: float
-    startup_s: float
+    kept: range  # steps that no later attempt repeated
+    end: Row  # end event, or a `killed` one if there is none
+    end_s: float  # estimated without an end event
+    startup_s: float  # to its first step, or its duration without steps
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """Breakdown of a run's time.
-
-    Attributes:
-        elapsed_s: Sum of sessions, each from its first attempt's start to its last one's end.
-        not_running_s: Time between sessions, not included in `elapsed_s`.
-        effective_s: Time of retained steps without data waits.
-        effective_fraction: Fraction of `elapsed_s`, or None without times.
-        lost_to: Seconds per key of `_LOST_TO`. With `effective_s` they add up to `elapsed_s`. `startup`: to
-            the first step of every attempt. `restarts`: between the attempts of a session. `repeated_steps`:
-            steps discarded because the next attempt resumed from an earlier checkpoint. `evaluation`,
-            `checkpoints`: only while training waited for them. `data_wait`: in retained steps. `other`: the
-            rest, such as samples, profiles, unreported steps, discarded evaluations, and hangs until their
-            detection.
-        restarts_by_cause: Restarts by the end of the previous attempt: an end event, `killed` without one,
-            `extended` for a finished run whose max_steps was raised.
-        lost_steps: Discarded and repeated steps.
-        rolled_back_steps: The `lost_steps` due to rollbacks after bad steps.
-        bad_steps: Spikes and non-finite steps, including discarded ones.
-        skipped_batches: Global batches skipped by rollbacks.
-        checkpoint_write_s: Background writing of checkpoints, which costs no training time.
-    """
+    """Breakdown of a run's time; `effective_s` and `lost_to` add up to `elapsed_s`."""
 
     elapsed_s: float
-    not_running_s: float
+    not_running_s: float  # between sessions
     effective_s: float
-    effective_fraction: float | None
-    lost_to: dict[str, float]
+    effective_fraction: float | None  # of `elapsed_s`; None without times
+    lost_to: dict[str, float]  # cause -> seconds; see `goodput`
     num_attempts: int
     restarts: int
     restarts_by_cause: dict[str, int]
-    lost_steps: int
-    rolled_back_steps: int
-    bad_steps: int
-    skipped_batches: int
-    checkpoint_write_s: float
+    """Restarts by the end of the previous attempt: an end event, `killed` without one, `extended` for a
+    finished run whose max_steps was raised."""
+    lost_steps: int  # discarded and repeated
+    rolled_back_steps: int  # those of `lost_steps` due to rollbacks after bad steps
+    bad_steps: int  # spikes and non-finite steps, including discarded ones
+    skipped_batches: int  # global batches skipped by rollbacks
+    checkpoint_write_s: float  # in the background, which costs no training time
 
     def summary(self) -> str:
         share, elapsed = self.share(self.effective_s), short_duration(self.elapsed_s)
@@ -121,8 +81,11 @@ class Goodput:
             texts.append(count(self.bad_steps, "bad step"))
         if self.skipped_batches:
             texts.append(f"{count(self.skipped_batches, 'batch', 'batches')} skipped")
-        lost = [(_LOST_TO[name], short_duration(lost_s)) for name, lost_s in self.lost_to.items()]
-        if shown := [f"{label} {text}" for label, text in lost if text != "0.0s"]:
+        lost = [(cause, short_duration(lost_s)) for cause, lost_s in self.lost_to.items()]
+        shown = [
+            f"{_LABELS.get(c, c.replace('_', ' '))} {text}" for c, text in lost if text != "0.0s"
+        ]
+        if shown:
             texts.append(f"lost to: {', '.join(shown)}")
         if self.not_running_s:
             texts.append(f"not running for {short_duration(self.not_running_s)} between commands")
@@ -135,22 +98,19 @@ class Goodput:
 
 @dataclass(frozen=True)
 class RunSpeed:
-    """Speed of a run over all workers; None if unknown.
+    """Speed of a run over all workers; None if unknown."""
 
-    Attributes:
-        tokens_per_s: Median over training steps, without evaluations, checkpoints and profiled steps.
-        tokens_per_s_overall: Tokens of retained steps per time from every attempt's first step on, including
-            evaluations, checkpoints, profiles and repeated steps.
-        data_wait_fraction: Data wait per step time, mean over workers.
-        mfu: Median over the steps.
-        peak_memory_bytes: Maximum over workers of GPU allocation, or without a GPU of resident host memory.
-    """
-
-    tokens_per_s: float | None
-    tokens_per_s_overall: float | None
-    data_wait_fraction: float | None
-    mfu: float | None
-    peak_memory_bytes: int | None
+    tokens_per_s: (
+        float | None
+    )  # median of steps, without evaluations, checkpoints and profiled steps
+    tokens_per_s_overall: (
+        float | None
+    )  # of retained steps, per time from each attempt's first step on
+    data_wait_fraction: float | None  # of step time, mean over workers
+    mfu: float | None  # median of steps
+    peak_memory_bytes: (
+        int | None
+    )  # maximum over workers, on the GPU, or without one resident on the host
 
     def summary(self) -> str:
         speeds = ((self.tokens_per_s, "in steps (median)"), (self.tokens_per_s_overall, "overall"))
@@ -182,12 +142,13 @@ def goodput(rows: list[Row]) -> Goodput:
     effective_s = max(_total(steps, "perf/step_time_s") - data_wait_s, 0.0)
     lost_to = {
         "startup": fsum(attempt.startup_s for attempt in attempts),
-        "restarts": restarts_s,
-        "repeated_steps": _total(begun, "lost_s"),
+        "restarts": restarts_s,  # between the attempts of a session
+        "repeated_steps": _total(begun, "lost_s"),  # after a resume from an earlier checkpoint
         "evaluation": _total(rows, "perf/eval_s"),
-        "checkpoints": _total(events, "perf/checkpoint_blocked_s"),
-        "data_wait": data_wait_s,
+        "checkpoints": _total(events, "perf/checkpoint_blocked_s"),  # only while training waited
+        "data_wait": data_wait_s,  # in retained steps
     }
+    # Samples, profiles, unreported steps, discarded evaluations, and hangs until their detection.
     lost_to["other"] = max(elapsed_s - effective_s - fsum(lost_to.values()), 0.0)
     causes = Counter(attempt.end["event"] for attempt in attempts[:-1])
     causes["extended"] = causes.pop("finished", 0)

@@ -27,12 +27,11 @@ from raytrain_gpt.errors import ConfigError, Interrupted
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, is_url
-from raytrain_gpt.tracking.run_files import PROFILE_DIR
+from raytrain_gpt.tracking.run_files import PROFILE_DIR, TRACKING_FILE
 from raytrain_gpt.tracking.trackers import End, TrackedRun, plottable_values
 
 SQLITE = "sqlite:///"
 OFF = "MLflow is off: its SQLite file cannot be in an object store; set mlflow_uri"
-TRACKING_FILE = "mlflow.json"
 _IDENTITY_TAG = "raytrain_gpt_run"
 _EXPORT_DIR = "exported"
 """Artifact directory of the last exported model."""
@@ -205,17 +204,16 @@ def track_export(run_dir: Location, directory: Path, log: Log) -> None:
         if "run_id" not in record:
             return
         uri = record["uri"]
-        if uri != os.environ.get(URI_VARIABLE) and not _is_beside(uri, run_dir):
+        if uri == os.environ.get(URI_VARIABLE) or _is_beside(uri, run_dir):
+            _client(uri).log_artifacts(record["run_id"], str(directory), _EXPORT_DIR)
+            log(f"mlflow      artifacts/{_EXPORT_DIR} of run {run_dir.name}")
+        else:
             log(
                 f"not logging the export to MLflow at {uri}, which only the run's files name; set "
                 f"{URI_VARIABLE} to log it there"
             )
-            return
-        _client(uri).log_artifacts(record["run_id"], str(directory), _EXPORT_DIR)
     except Exception as error:  # the export is complete in any case
         log(f"cannot log the export to MLflow: {error}")
-        return
-    log(f"mlflow      artifacts/{_EXPORT_DIR} of run {run_dir.name}")
 
 
 def _is_beside(uri: str, directory: Location) -> bool:

@@ -33,17 +33,18 @@ _SIGNS = {"": "", "D": "◆", "o": "●", "^": "▲", "s": "■", "v": "▼", "P
 _LOG_TICKS = (2, (1,)), (1, (1, 3)), (0.5, (1, 2, 5)), (0, (1, 1.5, 2, 3, 4, 5, 6, 8))
 """Minimum decades of a logarithmic axis, and the multiples of powers of ten that are marked on it."""
 _TEXT, _GRID, _MARK = "#000007", "#000008", "#000009"  # in the page: var(--c7) and so on
+_DRAWING: Any = {
+    "svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 11, "text.parse_math": False,
+    "lines.scale_dashes": False,
+    "path.simplify_threshold": 0.5,  # points, so that a long run's page stays below 1 MB
+}  # fmt: skip
 _MAX_CELL = 36
 """Characters of a cell that stay on one line."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A line over `xs`; non-finite values are gaps.
-
-    Attributes:
-        width: Line width in points; 0 for markers only.
-    """
+    """A line over `xs`; non-finite values are gaps."""
 
     label: str
     xs: Floats
@@ -51,25 +52,20 @@ class Curve:
     color: int = 1
     dash: str = ""
     marker: str = ""
-    width: float = 1.6
+    width: float = 1.6  # points; 0 for markers only
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over `x`.
-
-    Attributes:
-        marks: Steps at which the run was resumed.
-        log: Whether the x axis is logarithmic.
-    """
+    """Curves over `x`."""
 
     title: str
     unit: str
     curves: Sequence[Curve]
-    marks: Sequence[int] = ()
+    marks: Sequence[int] = ()  # steps at which the run was resumed
     from_zero: bool = False
     x: str = "step"
-    log: bool = False
+    log: bool = False  # whether the x axis is logarithmic
 
     def after(self, start: float) -> Chart:
         """Return the chart from a step (or token count) on, with a separate scale."""
@@ -133,10 +129,8 @@ def table(names: Iterable[str], rows: Iterable[Iterable[str]]) -> Markup:
     body = _all("{}", (_all("<tr>{}</tr>", map(_cell, row)) for row in rows))
     if not body:
         return Markup("<p>None.</p>")
-    frame = (
-        '<div class="card scroll"><table><thead><tr>{}</tr></thead><tbody>{}</tbody></table></div>'
-    )
-    return Markup(frame).format(head, body)
+    rows_of = "<table><thead><tr>{}</tr></thead><tbody>{}</tbody></table>"
+    return Markup(f'<div class="card scroll">{rows_of}</div>').format(head, body)
 
 
 def _cell(cell: str) -> Markup:
@@ -145,14 +139,13 @@ def _cell(cell: str) -> Markup:
 
 
 def figures(charts: Iterable[Chart]) -> Markup:
-    figure = Markup("<figure><figcaption><b>{}</b>{}</figcaption>{}</figure>")
-    drawn = (
-        figure.format(
-            chart.title, _all("{}", (_key(c) for c in chart.curves if c.label)), draw(chart)
-        )
-        for chart in charts
-    )
-    return _all('<div class="charts">{}</div>', drawn)
+    return _all('<div class="charts">{}</div>', map(_figure, charts))
+
+
+def _figure(chart: Chart) -> Markup:
+    keys = _all("{}", (_key(curve) for curve in chart.curves if curve.label))
+    frame = Markup("<figure><figcaption><b>{}</b>{}</figcaption>{}</figure>")
+    return frame.format(chart.title, keys, draw(chart))
 
 
 def _all(frame: str, parts: Iterable[Markup]) -> Markup:
@@ -162,16 +155,10 @@ def _all(frame: str, parts: Iterable[Markup]) -> Markup:
 def _key(curve: Curve) -> Markup:
     return Markup(
         '<span class="key"><svg viewBox="0 0 30 12" aria-hidden="true">'
-        '<line x1="1" y1="6" x2="29" y2="6" stroke="var(--c{color})" stroke-width="{width}" '
-        'stroke-dasharray="{dash}"/><text x="15" y="10" text-anchor="middle" font-size="11" '
-        'fill="var(--c{color})">{sign}</text></svg>{label}</span>'
-    ).format(
-        color=curve.color,
-        width=curve.width,
-        dash=curve.dash,
-        sign=_SIGNS[curve.marker],
-        label=curve.label,
-    )
+        '<line x1="1" y1="6" x2="29" y2="6" stroke="var(--c{c.color})" stroke-width="{c.width}" '
+        'stroke-dasharray="{c.dash}"/><text x="15" y="10" text-anchor="middle" font-size="11" '
+        'fill="var(--c{c.color})">{sign}</text></svg>{c.label}</span>'
+    ).format(c=curve, sign=_SIGNS[curve.marker])
 
 
 def draw(chart: Chart) -> Markup:
@@ -179,15 +166,7 @@ def draw(chart: Chart) -> Markup:
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
-    # Deviations below half a point are not drawn, so that a long run's page stays below 1 MB.
-    drawn_alike: Any = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "report",
-        "lines.scale_dashes": False,
-    }
-    with matplotlib.rc_context(
-        {**drawn_alike, "font.size": 11, "text.parse_math": False, "path.simplify_threshold": 0.5}
-    ):
+    with matplotlib.rc_context(_DRAWING):
         figure = Figure(figsize=(6, 3), layout="constrained")
         axes = figure.subplots()
         axes.set_xscale("log" if chart.log else "linear")
@@ -232,11 +211,10 @@ def draw(chart: Chart) -> Markup:
 
 def _inline(svg: str, prefix: str) -> str:
     """Extract the `svg` element of an SVG file, and make its ids unique on the page."""
-    size = re.search(r'viewBox="[^"]*"', svg)
-    assert size is not None
-    svg = svg[svg.index("</metadata>") + len("</metadata>") :]
+    (size,) = re.findall(r'viewBox="[^"]*"', svg)
+    svg = svg.partition("</metadata>")[2]
     svg = re.sub(r"<style.*?</style>|font-family: [^;\"]*;? ?", "", svg, flags=re.DOTALL)
     svg = svg.replace('<g id="resume">', '<g class="resume">').replace("xlink:href", "href")
     svg = re.sub(r'<g id="[^"]*">', "<g>", svg)
     svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}-", svg)
-    return f"<svg {size[0]} aria-hidden='true'>" + re.sub(r"#00000(\d)", r"var(--c\1)", svg)
+    return f"<svg {size} aria-hidden='true'>" + re.sub(r"#00000(\d)", r"var(--c\1)", svg)

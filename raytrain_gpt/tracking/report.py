@@ -25,8 +25,13 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking import pages
 from raytrain_gpt.tracking.goodput import goodput, read_attempts, run_speed
 from raytrain_gpt.tracking.pages import Chart, Curve, Floats, curve_style
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, event_text, read_rows, read_samples
-from raytrain_gpt.tracking.sync import RunSync
+from raytrain_gpt.tracking.run_files import (
+    CONFIG_FILE,
+    RunSync,
+    event_text,
+    read_rows,
+    read_samples,
+)
 
 REPORT_FILE = "report.html"
 MAX_SAMPLE_SETS = _MAX_RANKS = 8
@@ -41,10 +46,7 @@ _ORDER_HASH = (
 
 
 class RunHistory:
-    """A run's files, parsed.
-
-    `tell` receives a warning for each file whose damaged lines are skipped.
-    """
+    """A run's files, parsed; `tell` receives a warning for each file whose damaged lines are skipped."""
 
     def __init__(self, sync: RunSync, tell: Log | None = None) -> None:
         self.dir, self.work_dir = sync.run_dir, sync.work_dir
@@ -69,12 +71,9 @@ class RunHistory:
         self.max_steps: int = self.fields.get("max_steps", 0)
         self.order_hashes = {r["step"]: h for r in self.rows if (h := r.get("data/order_hash"))}
         self.marks = [a.kept.start - 1 for a in self.attempts if a.kept and a.kept.start > 1]
-        self.train_time_s = float(np.nansum(self.column("perf/step_time_s")))
+        self.train_time_s = float(np.nansum(_column(self.rows, "perf/step_time_s")))
         self.window = min(max(len(self.rows) // 30, 1), 500)
-
-    def column(self, key: str) -> Floats:
-        """Return a key of the training rows, NaN for null."""
-        return np.array([row.get(key) for row in self.rows], np.float64)
+        self.tokens_seen: int = self.last.get("data/tokens_seen", 0)
 
     def samples(self) -> list[tuple[int, list[str]]]:
         """Return (step, texts) of at most MAX_SAMPLE_SETS sets, spread over the run."""
@@ -93,9 +92,9 @@ class RunHistory:
         losses = [*self._curves("train/loss"), *self.evaluations("val/loss", "validation")]
         loss = Chart("Loss", _NATS, [*losses, *self._spikes()], self.marks)
         charts = [loss, *([loss.after(self.last["step"] // 2)] if self.window > 1 else [])]
+        datasets = sorted({key for row in self.evals for key in row if key.startswith("val/loss/")})
         by_dataset: list[Curve] = []
-        keys = sorted({key for row in self.evals for key in row if key.startswith("val/loss/")})
-        for i, key in enumerate(keys):
+        for i, key in enumerate(datasets):
             by_dataset += self.evaluations(key, key.removeprefix("val/loss/"), curve_style(i))
         charts.append(Chart("Validation loss by dataset", _NATS, by_dataset, self.marks))
         charts += [Chart(k, "mean", self.evaluations(k, k), self.marks) for k in self.scores()]
@@ -109,11 +108,8 @@ class RunHistory:
     ) -> list[Curve]:
         """Return the curve of an evaluation's key over steps or tokens, if any evaluation has it."""
         rows = [row for row in self.evals if key in row]
-        scale = (
-            self.last.get("data/tokens_seen", 0) / (self.last["step"] or 1) if x == "tokens" else 1
-        )
-        xs = scale * np.array([row["step"] for row in rows], np.float64)
-        values = np.array([row[key] for row in rows], np.float64)
+        scale = self.tokens_seen / (self.last["step"] or 1) if x == "tokens" else 1
+        xs, values = scale * _column(rows, "step"), _column(rows, key)
         return [Curve(label, xs, values, *look)] if rows else []
 
     def _curves(self, key: str) -> list[Curve]:
@@ -122,7 +118,7 @@ class RunHistory:
             return self._of_ranks(key)
         if not any(key in row for row in self.rows):
             return []
-        curve = Curve("every step", self.column("step"), self.column(key))
+        curve = Curve("every step", _column(self.rows, "step"), _column(self.rows, key))
         if self.window == 1 or not COLUMNS[key].smooth:
             return [curve]
         mean = self.running_mean(key, self.window)
@@ -131,7 +127,7 @@ class RunHistory:
 
     def running_mean(self, key: str, window: int) -> Floats:
         """Return the mean of the finite values in each trailing `window`, or NaN if there is none."""
-        values, ones = self.column(key), np.ones(window)
+        values, ones = _column(self.rows, key), np.ones(window)
         finite = np.isfinite(values)
         sums = np.convolve(np.where(finite, values, 0), ones)[: len(values)]
         counts = np.convolve(finite, ones)[: len(values)]
@@ -140,9 +136,7 @@ class RunHistory:
     def _spikes(self) -> list[Curve]:
         limit = self.fields.get("spike_zscore", 0)
         spikes = [row for row in self.spikes if row.get("loss") and is_loss_spike(row, limit)]
-        steps, losses = (
-            np.array([row[key] for row in spikes], np.float64) for key in ("step", "loss")
-        )
+        steps, losses = _column(spikes, "step"), _column(spikes, "loss")
         return [Curve("spike", steps, losses, color=4, marker="v", width=0)] if spikes else []
 
     def _of_ranks(self, key: str) -> list[Curve]:
@@ -153,7 +147,7 @@ class RunHistory:
             seconds[i, : len(row[key])] = row[key]
         if not np.nansum(seconds):
             return []
-        steps = np.array([row["step"] for row in rows], np.float64)
+        steps = _column(rows, "step")
         slowest = np.argsort(-np.nanmean(seconds, axis=0), kind="stable")[:_MAX_RANKS]
         return [
             Curve(f"rank {rank}", steps, seconds[:, rank], *curve_style(i))
@@ -162,11 +156,10 @@ class RunHistory:
 
     def numbers(self) -> Iterator[tuple[str, str, str]]:
         """Yield name, value and note of the run's latest numbers."""
-        speed, tokens_seen = self.speed, self.last.get("data/tokens_seen", 0)
+        speed = self.speed
         losses = [row["val/loss"] for row in self.evals if row["val/loss"] is not None]
         evaluation = self.evals[-1] if self.evals else {}
-        is_finished = 0 < self.max_steps <= self.last["step"]
-        state = "finished" if is_finished else "not finished"
+        state = "finished" if 0 < self.max_steps <= self.last["step"] else "not finished"
         yield "Step", f"{self.last['step']:,}", f"of {self.max_steps:,}, {state}"
         mean = ""
         if self.rows:
@@ -177,14 +170,11 @@ class RunHistory:
         perplexity = f"perplexity {_value(evaluation, 'val/perplexity', ',.2f')}"
         yield "Bits per byte", _value(evaluation, "val/bits_per_byte"), perplexity
         yield from ((key, _value(evaluation, key), "") for key in self.scores())
-        yield "Tokens seen", amount(tokens_seen), ""
+        yield "Tokens seen", amount(self.tokens_seen), ""
         mfu = "" if speed.mfu is None else f", MFU {speed.mfu:.1%}"
         yield "Tokens/s in steps", _amount(speed.tokens_per_s), f"median{mfu}"
-        yield (
-            "Tokens/s overall",
-            _amount(speed.tokens_per_s_overall),
-            "with evaluations and checkpoints",
-        )
+        overall = _amount(speed.tokens_per_s_overall)
+        yield "Tokens/s overall", overall, "with evaluations and checkpoints"
         yield "Training steps", duration(self.train_time_s), ""
         yield "Goodput", self.goodput.share(self.goodput.effective_s) or "–", ""
         if speed.peak_memory_bytes:
@@ -193,8 +183,13 @@ class RunHistory:
         if "num_parameters" in facts:
             yield "Parameters", amount(facts["num_parameters"]), ""
         if tokens := facts.get("train_tokens"):
-            epochs = f"{tokens_seen / tokens:.2f} epochs seen"
+            epochs = f"{self.tokens_seen / tokens:.2f} epochs seen"
             yield "Data", amount(tokens), f"train tokens, tokenizer {facts['tokenizer']}; {epochs}"
+
+
+def _column(rows: list[Row], key: str) -> Floats:
+    """Return a key of the rows, NaN for null."""
+    return np.array([row.get(key) for row in rows], np.float64)
 
 
 def _value(row: Row, key: str, form: str = ".4f") -> str:
@@ -279,10 +274,8 @@ def _blocks_of_runs(runs: list[RunHistory]) -> Iterator[str]:
     yield pages.heading("Numbers")
     numbers = [{name: value for name, value, _ in run.numbers()} for run in runs]
     names = [*dict.fromkeys(chain(*numbers))]
-    rows = zip(runs, numbers, strict=True)
-    yield pages.table(
-        ["Run", *names], ([run.name, *(one.get(n, "–") for n in names)] for run, one in rows)
-    )
+    rows = ([run.name, *map(one.get, names)] for run, one in zip(runs, numbers, strict=True))
+    yield pages.table(["Run", *names], ([cell or "–" for cell in row] for row in rows))
     yield pages.heading("Data")
     yield _ORDER_HASH
     steps = [set(run.order_hashes) for run in runs if run.order_hashes]
@@ -301,16 +294,12 @@ def _compared(runs: list[RunHistory]) -> list[Chart]:
     """Chart the runs over tokens, which compares those of different batches too."""
     window = sorted(run.window for run in runs)[len(runs) // 2]
     looks = [(run, curve_style(i)) for i, run in enumerate(runs)]
-    train = [
-        Curve(
-            run.name,
-            run.column("data/tokens_seen"),
-            run.running_mean("train/loss", window),
-            *look[:2],
-        )
-        for run, look in looks
-        if run.rows
-    ]
+    train = []
+    for run, (color, dash, _) in looks:
+        if run.rows:
+            tokens = _column(run.rows, "data/tokens_seen")
+            losses = run.running_mean("train/loss", window)
+            train.append(Curve(run.name, tokens, losses, color, dash))
     charts = [Chart(f"Train loss, mean of {count(window, 'step')}", _NATS, train, x="tokens")]
     for key in ("val/loss", *dict.fromkeys(key for run in runs for key in run.scores())):
         curves = [c for run, look in looks for c in run.evaluations(key, run.name, look, "tokens")]

@@ -1,4 +1,4 @@
-"""The text files of a run, continuous over restarts: metrics.jsonl, log.txt, samples.txt.
+"""The small files of a run, continuous over restarts: metrics.jsonl, log.txt, samples.txt; and their copies.
 
 A row is one JSON object: a training step (with `train/loss`), an evaluation (with `val/loss`) or an
 event (with `event`). When a run resumes at a step, rows above it are dropped and rows lost in a crash
@@ -7,13 +7,17 @@ are taken from the checkpoints; events are never dropped. log.txt is derived fro
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
 import re
+import shutil
+import tempfile
 from math import fsum
 from pathlib import Path
 
+from raytrain_gpt.checkpoint.branch import BRANCH_FILE
 from raytrain_gpt.columns import COLUMNS, Row, own_scores, parse_rows
 from raytrain_gpt.format import Log, count, number
 from raytrain_gpt.storage.location import Location
@@ -23,9 +27,12 @@ LOG_FILE = "log.txt"
 SAMPLES_FILE = "samples.txt"
 CONFIG_FILE = "config.yaml"
 RUN_ID_FILE = "run_id.txt"
+TRACKING_FILE = "mlflow.json"
 PROFILE_DIR = "profile"
 TRACKERS_DIR = "trackers"
 """Files of `trackers`, which a run in an object store fetches when it resumes."""
+_PULLED = (METRICS_FILE, SAMPLES_FILE, CONFIG_FILE, TRACKING_FILE, RUN_ID_FILE, BRANCH_FILE)
+"""Files that a resumed run reads; all others are derived from these or only appended to."""
 _SAMPLES_HEADER = re.compile(r"^=== step (\d{1,15}) ===$", re.MULTILINE)
 
 
@@ -56,8 +63,8 @@ def merge_rows(rows: list[Row], saved: list[Row], step: int) -> list[Row]:
     def key(row: Row) -> tuple[int, int]:
         return (row["step"], 0 if "train/loss" in row else 1)
 
-    merged = {key(row): row for row in rows if row["step"] <= step and "event" not in row}
-    merged |= {key(row): row for row in saved if row["step"] <= step and "event" not in row}
+    kept = (row for row in [*rows, *saved] if row["step"] <= step and "event" not in row)
+    merged = {key(row): row for row in kept}
     events = [row for row in rows if "event" in row]
     return sorted([*merged.values(), *events], key=lambda row: (*key(row), row.get("time", 0)))
 
@@ -91,48 +98,37 @@ def event_text(row: Row) -> str:
     return event + details
 
 
-class RunFiles:
-    """Writer that appends to a run's text files.
+def restart(run_dir: Path, step: int, saved_rows: list[Row], tell: Log) -> Row:
+    """Rewrite the text files of a run that resumes at `step`, without the rows and samples above it.
 
-    Args:
-        step: Step to resume at; rows and samples above it are dropped.
-        saved_rows: Rows stored in the checkpoints up to that step.
-        tell: Receives a warning about damaged rows.
-
-    Attributes:
-        kept_rows: Rows of metrics.jsonl at the start.
-        lost_steps: Steps above the resumed one, dropped to be repeated.
-        lost_s: Duration of the lost steps.
+    Returns `lost_steps` and `lost_s`, the number and duration of the steps to be repeated.
     """
-
-    def __init__(
-        self, run_dir: Path, step: int, saved_rows: list[Row], tell: Log | None = None
-    ) -> None:
-        self._dir = run_dir
-        on_disk = read_rows(run_dir, tell)
-        rows = merge_rows(on_disk, saved_rows, step)
-        lost = [row for row in on_disk if "train/loss" in row and row["step"] > step]
-        self.lost_steps = len(lost)
-        self.lost_s = fsum(row.get("perf/step_time_s") or 0 for row in lost)
-        samples = sorted({at: text for at, text in read_samples(run_dir) if at <= step}.items())
-        run_dir.mkdir(parents=True, exist_ok=True)
-        Location.of(run_dir / METRICS_FILE).write_text("".join(map(_json_line, rows)))
-        Location.of(run_dir / LOG_FILE).write_text("".join(map(log_text, rows)))
-        Location.of(run_dir / SAMPLES_FILE).write_text("".join(_samples_text(*s) for s in samples))
-        self.kept_rows = rows
-
-    def add_rows(self, rows: list[Row]) -> None:
-        _append(self._dir / METRICS_FILE, "".join(map(_json_line, rows)))
-        with contextlib.suppress(OSError):  # the next start rewrites it from the rows
-            _append(self._dir / LOG_FILE, "".join(map(log_text, rows)))
-
-    def add_samples(self, step: int, text: str) -> None:
-        _append(self._dir / SAMPLES_FILE, _samples_text(step, text))
+    rows, samples = read_rows(run_dir, tell), dict(read_samples(run_dir))
+    lost = [row for row in rows if "train/loss" in row and row["step"] > step]
+    kept = merge_rows(rows, saved_rows, step)
+    texts = [_samples_text(at, text) for at, text in sorted(samples.items()) if at <= step]
+    run_dir.mkdir(parents=True, exist_ok=True)
+    Location.of(run_dir / METRICS_FILE).write_text("".join(map(_json_line, kept)))
+    Location.of(run_dir / LOG_FILE).write_text("".join(map(log_text, kept)))
+    Location.of(run_dir / SAMPLES_FILE).write_text("".join(texts))
+    lost_s = fsum(row.get("perf/step_time_s") or 0 for row in lost)
+    return {"lost_steps": len(lost), "lost_s": lost_s}
 
 
-def _append(path: Path, text: str) -> None:
+def add_rows(run_dir: Path, rows: list[Row]) -> None:
+    """Append rows, or none on a full disk."""
+    append(run_dir / METRICS_FILE, "".join(map(_json_line, rows)))
+    with contextlib.suppress(OSError):  # the next start rewrites it from the rows
+        append(run_dir / LOG_FILE, "".join(map(log_text, rows)))
+
+
+def add_samples(run_dir: Path, step: int, text: str) -> None:
+    append(run_dir / SAMPLES_FILE, _samples_text(step, text))
+
+
+def append(path: Path, text: str) -> None:
     """Append a text completely or, on a full disk, not at all."""
-    size = path.stat().st_size
+    size = path.stat().st_size if path.exists() else 0
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(text)
@@ -147,3 +143,48 @@ def _json_line(row: Row) -> str:
 
 def _samples_text(step: int, text: str) -> str:
     return f"=== step {step} ===\n{text}\n"
+
+
+class RunSync:
+    """Local side of a run's directory: `work_dir`, on this node, has the small files.
+
+    Rows are appended every second, which an object store cannot do. So these files are copied at every
+    checkpoint and at the end. A run on a file system works in its own directory and copies nothing.
+    """
+
+    def __init__(self, run_dir: Location) -> None:
+        self.run_dir = run_dir
+        if run_dir.is_local:
+            self.work_dir = run_dir.path
+        else:
+            parent = tempfile.mkdtemp(prefix="raytrain-gpt-")
+            atexit.register(shutil.rmtree, parent, ignore_errors=True)
+            self.work_dir = Path(parent) / run_dir.name
+        self._pushed: dict[str, tuple[int, int]] = {}
+
+    def pull(self, *directories: str) -> RunSync:
+        """Fetch the files that resuming or showing the run needs, and those in `directories`; return self."""
+        self.work_dir.mkdir(parents=True, exist_ok=True)
+        if self.run_dir.is_local:
+            return self
+        others = [f"{one}/{name}" for one in directories for name in (self.run_dir / one).names()]
+        for name in (*_PULLED, *others):
+            if (self.run_dir / name).is_file():
+                (self.work_dir / name).parent.mkdir(exist_ok=True)
+                (self.run_dir / name).download(self.work_dir / name)
+                self._pushed[name] = _stamp(self.work_dir / name)
+        return self
+
+    def push(self) -> None:
+        """Copy every changed file; raises a StorageError if the object store is unreachable."""
+        if self.run_dir.is_local:
+            return
+        for path in sorted(p for p in self.work_dir.rglob("*") if p.is_file()):
+            name = path.relative_to(self.work_dir).as_posix()
+            if self._pushed.get(name) != (stamp := _stamp(path)):
+                (self.run_dir / name).upload(path)
+                self._pushed[name] = stamp
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    return path.stat().st_mtime_ns, path.stat().st_size

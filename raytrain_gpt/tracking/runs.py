@@ -14,9 +14,8 @@ from raytrain_gpt.errors import CheckpointError, RaytrainGptError, reason
 from raytrain_gpt.format import Log, duration, sample_command, shell, size, table
 from raytrain_gpt.storage.location import Location, is_url
 from raytrain_gpt.tracking.report import RunHistory, write_comparison, write_report
-from raytrain_gpt.tracking.run_files import CONFIG_FILE
+from raytrain_gpt.tracking.run_files import CONFIG_FILE, RunSync
 from raytrain_gpt.tracking.summary import loss_text, run_facts
-from raytrain_gpt.tracking.sync import RunSync
 
 
 def find_run(name: str, storage: Location) -> RunSync:
@@ -36,16 +35,7 @@ def _run_dirs(storage: Location) -> list[Location]:
 def runs_command(action: str, names: list[str], storage: Location, as_json: bool, say: Log) -> None:
     """Run one action of `runs` on one run, or `report` on several; may raise CheckpointError."""
     if action == "list":
-        if not storage.exists():
-            raise CheckpointError(
-                f"no runs: {storage} does not exist; set --storage_path to that of train, or start a run: "
-                "raytrain-gpt train"
-            )
-        rows = [facts for path in _run_dirs(storage) if (facts := _facts(path, say))]
-        columns = ("run", "state", "step", "max_steps", "train_loss", "val_loss", "checkpoints")
-        _say_table(rows, columns, say)
-        say(f"next: {shell('raytrain-gpt', 'runs', 'show', 'RUN', '--storage_path', storage)}")
-        content: Any = {"runs": rows}
+        content = _list(storage, say)
     else:
         runs = [find_run(name, storage) for name in names]
         content = {"show": _show, "checkpoints": _checkpoints, "report": _report}[action](runs, say)
@@ -53,13 +43,22 @@ def runs_command(action: str, names: list[str], storage: Location, as_json: bool
         say(json.dumps(content))
 
 
-def _facts(path: Location, say: Log) -> dict[str, Any] | None:
-    """Return state and last numbers of a run, or None, with a warning, if it is unreadable."""
-    try:
-        return run_facts(RunHistory(RunSync(path).pull(), say))
-    except (OSError, RaytrainGptError) as error:
-        say(f"skipped run {path}: {reason(error)}")
-        return None
+def _list(storage: Location, say: Log) -> dict[str, Any]:
+    if not storage.exists():
+        raise CheckpointError(
+            f"no runs: {storage} does not exist; set --storage_path to that of train, or start a run: "
+            "raytrain-gpt train"
+        )
+    rows = []
+    for path in _run_dirs(storage):
+        try:
+            rows.append(run_facts(RunHistory(RunSync(path).pull(), say)))
+        except (OSError, RaytrainGptError) as error:
+            say(f"skipped run {path}: {reason(error)}")
+    columns = ("run", "state", "step", "max_steps", "train_loss", "val_loss", "checkpoints")
+    _say_table(rows, columns, say)
+    say(f"next: {shell('raytrain-gpt', 'runs', 'show', 'RUN', '--storage_path', storage)}")
+    return {"runs": rows}
 
 
 def _show(runs: list[RunSync], say: Log) -> dict[str, Any]:
@@ -91,13 +90,7 @@ def _checkpoints(runs: list[RunSync], say: Log) -> dict[str, Any]:
         for c in checkpoints
     ]
     shown = [
-        {
-            **row,
-            "size": size(row["size_bytes"]),
-            "age": duration(row["age_s"]),
-            "best": "best" if row["best"] else None,
-        }
-        for row in rows
+        {**row, "size": size(row["size_bytes"]), "age": duration(row["age_s"])} for row in rows
     ]
     _say_table(shown, ("step", "tokens_seen", "val_loss", "size", "age", "best", "path"), say)
     say(f"next: {sample_command(run_dir, *code_flags(checkpoints[-1] if checkpoints else None))}")
@@ -118,12 +111,11 @@ def _report(runs: list[RunSync], say: Log) -> dict[str, Any]:
 
 
 def _say_table(rows: list[dict[str, Any]], columns: tuple[str, ...], say: Log) -> None:
-    cells = [
-        [
-            loss_text(v) if isinstance(v, float) else "-" if v is None else str(v)
-            for v in map(row.get, columns)
-        ]
-        for row in rows
-    ]
-    for line in table(columns, (), cells):
+    for line in table(columns, (), ([_cell(name, row[name]) for name in columns] for row in rows)):
         say(line)
+
+
+def _cell(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return name if value else "-"
+    return loss_text(value) if isinstance(value, float | None) else str(value)

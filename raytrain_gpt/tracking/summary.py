@@ -12,8 +12,7 @@ from raytrain_gpt.storage.lease import LEASE_FILE, live_holder
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.mlflow_run import tracking_lines
 from raytrain_gpt.tracking.report import REPORT_FILE, RunHistory
-from raytrain_gpt.tracking.run_files import read_samples
-from raytrain_gpt.tracking.sync import RunSync
+from raytrain_gpt.tracking.run_files import RunSync, read_samples
 
 
 @dataclass(frozen=True)

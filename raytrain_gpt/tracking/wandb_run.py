@@ -6,8 +6,9 @@ import glob
 import html
 import os
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from raytrain_gpt.columns import Row
 from raytrain_gpt.config.built_in import TrackioSettings, WandbSettings
@@ -46,20 +47,6 @@ class Wandb:
 
     def _open(self, run: TrackedRun, settings: WandbSettings) -> tuple[Any, str]:
         """Start wandb's run; return it and, if it is offline, why."""
-        why = "" if settings.wandb_mode == "online" else " by wandb_mode"
-        try:
-            if not why and not self._wandb.login(prompt=False, verify=False):
-                why = " without an API key (WANDB_API_KEY, or wandb login)"
-            if not why:
-                return self._start(run, settings, "online"), ""
-        except self._wandb.Error as error:
-            why = f" ({reason(error)})"
-            self._wandb.teardown()  # after a failed start, its process refuses the same id
-        return self._start(run, settings, "offline"), why
-
-    def _start(
-        self, run: TrackedRun, settings: WandbSettings, mode: Literal["online", "offline"]
-    ) -> Any:
         quiet = self._wandb.Settings(
             silent=True,
             console="off",
@@ -74,7 +61,8 @@ class Wandb:
             x_disable_meta=True,
             x_save_requirements=False,
         )
-        return self._wandb.init(
+        start = partial(
+            self._wandb.init,
             project=settings.wandb_project,
             entity=settings.wandb_entity,
             name=run.name,
@@ -82,12 +70,21 @@ class Wandb:
             group=run.group,
             config=run.configuration,
             dir=str(run.directory),
-            mode=mode,
             resume="allow",
             allow_val_change=True,
             reinit="create_new",
             settings=quiet,
         )
+        if settings.wandb_mode == "offline":
+            return start(mode="offline"), " by wandb_mode"
+        try:
+            if self._wandb.login(prompt=False, verify=False):
+                return start(mode="online"), ""
+            why = " without an API key (WANDB_API_KEY, or wandb login)"
+        except self._wandb.Error as error:
+            why = f" ({reason(error)})"
+            self._wandb.teardown()  # after a failed start, its process refuses the same id
+        return start(mode="offline"), why
 
     def rows(self, rows: list[Row]) -> None:
         for row in rows:

@@ -14,14 +14,13 @@ from raytrain_gpt.checkpoint.catalog import CODE_FILE, ROWS_FILE, Catalog
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.checkpoint.code_check import code_hash, replaced_code
 from raytrain_gpt.checkpoint.collectives import Collectives
-from raytrain_gpt.checkpoint.writer import CheckpointWriter
+from raytrain_gpt.checkpoint.writer import CheckpointWriter, WrittenCheckpoint
 from raytrain_gpt.columns import Row
 from raytrain_gpt.core.device import numerics_environment
 from raytrain_gpt.data.order import ORDER_VERSION
 from raytrain_gpt.data.tokenizer_file import TOKENIZER_FILE, tokenizer_json
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.storage.lease import LEASE_FILE, still_held
-from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.model_setup import TrainingSetup
 from raytrain_gpt.train.outbox import Outbox
 from raytrain_gpt.train.step_log import StepLog
@@ -32,10 +31,7 @@ WRITE_TIMEOUT_S = 1800.0
 
 
 class Checkpointing:
-    """Writer of a rank's checkpoints; all ranks call each method at the same step.
-
-    Each contains the log's position. Time spent here is excluded from the log's steps.
-    """
+    """Writer of a rank's checkpoints; all ranks call each method at the same step."""
 
     def __init__(
         self,
@@ -46,6 +42,7 @@ class Checkpointing:
         outbox: Outbox,
     ) -> None:
         self._job, self._setup, self._log = job, setup, log
+        self._config = job.plan.config
         self._collectives, self._outbox = collectives, outbox
         self._writer = CheckpointWriter(
             Catalog(job.run_dir),
@@ -53,7 +50,7 @@ class Checkpointing:
             collectives,
             setup.raw_model,
             setup.optimizer,
-            job.plan.config.train.keep_checkpoints,
+            self._config.train.keep_checkpoints,
             self._check_lease,
         )
         self._blocked_s = 0.0
@@ -78,7 +75,7 @@ class Checkpointing:
         self._numbers = {name: value for name, value in values if type(value) in (int, float)}
         self._rows = []
         texts = {TOKENIZER_FILE: tokenizer_json(self._setup.tokenizer), ROWS_FILE: lines}
-        if code := self._job.plan.config.code:
+        if code := self._config.code:
             texts[CODE_FILE] = code.text
         # In a bad stretch, keep the checkpoint before it: the run may roll back to it.
         self._writer.begin(self._state(step, val_loss), texts, prune=not self._log.in_bad_stretch)
@@ -87,31 +84,27 @@ class Checkpointing:
     def collect(self) -> None:
         """Wait for the checkpoint in flight, if any, and report it.
 
-        Raises:
-            CheckpointError: the disk is full.
-            ClusterError: another run took over the name.
-            StorageError: the storage was unreachable for too long.
+        Raises its CheckpointError or StorageError, or a ClusterError if another run took over the name.
         """
-        if not self._writer.in_flight:
-            return
         started = time.perf_counter()
-        retry_for_s = self._job.plan.config.run.retry_for_s
 
         def waiting() -> None:
             # Waiting longer than the storage may be unreachable counts as hanging.
-            if time.perf_counter() - started < retry_for_s + WRITE_TIMEOUT_S:
+            if time.perf_counter() - started < self._config.run.retry_for_s + WRITE_TIMEOUT_S:
                 self._job.link.work()
 
         saved = self._writer.collect(waiting)
-        if not self._job.plan.config.cluster.is_local:
-            self._report_to_ray(saved.path, saved.state)
+        if saved is None:
+            return
+        if not self._config.cluster.is_local:
+            self._report_to_ray(saved)
         self._blocked_since(started)
+        blocked_s, self._blocked_s = self._blocked_s, 0.0
         times = {
-            "perf/checkpoint_blocked_s": round(self._blocked_s, 4),
+            "perf/checkpoint_blocked_s": round(blocked_s, 4),
             "perf/checkpoint_write_s": round(saved.write_s, 3),
         }
         self._outbox.note(saved.state.step, "checkpoint", **times)
-        self._blocked_s = 0.0
 
     def _blocked_since(self, started: float) -> None:
         self._blocked_s += time.perf_counter() - started
@@ -125,8 +118,10 @@ class Checkpointing:
             )
 
     def _state(self, step: int, val_loss: float | None) -> CheckpointState:
-        data, position = self._job.ingest.data, self._log.position
-        config, loss_scale = self._job.plan.config, self._setup.loss_scale
+        data, position, config = self._job.ingest.data, self._log.position, self._config
+        setup, environment = self._setup, None
+        if config.train.exact:
+            environment = numerics_environment(setup.device, setup.precision)
         return CheckpointState(
             step=step,
             next_batch=position.next_batch,
@@ -140,33 +135,32 @@ class Checkpointing:
             order_version=ORDER_VERSION,
             num_workers=self._collectives.world_size,
             skipped_batches=position.skipped,
-            loss_scale=loss_scale.state() if loss_scale else None,
-            numerics_environment=numerics_environment(self._setup.device, self._setup.precision)
-            if config.train.exact
-            else None,
+            loss_scale=setup.loss_scale.state() if setup.loss_scale else None,
+            numerics_environment=environment,
             code_sha256=code_hash(config),
             replaced_code=replaced_code(config, self._job.resumed),
         )
 
-    def _report_to_ray(self, path: Location, state: CheckpointState) -> None:
+    def _report_to_ray(self, saved: WrittenCheckpoint) -> None:
         """Report the newest numbers and a small pointer to the checkpoint, so that Ray's results have them.
 
         Resuming uses our catalog: Ray Train's index may lose the newest entry when it is killed, and may
         contain partial ones (ray #41700).
         """
+        step, val_loss = saved.state.step, saved.state.val_loss
         # None would break the controller's next report; hence -1.
-        loss = -1.0 if state.val_loss is None else state.val_loss
-        metrics = {**self._numbers, "step": state.step, "val_loss": loss}
+        loss = -1.0 if val_loss is None else val_loss
+        metrics = {**self._numbers, "step": step, "val_loss": loss}
         pointer = None
         if self._collectives.rank == 0:
             directory = tempfile.mkdtemp(prefix="raytrain-gpt-")
-            Path(directory, "pointer.json").write_text(json.dumps({"checkpoint": str(path)}))
+            Path(directory, "pointer.json").write_text(json.dumps({"checkpoint": str(saved.path)}))
             pointer = ray.train.Checkpoint.from_directory(directory)
         # Asynchronous, since a synchronous report waits for the controller's next poll.
         ray.train.report(
             metrics,
             checkpoint=pointer,
-            checkpoint_dir_name=f"step={state.step:08d}",
+            checkpoint_dir_name=saved.path.name,
             checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
             delete_local_checkpoint_after_upload=True,
         )

@@ -17,15 +17,15 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from functools import partial
+from typing import NoReturn, TypeVar
 
 import ray.train
 import ray.train.torch
 import torch
 import torch.distributed as dist
 
-from raytrain_gpt.checkpoint.collectives import all_gather_values
+from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.cluster.all_nodes import storage_probe
 from raytrain_gpt.cluster.capacity import Pause, fit_to_process
 from raytrain_gpt.cluster.failures import root_cause
@@ -45,7 +45,7 @@ from raytrain_gpt.train.run import Run
 from raytrain_gpt.train.worker_group import RankJob, TrainLoop
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_WAIT_FOR_RANK_0 = timedelta(days=7)
+_WAIT_FOR_RANK_0_S = 7 * 24 * 3600.0
 _TELL_AFTER_S = 10.0
 _OUTSIDE = "192.0.2.1"
 """Address of no host, reached by the default route (RFC 5737)."""
@@ -126,7 +126,7 @@ class InProcess:
     world_size: int
     in_node: int
     training: bool = field(default=False, init=False)
-    _group: Any = field(default=None, init=False)
+    _ranks: Collectives = field(default_factory=partial(Collectives, 0, 1), init=False)
     retries = False
 
     @classmethod
@@ -145,13 +145,11 @@ class InProcess:
 
     def init_group(self) -> None:
         """Create the group for rank 0's broadcasts; all ranks call it, in local mode."""
-        if self.world_size > 1:
-            self._group = dist.new_group(timeout=_WAIT_FOR_RANK_0, backend="gloo")
+        self._ranks = Collectives(self.rank, self.world_size, _WAIT_FOR_RANK_0_S)
 
     def broadcast(self, job: RankJob | None) -> None:
         """Send the other ranks their job; None makes them exit."""
-        if self.world_size > 1:
-            all_gather_values(job, RankJob | None, self._group)
+        self._ranks.all_gather_json(job, RankJob | None)
 
     def release_followers(self) -> None:
         """Have followers exit; if an error stopped rank 0 mid-attempt, the launcher ends them."""
@@ -176,7 +174,7 @@ class InProcess:
 
     def _received(self, signals: StopSignals) -> RankJob | None:
         with signals.default_handlers():
-            return all_gather_values(None, RankJob | None, self._group)[0]
+            return self._ranks.all_gather_json(None, RankJob | None)[0]
 
     def check_storage(self, run_dir: Location, data: Sequence[Location]) -> None:
         with storage_probe(run_dir, run_dir.parent):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import ray
 import torch
 
-from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
+from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.config.resolved import (
     USABLE_FRACTION,
@@ -29,7 +29,7 @@ from raytrain_gpt.config.resolved import (
     micro_batch_for,
     workers_of,
 )
-from raytrain_gpt.config.schema import Config, parse_config
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS
 from raytrain_gpt.config.wording import divisors
 from raytrain_gpt.core.device import resolve_precision
@@ -76,15 +76,14 @@ class MemorySearch(MemoryModel):
     @property
     def sizes(self) -> list[int]:
         """Allowed sequences per micro-batch, ascending."""
-        world_size = self.world_size
-        micro = micro_batch_for(self.config, world_size)
+        micro = micro_batch_for(self.config, self.world_size)
         if micro != "auto":
             return [micro]
         most_tokens = MAX_CPU_TOKENS
         if self.config.cluster.use_gpu:
             most_tokens = min(MAX_GPU_TOKENS, _MAX_LOGITS // self.shape.padded_vocab_size)
         most = max(1, most_tokens // self.config.data.seq_len)
-        share = self.config.batch_sequences // world_size
+        share = self.config.batch_sequences // self.world_size
         return [sequences for sequences in divisors(share) if sequences <= most]
 
     @property
@@ -95,7 +94,9 @@ class MemorySearch(MemoryModel):
 
     def smallest(self) -> MemoryFit:
         """Return the candidate with the lowest memory, whether or not it fits."""
-        sequences, mode = self.sizes[0], self.modes[-1]
+        return self._candidate(self.sizes[0], self.modes[-1])
+
+    def _candidate(self, sequences: int, mode: ActivationCheckpointing) -> MemoryFit:
         return MemoryFit(sequences, mode, self.predict(sequences, mode).total)
 
     def largest(self, limit_bytes: float) -> MemoryFit | None:
@@ -105,8 +106,7 @@ class MemorySearch(MemoryModel):
         for mode in self.modes:
             fitting = bisect_right(sizes, limit_bytes, key=lambda n: self.predict(n, mode).total)
             if fitting and (best is None or sizes[fitting - 1] > best.sequences):
-                sequences = sizes[fitting - 1]
-                best = MemoryFit(sequences, mode, self.predict(sequences, mode).total)
+                best = self._candidate(sizes[fitting - 1], mode)
             if best is not None and best.sequences >= enough:
                 break
         return best
@@ -155,13 +155,11 @@ def fit_memory(
     world_size: int,
     vocab_size: int,
     log: Log,
-    resumed: CheckpointState | None = None,
+    resumed: Checkpoint | None = None,
 ) -> RunPlan:
-    """Plan a run whose micro-batches fit the memory of its workers.
+    """Plan a run whose micro-batches fit its workers' memory; ClusterError if not even one sequence does.
 
-    Raises:
-        ClusterError: not even one sequence fits.
-        ray.exceptions.RayError: the task that asks a GPU for its facts died, or waited too long for one.
+    A RayError means that the task that asks a GPU for its facts died, or waited too long for one.
     """
     if change := micro_batch_change(config, world_size):
         log(change)
@@ -170,7 +168,7 @@ def fit_memory(
     if micro != "auto" and mode != "auto":
         return RunPlan.of(config, world_size, micro, mode)
     if resumed is not None and (saved := fit_from_checkpoint(config, world_size, resumed)):
-        fit, why = saved, f", from the checkpoint of step {resumed.step}"
+        fit, why = saved, f", from the checkpoint of step {resumed.state.step}"
     else:
         gpu = gpu_facts(config) if config.cluster.use_gpu else None
         search = MemorySearch.of(config, world_size, vocab_size, gpu is not None and gpu.bf16)
@@ -190,15 +188,17 @@ def fit_memory(
     return RunPlan.of(config, world_size, fit.sequences, fit.activation_checkpointing)
 
 
-def fit_from_checkpoint(
-    config: Config, world_size: int, state: CheckpointState
-) -> MemoryFit | None:
+def fit_from_checkpoint(config: Config, world_size: int, resumed: Checkpoint) -> MemoryFit | None:
     """Return the memory fit stored in the checkpoint, or None if the setup has changed."""
-    before, now = parse_config(state.config, "the checkpoint").field_values(), config.field_values()
+    before, now = resumed.config.field_values(), config.field_values()
     same = all(before[name] == now[name] for name in _OTHER_MEMORY_FIELDS)
     same &= all(now[name] in ("auto", before[name]) for name in AUTO_MEMORY_FIELDS)
     micro, mode = (before[name] for name in AUTO_MEMORY_FIELDS)
-    if not same or state.num_workers != world_size or config.batch_sequences // world_size % micro:
+    if (
+        not same
+        or resumed.state.num_workers != world_size
+        or config.batch_sequences // world_size % micro
+    ):
         return None
     return MemoryFit(micro, mode)
 
@@ -211,16 +211,13 @@ def gpu_here(precision: str) -> GpuFacts:
     return GpuFacts(properties.name, properties.total_memory, bf16)
 
 
-_gpu_there = ray.remote(max_retries=0, max_calls=1)(gpu_here)
-
-
 def gpu_facts(config: Config) -> GpuFacts:
     """Ask for the facts of this process's GPU in local mode, else of a worker's, by a task that waits."""
     c, precision = workers_of(config), config.train.precision
     if c.is_local:
         return gpu_here(precision)
     needs = {"num_cpus": c.cpus_per_worker, "num_gpus": c.gpus_per_worker}
-    task = _gpu_there.options(**needs).remote(precision)
+    task = ray.remote(max_retries=0, max_calls=1, **needs)(gpu_here).remote(precision)
     try:
         found: GpuFacts = ray.get(task, timeout=_GPU_TIMEOUT_S)
         return found

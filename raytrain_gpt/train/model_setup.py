@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-import ray.train
 import ray.train.torch
 import tiktoken
 import torch
@@ -30,11 +29,7 @@ from raytrain_gpt.core.device import make_autocast, matmul_dtype, resolve_precis
 from raytrain_gpt.core.loop import Autocast
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.optim import LossScale, Optimizer, loss_scale_for
-from raytrain_gpt.core.parallel import (
-    gathered_weights,
-    shard,
-    unsharded_twin,
-)
+from raytrain_gpt.core.parallel import gathered_weights, shard, unsharded_twin
 from raytrain_gpt.core.registry import build_optimizer, configured_model, init_weights
 from raytrain_gpt.core.state import load_model, load_optimizer
 from raytrain_gpt.data.locations import location
@@ -49,27 +44,23 @@ class Strategy:
     Attributes:
         matmul_dtype: Type of matrix products under autocast, or None without autocast.
         narrow_gradients: Whether DDP sends gradients in bf16.
-        group: Process group of the ranks, or None for the default.
+        group: The ranks, or None for a single one.
     """
 
     device: torch.device
-    rank: int
     matmul_dtype: torch.dtype | None
-    narrow_gradients: bool
+    narrow_gradients: bool = False
     group: dist.ProcessGroup | None = None
-
-    @property
-    def ranks(self) -> dist.ProcessGroup | None:
-        """Ranks with the same gradients, or None for a single one."""
-        return self.group or (dist.group.WORLD if _world_size() > 1 else None)
 
     @property
     def optimizer_group(self) -> dist.ProcessGroup | None:
         """Ranks that share the work of an update, or None if each does all of it."""
-        return self.ranks
+        return self.group
 
     def prepare(self, model: GPT) -> nn.Module:
         """Prepare a model, the same on all ranks, for the training loop; all ranks call it."""
+        if self.group is None:
+            return model.to(self.device)
         known = inspect.signature(DistributedDataParallel).parameters
         sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         options = {
@@ -88,7 +79,8 @@ class Strategy:
 
     def accumulation(self, model: nn.Module, micro_batches_per_step: int) -> Accumulation:
         """Make the sum of a prepared model's gradients."""
-        return FloatAccumulator(model, micro_batches_per_step, self.rank)
+        rank = 0 if self.group is None else self.group.rank()
+        return FloatAccumulator(model, micro_batches_per_step, rank)
 
     def eval_model(self, model: GPT) -> GPT:
         """Return the model for evaluations, without collectives; call it before `prepare`."""
@@ -102,10 +94,7 @@ class Strategy:
 class Exact(Strategy):
     """The complete model on every rank, with exact sums."""
 
-    @property
-    def optimizer_group(self) -> None:
-        """None, because splitting the work may change bits."""
-        return None
+    optimizer_group = None  # splitting the work may change bits
 
     def prepare(self, model: GPT) -> nn.Module:
         if self.device.type == "cuda":
@@ -116,7 +105,7 @@ class Exact(Strategy):
 
     def accumulation(self, model: nn.Module, micro_batches_per_step: int) -> Accumulation:
         trained = [p for p in model.parameters() if p.requires_grad]
-        return ExactAccumulator(trained, micro_batches_per_step, self.ranks)
+        return ExactAccumulator(trained, micro_batches_per_step, self.group)
 
 
 class Sharded(Strategy):
@@ -133,19 +122,13 @@ class Sharded(Strategy):
         return gathered_weights(model, eval_model)
 
 
-def strategy_class(train: TrainSection) -> type[Strategy]:
-    """Return the strategy's class for `exact` and `parallel`; a single rank is not sharded."""
-    match train.parallel:
-        case _ if train.exact:
-            return Exact
-        case "fsdp" if _world_size() > 1:
-            return Sharded
-        case "ddp" | "fsdp":
-            return Strategy
-
-
-def _world_size() -> int:
-    return int(ray.train.get_context().get_world_size())
+def make_strategy(
+    train: TrainSection, device: torch.device, group: dist.ProcessGroup | None
+) -> Strategy:
+    """Make the strategy of `exact` and `parallel` for the ranks in a group; a single one is not sharded."""
+    kind = Exact if train.exact else Sharded if train.parallel == "fsdp" and group else Strategy
+    dtype = matmul_dtype(resolve_precision(train.precision, device))
+    return kind(device, dtype, train.gradient_dtype == "bf16", group)
 
 
 @dataclass(frozen=True)
@@ -180,9 +163,8 @@ def set_up_training(
 ) -> TrainingSetup:
     """Set up a new run or one that resumes, on all ranks; a damaged checkpoint raises CheckpointError."""
     precision = resolve_precision(config.train.precision, device)
-    dtype = matmul_dtype(precision)
-    narrow_gradients = config.train.gradient_dtype == "bf16"
-    strategy = strategy_class(config.train)(device, ranks.rank, dtype, narrow_gradients)
+    group = dist.group.WORLD if ranks.world_size > 1 else None
+    strategy = make_strategy(config.train, device, group)
     tokenizer = read_tokenizer(data.datasets[0].directory)
     model = configured_model(
         config,
@@ -207,7 +189,9 @@ def set_up_training(
             for each in {model, eval_model}:
                 each.compile()
         prepared = strategy.prepare(model)
-        optimizer = build_optimizer(model, config.optim, dtype, strategy.optimizer_group)
+        optimizer = build_optimizer(
+            model, config.optim, strategy.matmul_dtype, strategy.optimizer_group
+        )
         if directory is not None and resumed is not None:
             load_optimizer(directory, model, optimizer, resumed.file_names)
     return TrainingSetup(

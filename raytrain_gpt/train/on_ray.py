@@ -41,7 +41,6 @@ from raytrain_gpt.train.worker_group import (
     TorchConfig,
     TrainLoop,
     start_fit,
-    worker_group,
 )
 
 POLL_S = 0.5
@@ -81,7 +80,7 @@ class OnRay:
 
     def events(self, job: RankJob, train_loop: TrainLoop, lease: Lease) -> Events:
         config, mailbox = job.plan.config, start_mailbox()
-        trainer = worker_group(
+        thread, raised = start_fit(
             partial(push_events, train_loop, job, mailbox),
             config.cluster,
             job.plan.world_size,
@@ -90,7 +89,6 @@ class OnRay:
             dataset=ingest_dataset(job.ingest, config.train.max_steps - resume_step(job.resumed)),
             torch_config=TorchConfig(timeout_s=config.cluster.torch_timeout_s),
         )
-        thread, raised = start_fit(trainer)
         watch = _FitWatch(job, mailbox, lease)
         try:
             while thread.is_alive() and not watch.is_over:
@@ -138,7 +136,7 @@ class _FitWatch:
             if isinstance(event, Exited):
                 self._enter("leaving")
             if isinstance(event, Rows):
-                self._step = event.rows[-1]["step"]
+                self._step = max(self._step, event.rows[-1]["step"])
                 if event.rows[0].get("event") in FIRST_STEP_EVENTS:
                     self._enter("training")
             answer = yield event
@@ -178,7 +176,7 @@ class _FitWatch:
         hang_timeout_s = self._plan.config.cluster.hang_timeout_s
         limit_s, stood_s = deadline_s(self._phase, hang_timeout_s), time.monotonic() - self._since
         if self._phase in ("compiling", "training"):
-            stood_s = max(state.stalled_s for state in ranks.values())
+            stood_s = max((state.stalled_s for state in ranks.values()), default=0.0)
         if self._hung or self.controller_hung or not limit_s or stood_s <= limit_s:
             return
         if self._phase == "leaving":

@@ -6,6 +6,7 @@ Ray's retries are off: they never retry controller errors such as a slow object 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from raytrain_gpt.cluster.failures import is_out_of_memory, root_cause, user_error_in
 from raytrain_gpt.config.schema import Config
@@ -74,16 +75,6 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class Finish:
-    """End of a run whose steps are all done and saved."""
-
-
-@dataclass(frozen=True)
-class Interrupt:
-    """Stop of the run by a signal, after saving a checkpoint."""
-
-
-@dataclass(frozen=True)
 class GiveUp:
     """Failure of the run."""
 
@@ -100,18 +91,18 @@ class StartAttempt:
 
 def next_action(
     end: AttemptEnd, start: int, step: int, done: Counters, config: Config, stopping: bool
-) -> Finish | Interrupt | GiveUp | StartAttempt:
-    """Decide whether and how to start another attempt; never if a retry would repeat the error.
+) -> Literal["finish", "interrupt"] | GiveUp | StartAttempt:
+    """Decide what follows an attempt that started at step `start`, if the run would resume from `step`.
 
-    The attempt started at step `start`; the run would resume from `step`.
+    It finishes once all steps are done and saved, and is interrupted by a signal, after a checkpoint.
     """
     limits, run_name = config.cluster, config.run.run_name
     highest = max(start, done.highest_step)
     made_progress, done = step > highest, replace(done, highest_step=max(step, highest))
     if end.kind == "finished":
-        return Finish()
+        return "finish"
     if end.kind == "stopped":
-        return Interrupt()
+        return "interrupt"
     if end.kind == "rolled_back":
         rollbacks = 1 if made_progress else done.rollbacks + 1
         if rollbacks > MAX_ROLLBACKS:
@@ -121,7 +112,7 @@ def next_action(
             )
         return StartAttempt(replace(done, rollbacks=rollbacks))
     if step >= config.train.max_steps:  # it died after the last checkpoint was complete
-        return Finish()
+        return "finish"
     if end.kind in ("resized", "out_of_memory"):
         return StartAttempt(done)
     if end.kind == "preempted":

@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 
 from raytrain_gpt.checkpoint.catalog import resolve_checkpoint
-from raytrain_gpt.checkpoint.code_check import change_of_code
+from raytrain_gpt.checkpoint.code_check import code_of, compare
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.config.load import load_config_file
-from raytrain_gpt.config.schema import Config, parse_config
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import DEFAULT_DATA
 from raytrain_gpt.core.memory import checkpoint_bytes
 from raytrain_gpt.core.model import GPT2_VOCAB_SIZE, GPTShape
@@ -30,8 +30,13 @@ from raytrain_gpt.redact import say
 from raytrain_gpt.storage.location import Location, is_url
 from raytrain_gpt.tracking.configured import absolute_stores, check_packages
 from raytrain_gpt.tracking.report import REPORT_FILE
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, LOG_FILE, METRICS_FILE, SAMPLES_FILE
-from raytrain_gpt.tracking.sync import RunSync
+from raytrain_gpt.tracking.run_files import (
+    CONFIG_FILE,
+    LOG_FILE,
+    METRICS_FILE,
+    SAMPLES_FILE,
+    RunSync,
+)
 
 _DEFAULT_TOKENIZER = "bytes"
 _VERIFY_CONTENT_BYTES = 2**30
@@ -63,11 +68,7 @@ def expected_vocab_size(config: Config) -> int:
 
 
 def check_data(config: Config, data: Mixture) -> None:
-    """Compare the shards with their manifest, and the batch with the data.
-
-    Raises:
-        DataError: a shard is missing or damaged, the data is too small, or the tokenizer differs.
-    """
+    """Raise a DataError if a shard is damaged, the tokenizer differs, or the data is too small."""
     shards = [shard for dataset in data.datasets for shard in dataset.manifest.shards]
     content = sum(shard.file_bytes for shard in shards) <= _VERIFY_CONTENT_BYTES
     for dataset in data.datasets:
@@ -85,36 +86,28 @@ def start_path(config: Config, init_from: str) -> str:
 
 
 def check_init_from(config: Config, data: Mixture, log: Log = say) -> Config:
-    """Return the configuration with `init_from` resolved to one checkpoint that fits the model.
-
-    Raises:
-        CheckpointError: there is no good checkpoint, or its tensors do not match its configuration.
-        ConfigError: the context is longer than the checkpoint's, or the architecture or a size differs.
-        DataError: the data has another tokenizer.
-    """
+    """Resolve `init_from` to one checkpoint; raises a UserError if there is none that fits the model."""
     if config.model.init_from is None:
         return config
     checkpoint = resolve_checkpoint(location(config, config.model.init_from), log)
     check_vocabulary(data, checkpoint.state.vocab_hash, str(checkpoint.path))
-    theirs = parse_config(checkpoint.state.config, str(checkpoint.path))
+    theirs = checkpoint.config
     if config.data.seq_len > theirs.data.seq_len:
         raise ConfigError(
             f"seq_len={config.data.seq_len} is above the context of {checkpoint.path}; set seq_len "
             f"to at most {theirs.data.seq_len}"
         )
     shape, has = (resolved_shape(GPTShape.of(of, data.vocab_size)) for of in (config, theirs))
-    has_fields = has.fields
     for name, ours in shape.fields.items():
-        if name in ("seq_len", "dropout"):
-            continue
-        if ours != (value := has_fields.get(name)):
+        if name not in ("seq_len", "dropout") and ours != (value := has.fields.get(name)):
             value = str(value).lower() if isinstance(value, bool) else value
             raise ConfigError(
                 f"{name}={ours}, but {checkpoint.path} has {value}; set {name} to {value}"
             )
-    own = not kinds.is_built_in("architecture", config.model.architecture)
-    if own and (change := change_of_code(checkpoint, config.code)):
-        log(f"changed since {checkpoint.path}: {change}")
+    if not kinds.is_built_in("architecture", config.model.architecture):
+        change, _ = compare(checkpoint.state.code_sha256, code_of(checkpoint), config.code)
+        if change:
+            log(f"changed since {checkpoint.path}: {change}")
     with checkpoint.files() as directory:
         load_model(directory, new_model(shape), crop_context=True)
     return config.updated({"init_from": str(checkpoint.path)})
@@ -139,9 +132,8 @@ def check_disk(config: Config, run_dir: Location, vocab_size: int, existing: int
 def absolute_paths(config: Config) -> Config:
     """Return the configuration with every path absolute.
 
-    Raises:
-        ConfigError: a path is relative in a submitted job, whose working directory is deleted afterwards, or
-            the run's or a tracker's store is invalid, or a tracker's package is not installed.
+    Raises a ConfigError if one is relative in a submitted job, whose working directory is deleted
+    afterwards, or a store or tracker cannot be used.
     """
     check_packages(config)
     run_location(config)
@@ -158,13 +150,12 @@ def absolute_paths(config: Config) -> Config:
         return str(Path(path).absolute())
 
     changes = {"data_path": map_paths(values["data_path"], partial(absolute, "data_path"))}
-    for name in ("storage_path", "init_from"):
-        if values[name] is not None:
-            is_start = name == "init_from"
-            path = start_path(config, values[name]) if is_start else values[name]
-            changes[name] = absolute(name, path)
-    if (path := values["hellaswag_path"]) not in (None, DOWNLOAD):
-        changes["hellaswag_path"] = absolute("hellaswag_path", path)
+    paths = {"storage_path": values["storage_path"]}
+    if values["init_from"] is not None:
+        paths["init_from"] = start_path(config, values["init_from"])
+    if values["hellaswag_path"] not in (None, DOWNLOAD):
+        paths["hellaswag_path"] = values["hellaswag_path"]
+    changes |= {name: absolute(name, path) for name, path in paths.items()}
     return config.updated(changes | absolute_stores(config, absolute))
 
 

@@ -10,8 +10,7 @@ import torch
 
 from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.accumulation import FloatAccumulator
-from raytrain_gpt.core.device import make_autocast, matmul_dtype, resolve_precision, synchronize
+from raytrain_gpt.core.device import make_autocast, resolve_precision, synchronize
 from raytrain_gpt.core.loop import train_steps, warm_up_ddp_buckets
 from raytrain_gpt.core.registry import build_optimizer, configured_model, init_weights
 from raytrain_gpt.train.model_setup import Strategy
@@ -24,33 +23,27 @@ def probe_steps(
     vocab_size: int,
     sequences: int,
     mode: str,
-    device: torch.device,
+    strategy: Strategy,
     micro_batches: Iterable[int],
-    strategy: Strategy | None = None,
 ) -> Iterator[float]:
-    """Take steps of a new model and yield the seconds of each.
+    """Take steps of `micro_batches` each, of `sequences`, and yield their seconds; all ranks call it.
 
-    Args:
-        sequences: Sequences of a micro-batch.
-        mode: Activation checkpointing.
-        micro_batches: Number of micro-batches per step.
-        strategy: How several ranks hold the model, or None for one process; all ranks call it.
+    The model is new; `mode` is its activation checkpointing.
     """
-    precision = resolve_precision(config.train.precision, device)
-    dtype, autocast = matmul_dtype(precision), make_autocast(precision, device)
+    device = strategy.device
+    autocast = make_autocast(resolve_precision(config.train.precision, device), device)
     # The choice of end-of-text token affects neither sizes nor times.
     model = configured_model(config, vocab_size, vocab_size - 1, mode)
     init_weights(model, config.train.seed)
-    if strategy is None:  # which otherwise moves or shards it
-        model.to(device)
     tokens = torch.randint(vocab_size, (sequences, config.data.seq_len + 1), device=device)
     if config.train.compile:
         model.compile()
-    prepared = model if strategy is None else strategy.prepare(model)
-    group = None if strategy is None else strategy.optimizer_group
-    optimizer = build_optimizer(model, config.optim, dtype, group)
+    prepared = strategy.prepare(model)
+    optimizer = build_optimizer(
+        model, config.optim, strategy.matmul_dtype, strategy.optimizer_group
+    )
     batches = itertools.repeat((tokens[:, :-1], tokens[:, 1:]))  # as a run's, for the same graph
-    if strategy is not None:
+    if strategy.group is not None:
         warm_up_ddp_buckets(prepared, next(batches), autocast)
     for number in micro_batches:
         synchronize(device)
@@ -59,9 +52,7 @@ def probe_steps(
             prepared,
             optimizer,
             batches,
-            FloatAccumulator(model, number)
-            if strategy is None
-            else strategy.accumulation(prepared, number),
+            strategy.accumulation(prepared, number),
             first_step=0,
             max_steps=1,
             learning_rate=lambda _: config.optim.peak_lr,
@@ -73,7 +64,7 @@ def probe_steps(
         yield time.perf_counter() - started
 
 
-def step_seconds(plan: RunPlan, vocab_size: int, device: torch.device, strategy: Strategy) -> float:
+def step_seconds(plan: RunPlan, vocab_size: int, strategy: Strategy) -> float:
     """Return seconds of a plan's step on this rank; all ranks call it.
 
     Steps of one and of a few micro-batches are timed, since full ones can take minutes. A full step takes as
@@ -83,7 +74,7 @@ def step_seconds(plan: RunPlan, vocab_size: int, device: torch.device, strategy:
     train, micro_batches = plan.config.train, plan.micro_batches_per_step
     several = min(micro_batches, _MAX_MICRO_BATCHES)
     steps = [1] * (1 + _NUM_STEPS) + [several] * _NUM_STEPS
-    how = train.micro_batch_sequences, train.activation_checkpointing, device, steps, strategy
+    how = train.micro_batch_sequences, train.activation_checkpointing, strategy, steps
     seconds = list(probe_steps(plan.config, vocab_size, *how))
     one_s = sum(seconds[1 : 1 + _NUM_STEPS]) / _NUM_STEPS  # the first compiles, and fills caches
     if several == 1:

@@ -21,22 +21,19 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from raytrain_gpt.core.device import synchronize
 from raytrain_gpt.core.loop import StepResult
+from raytrain_gpt.tracking.events import Profile
 
 STEP_SPAN = "training step"
 STEPS_BEFORE_PROFILE = 5
 """Steps before profiling starts; they compile, fill caches and warm up."""
 _TABLE_ROWS, _NAME_CHARACTERS = 50, 60
 
-TakeProfile = Callable[[str, bytes], None]
-"""Function that takes torch's table of operators in the steps, and their Chrome trace (gzipped JSON)."""
-
 
 class StepProfile:
-    """Choice of an attempt's profiled steps and, on the recording rank, their recorder.
+    """Steps of an attempt to profile.
 
     Args:
-        num_steps: Steps to profile; 0 for none.
-        take: Called after the last profiled step, or None if this rank does not record.
+        take: Takes the profile after its last step; None on ranks that do not record one.
 
     Attributes:
         steps: The profiled steps; fewer if the run ends earlier.
@@ -49,7 +46,7 @@ class StepProfile:
         steps_done: int,
         max_steps: int,
         device: torch.device,
-        take: TakeProfile | None,
+        take: Callable[[Profile], None] | None,
     ) -> None:
         self._steps_done, self._device, self._take = steps_done, device, take
         first = steps_done + STEPS_BEFORE_PROFILE + 1
@@ -64,12 +61,10 @@ class StepProfile:
 
     def record_steps(self, results: Iterator[StepResult]) -> Iterator[StepResult]:
         """Pass results through, recording the chosen steps."""
-        if self._take is not None and self.steps:
-            yield from islice(results, self.slowed.start - 1 - self._steps_done)
-            yield from self._recorded(results, self._take)
-        yield from results
-
-    def _recorded(self, results: Iterator[StepResult], take: TakeProfile) -> Iterator[StepResult]:
+        if self._take is None or not self.steps:
+            yield from results
+            return
+        yield from islice(results, self.slowed.start - 1 - self._steps_done)
         on_gpu = self._device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] * on_gpu)]
         warm_up = schedule(wait=0, warmup=1, active=len(self.steps) + 1, repeat=1)
@@ -90,5 +85,6 @@ class StepProfile:
         with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as directory:
             path = Path(directory, "trace.json.gz")
             profiler.export_chrome_trace(str(path))
-            take(table, path.read_bytes())
+            self._take(Profile(self.steps, table, path.read_bytes()))
         yield result
+        yield from results

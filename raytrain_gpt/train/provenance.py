@@ -65,9 +65,7 @@ class RunProvenance:
         steps: Step -> its recorded row.
 
     Raises:
-        CheckpointError: there is no such run.
-        ConfigError: its configuration is damaged.
-        DataError: its dataset is missing or has changed.
+        UserError: there is no such run, it is damaged, or its dataset is missing or has changed.
     """
 
     def __init__(self, name: str, storage: LocationLike, data: str | None = None) -> None:
@@ -146,11 +144,7 @@ class RunProvenance:
         return self.latest, code.sha256 if code else None, self.dir
 
     def step(self, step: int, worker: int | None = None) -> list[TrainedSequence]:
-        """Return the sequences of a step, or of one worker in it.
-
-        Raises:
-            ConfigError: the run has no such step, or the step had no such worker.
-        """
+        """Return the sequences of a step, or of one worker in it; raises ConfigError if it had none."""
         ids = self.order.batch_ids(self.batch_of(step))
         if worker is not None:
             if worker >= (num := self.attempt_of(step)["num_workers"]):
@@ -187,14 +181,9 @@ class RunProvenance:
         return sequences
 
     def find(self, text: str) -> dict[str, Any]:
-        """Find the steps that had a text inside one of their sequences.
+        """Find the `steps` that had a text inside one of their sequences, each with those.
 
-        Returns:
-            `steps`, each with its sequences, and `cut`: occurrences split across two sequences or row
-            groups, which no step has in full.
-
-        Raises:
-            ConfigError: the text is empty.
+        `cut` counts occurrences split across two sequences or row groups, which no step has in full.
         """
         if not text:
             raise ConfigError("the text to find is empty; give some words of it")

@@ -42,7 +42,6 @@ from raytrain_gpt.tracking.events import (
     Evaluated,
     Events,
     Exited,
-    Profile,
     Samples,
 )
 from raytrain_gpt.train.checkpointing import WRITE_TIMEOUT_S, Checkpointing
@@ -134,6 +133,10 @@ def train_rank(job: RankJob) -> Events:
                 rank.log.exclude_time(time.perf_counter() - started)
             if rank.stop_requested:
                 break
+    except Exception:
+        rank.outbox.rows([], force=True)
+        yield from rank.outbox.take()
+        raise
     except GeneratorExit:
         rank.checkpoints.collect()
         raise
@@ -178,8 +181,8 @@ class Rank:
             self.config, job.ingest.data, job.resumed, device, self.collectives
         )
         self.feed, self.evaluation = self._open_feeds()
-        taken = self._take_profile if rank == 0 else None
-        self.profile = StepProfile(train.profile_steps, self.step, train.max_steps, device, taken)
+        take = self.outbox.add if rank == 0 else None
+        self.profile = StepProfile(train.profile_steps, self.step, train.max_steps, device, take)
         self._forward = TimedContext(self.setup.autocast, device)
         self._device_name = device_name(device)
         self.log = StepLog(
@@ -188,7 +191,6 @@ class Rank:
             job.rows_before,
             self.collectives,
             self.feed,
-            spikes=self.config.spikes,
             flops_per_token=count_model(self.setup.raw_model.shape).flops_per_token,
             peak_flops=peak_flops(self._device_name, self.setup.precision),
             device=device,
@@ -288,9 +290,6 @@ class Rank:
             micro_batch_sequences=self.config.train.micro_batch_sequences,
             activation_checkpointing=self.config.train.activation_checkpointing,
         )
-
-    def _take_profile(self, table: str, trace: bytes) -> None:
-        self.outbox.add(Profile(self.profile.steps, table, trace))
 
     def record(self, result: StepResult) -> None:
         """Add a result without reading it from the device."""

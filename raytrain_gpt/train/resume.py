@@ -14,7 +14,7 @@ from raytrain_gpt.checkpoint.branch import create_branch
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, resume_step
 from raytrain_gpt.checkpoint.code_check import check_unchanged
 from raytrain_gpt.config.resolved import for_workers
-from raytrain_gpt.config.schema import Config, changed_fields, changes_math, parse_config
+from raytrain_gpt.config.schema import Config, changed_fields, changes_math
 from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS
 from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.data.locations import run_location
@@ -37,17 +37,14 @@ def resume_from(
 ) -> tuple[Config, Checkpoint | None]:
     """Return the configuration, with the start that the run had, and the checkpoint to load, if any.
 
-    Args:
-        existing: The newest checkpoint of the run, or None for a new one, which may branch.
-
-    Raises:
-        UserError: the configuration does not fit the `existing` checkpoint, or cannot branch.
+    Without an `existing` checkpoint, the run is new and may branch. Raises a UserError if it cannot, or if
+    the configuration does not fit the checkpoint.
     """
     if existing is None:
         return config, create_branch(config, data, log)
     if config.run.resume == "never":
         raise CheckpointError(
-            f"run {_run_dir(existing).name} already has checkpoints up to step {existing.state.step} and "
+            f"run {existing.run_dir.name} already has checkpoints up to step {existing.state.step} and "
             "resume=never; use another run_name, or set resume to auto"
         )
     config = keep_start(config, existing)
@@ -57,7 +54,7 @@ def resume_from(
 
 def keep_start(config: Config, resumed: Checkpoint) -> Config:
     """Restore a run's `init_from` and `branch_from`; raises CheckpointError if others are configured."""
-    started = _trained(resumed).field_values()
+    started = resumed.config.field_values()
     for name in _START_FIELDS:
         given, original = config.field_values()[name], started[name]
         # A run's directory was resolved to one of its checkpoints.
@@ -65,25 +62,15 @@ def keep_start(config: Config, resumed: Checkpoint) -> Config:
             continue
         original = "null" if original is None else original
         raise CheckpointError(
-            f"{name}={given}, but run {_run_dir(resumed).name} started with {name}={original}; set {name} "
+            f"{name}={given}, but run {resumed.run_dir.name} started with {name}={original}; set {name} "
             f"to {original}, or use another run_name"
         )
     return config.updated({name: started[name] for name in _START_FIELDS if started[name]})
 
 
-def _run_dir(checkpoint: Checkpoint) -> Location:
-    return checkpoint.path.parent.parent
-
-
-def _trained(checkpoint: Checkpoint) -> Config:
-    """Return a checkpoint's configuration; newer fields had the effect of their defaults."""
-    return parse_config(checkpoint.state.config, str(checkpoint.path))
-
-
 def check_changes(config: Config, data: Mixture, resumed: Checkpoint, log: Log) -> None:
     """Refuse changes to the math of a resumed run with a CheckpointError; log harmless changes."""
-    state = resumed.state
-    trained = _trained(resumed)
+    state, trained = resumed.state, resumed.config
     before = trained.field_values()
     changed = changed_fields(before, config.field_values())
     exact_sums = _DECIDES_EXACT_SUMS if config.train.exact else set()
@@ -102,7 +89,7 @@ def check_changes(config: Config, data: Mixture, resumed: Checkpoint, log: Log) 
     if refused:
         listed = ", ".join(f"{name} {change}" for name, change in refused.items())
         raise CheckpointError(
-            f"run {_run_dir(resumed).name} cannot resume from step {state.step} with changed "
+            f"run {resumed.run_dir.name} cannot resume from step {state.step} with changed "
             f"{listed}; change it back, or use another run_name"
         )
     check_unchanged(resumed, config.code, log)
@@ -154,13 +141,14 @@ class Rollbacks:
         skipped = (max(next_batch, bad.first_batch - self._skip_before), bad.last_batch + 1)
         self.skipped = (*self.skipped, skipped)
         (self._run_dir / SKIPPED_FILE).write_text(json.dumps(self.skipped) + "\n")
-        details = {
-            "to_step": step,
-            "first_bad_step": bad.first_step,
-            "first_batch": skipped[0],
-            "stop_batch": skipped[1],
-        }
-        books.note(bad.last_step, "rollback", **details)
+        books.note(
+            bad.last_step,
+            "rollback",
+            to_step=step,
+            first_bad_step=bad.first_step,
+            first_batch=skipped[0],
+            stop_batch=skipped[1],
+        )
         self._log(
             f"bad steps {bad.first_step}–{bad.last_step}: rolled back to step {step}, "
             f"skipping batches {skipped[0]}–{skipped[1] - 1}"

@@ -55,9 +55,8 @@ from raytrain_gpt.tracking.configured import complete_trackers, tracker_warnings
 from raytrain_gpt.tracking.events import Evaluated, Events, Exited, Link, Rows, next_event
 from raytrain_gpt.tracking.mlflow_run import mark_interrupted
 from raytrain_gpt.tracking.report import write_report
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, TRACKERS_DIR, merge_rows, read_rows
+from raytrain_gpt.tracking.run_files import CONFIG_FILE, TRACKERS_DIR, RunSync, read_rows
 from raytrain_gpt.tracking.summary import RunSummary
-from raytrain_gpt.tracking.sync import RunSync
 from raytrain_gpt.tracking.trackers import End, TrackedRun
 from raytrain_gpt.train import policy, preflight
 from raytrain_gpt.train.memory_fit import MemorySearch, fit_memory
@@ -161,9 +160,7 @@ class Run:
             if existing is None and resumed is not None:
                 self.sync.pull()  # the record of the new branch
             if existing is not None and existing.state.step >= self.config.train.max_steps:
-                work_dir, step = self.sync.work_dir, existing.state.step
-                run = TrackedRun(work_dir, self.config, step, {}, str(existing.path))
-                complete_trackers(run, read_rows(work_dir), self.log)
+                complete_trackers(self._tracked(existing))
                 self.sync.push()
                 return self._summary(existing, was_finished=True)
             self._announce()
@@ -232,12 +229,12 @@ class Run:
             stopping = self.signals.stop.is_set()
             step = resume_step(resumed)
             match policy.next_action(end, started_at, step, counters, config, stopping):
-                case policy.Finish():
+                case "finish":
                     assert resumed is not None, "a run has steps, and the last one is saved"
                     if self._trial_tags is not None:
                         yield self._new_rows
                     return self._summary(resumed)
-                case policy.Interrupt():
+                case "interrupt":
                     raise Interrupted(self._interrupted_message(started_at))
                 case policy.GiveUp(message):
                     raise TrainingFailed(message) from end.error
@@ -271,7 +268,7 @@ class Run:
                 self.world_size,
                 self.data.vocab_size,
                 self.log,
-                resumed.state if resumed else None,
+                resumed,
             )
         except (ray.exceptions.RayError, SystemExit) as error:  # `gpu_facts` failed
             return policy.AttemptEnd("failed", error)
@@ -281,7 +278,7 @@ class Run:
         self.catalog.clean(good_until=resume_step(resumed))
         self._attempts = self._next_attempt()
         saved = [row for checkpoint in self.catalog.complete() for row in checkpoint.rows()]
-        job, books = self._job(plan, resumed, saved, lease), self._books(resumed, saved)
+        books, job = self._books(resumed, saved), self._job(plan, resumed, lease)
         end = self._settled(books, (yield from self._train(job, books, lease)), resumed, lease)
         return self._after_lack_of_memory(end, plan) if end.kind == "out_of_memory" else end
 
@@ -390,16 +387,15 @@ class Run:
             "train_tokens": self.data.split_tokens("train"),
             "tokenizer": self.data.tokenizer,
         }
-        sync, tags = self.sync, self._trial_tags or {}
-        run = TrackedRun(sync.work_dir, self.config, resume_step(resumed), tags)
-        return Books(sync, run, details, saved, self.log)
+        return Books(self.sync, self._tracked(resumed), details, saved)
 
-    def _job(
-        self, plan: RunPlan, resumed: Checkpoint | None, saved: list[Row], lease: Lease
-    ) -> RankJob:
-        # Rows of the checkpoints replace those that a dead driver did not write.
-        rows = merge_rows(read_rows(self.sync.work_dir), saved, resume_step(resumed))
-        steps = [row for row in rows if "train/loss" in row]
+    def _tracked(self, resumed: Checkpoint | None) -> TrackedRun:
+        directory, tags = self.sync.work_dir, self._trial_tags or {}
+        newest = str(resumed.path) if resumed else None
+        return TrackedRun(directory, self.config, resume_step(resumed), tags, newest, self.log)
+
+    def _job(self, plan: RunPlan, resumed: Checkpoint | None, lease: Lease) -> RankJob:
+        steps = [row for row in read_rows(self.sync.work_dir) if "train/loss" in row]
         next_batch = resumed.state.next_batch if resumed else 0
         return RankJob(
             run_dir=self.run_dir,

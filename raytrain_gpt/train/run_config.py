@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_gpt.config.load import describe, given_fields, load_config_file, start_of
-from raytrain_gpt.config.schema import FIELDS, Config, check_kinds, parse_config
+from raytrain_gpt.config.schema import FIELDS, Config, check_kinds
 from raytrain_gpt.config.sections import SHAPE_FIELDS, TrackingSection
 from raytrain_gpt.data.locations import file_on_disk, location, run_location
 from raytrain_gpt.errors import CheckpointError, ConfigError
@@ -29,11 +29,8 @@ def run_config(
 
     Without preset and file it starts from the run of `run_name`, or for a new branch from that of
     `branch_from`, if there is one; else as in `start_of`. `init_from` provides sizes, rate and micro-batch.
-
-    Raises:
-        UserError: the configuration is not valid, or the start or a store cannot be read.
+    Raises a UserError if the configuration is not valid, or the start or a store cannot be read.
     """
-    fields = dict(fields)
     if str(fields.get("num_workers")) == "0":
         fields = {"min_workers": None, **fields}  # of the start
     run = _existing_run(fields) if file is None else None
@@ -72,11 +69,9 @@ def _existing_run(fields: Mapping[str, Any]) -> Location | None:
 def _remembered(run: Location, fields: Mapping[str, Any]) -> tuple[Config, str]:
     """Read a run's settings, except its place, a branch's `init_from`, and what only the caller may choose.
 
-    A remark comes with them, on trackers, evaluations and their settings that were left out.
-
-    Raises:
-        ConfigError: they are damaged, or name a store or server other than the run's, which `fields` do not.
-            Its author is unknown, and credentials would go there.
+    A remark comes with them, on trackers, evaluations and their settings that were left out. Raises a
+    ConfigError for a store or server other than the run's that `fields` do not name: the author of these
+    settings is unknown, and credentials would go there.
     """
     from raytrain_gpt.checkpoint.catalog import Catalog  # slow to import
 
@@ -91,7 +86,7 @@ def _remembered(run: Location, fields: Mapping[str, Any]) -> tuple[Config, str]:
             raise CheckpointError(
                 f"{run} has neither {CONFIG_FILE} nor a checkpoint; use another run_name"
             )
-        stored = parse_config(newest.state.config, str(newest.path)).updated(dict(Config().cluster))
+        stored = newest.config.updated(dict(Config().cluster))
     ours = {name: default[name] for name in ("evaluations", *TrackingSection.model_fields)}
     config = stored.updated({**place, **start, **ours})
     chosen = {*fields, *place, *start}
@@ -119,11 +114,7 @@ def fields_of_init_from(
     """Return the fields that `init_from` provides: sizes left open, rate and micro-batch.
 
     Preset and file have a rate and a micro-batch of their own. If that checkpoint is gone, the sizes come
-    from the run that started from it.
-
-    Raises:
-        CheckpointError: there is no good checkpoint.
-        ConfigError: the configuration is invalid.
+    from the run that started from it; raises a CheckpointError if there is none.
     """
     from raytrain_gpt.checkpoint.catalog import Catalog, resolve_checkpoint  # slow to import
     from raytrain_gpt.train.preflight import start_path
@@ -138,14 +129,15 @@ def fields_of_init_from(
     open_fields = {*SHAPE_FIELDS, *(config.model.model_extra or ()), *rest} - given
     if config.model.init_from is None or not open_fields:
         return {}
-    start = location(config, start_path(config, config.model.init_from))
     try:
-        checkpoint = resolve_checkpoint(start)
+        checkpoint = resolve_checkpoint(
+            location(config, start_path(config, config.model.init_from))
+        )
     except CheckpointError:
         if (own := Catalog(run_location(config)).pick("newest", say)) is None:
             raise
         checkpoint = own
-    stored = parse_config(checkpoint.state.config, str(checkpoint.path))
-    theirs, theirs_settings = stored.field_values(), stored.model.model_extra or {}
-    sizes = {name: theirs[name] for name in (*SHAPE_FIELDS, *theirs_settings)}
+    stored = checkpoint.config
+    theirs, settings = stored.field_values(), stored.model.model_extra or {}
+    sizes = {name: theirs[name] for name in (*SHAPE_FIELDS, *settings)}
     return {name: value for name, value in (rest | sizes).items() if name not in given}

@@ -20,10 +20,9 @@ from torch import Tensor
 from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.columns import Row, finite
-from raytrain_gpt.config.sections import SpikesSection
-from raytrain_gpt.core.device import Moment, Span, peak_memory_bytes
+from raytrain_gpt.core.device import DeviceTimestamp, Span, peak_memory_bytes
 from raytrain_gpt.core.loop import StepResult
-from raytrain_gpt.core.spikes import BadStep, BadStreak, SpikeDetector
+from raytrain_gpt.core.spikes import BadStreak, SpikeDetector
 from raytrain_gpt.data.mixed_order import MixedOrder
 from raytrain_gpt.data.order import BatchRanges, batch_before, extend_order_hash, skip_past
 from raytrain_gpt.ingest.feed import TrainFeed
@@ -38,22 +37,32 @@ class Position:
     order_hash: str
     skipped: BatchRanges
 
+    @property
+    def upcoming_batch(self) -> int:
+        """The batch that the next step reads, as `next_batch` may be one to skip."""
+        return skip_past(self.next_batch, self.skipped)
+
+    def advance(self, hash_sum: int) -> int:
+        """Move past the upcoming batch, whose sequences' hashes have this sum; returns the batch."""
+        batch = self.upcoming_batch
+        self.order_hash, self.next_batch = extend_order_hash(self.order_hash, hash_sum), batch + 1
+        return batch
+
 
 @dataclass(frozen=True)
 class _Window:
-    """Steps between two flushes, with values that are on the host once `end` has passed.
+    """Steps between two flushes, whose `scalars` are on the host once `end` has passed.
 
     Attributes:
         forward: The forward passes of each step.
+        scalars: Losses, gradient norms and, with fp16, loss scales, float64 (2 or 3, steps).
         seconds_excluded: Seconds since the previous window that were not training.
     """
 
     steps: list[StepResult]
     forward: list[Sequence[Span]]
-    losses: Tensor
-    norms: Tensor
-    scales: Tensor | None
-    end: Moment
+    scalars: Tensor
+    end: DeviceTimestamp
     seconds_excluded: float
 
 
@@ -62,7 +71,6 @@ class StepLog:
 
     Args:
         rows_before: Last rows before this attempt, so that the detector judges as in an unbroken run.
-        flops_per_token: FLOPs of a token's forward and backward pass.
         peak_flops: FLOP/s of one worker's device, or None if unlisted.
         slowed: Steps slowed by a profile, whose speed is not reported.
 
@@ -78,31 +86,30 @@ class StepLog:
         collectives: Collectives,
         feed: TrainFeed,
         *,
-        spikes: SpikesSection,
         flops_per_token: float,
         peak_flops: float | None,
         device: torch.device,
         slowed: range,
     ) -> None:
-        self._order, self._collectives, self._feed = ingest.order(), collectives, feed
-        self._datasets, self._seq_len = ingest.data.names, ingest.seq_len
-        self._batch_tokens = ingest.plan.config.train.global_batch_tokens
+        config = ingest.plan.config
+        self._ingest, self._order = ingest, ingest.order()
+        self._collectives, self._feed = collectives, feed
+        self._batch_tokens = config.train.global_batch_tokens
         before = [
             (row["step"], row["train/loss"], row["optim/grad_norm"], row.get("optim/loss_scale"))
             for row in rows_before
         ]
-        self._detector = SpikeDetector(spikes, before)
+        self._detector = SpikeDetector(config.spikes, before)
         self._flops_per_token = flops_per_token
         self._peak_flops = (peak_flops or math.nan) * collectives.world_size
         self._device, self._slowed = device, slowed
         self._pending: list[tuple[StepResult, Sequence[Span]]] = []
         self._unread: deque[_Window] = deque()
-        self._clock_from = self._began = self._epoch_began = Moment(device)
-        self._seconds_excluded = 0.0
-        self._steps_done = 0
+        self._seconds_excluded, self._steps_done = 0.0, 0
         order_hash = resumed.state.order_hash if resumed else ingest.data.hash
         self.position = Position(ingest.first_batch, order_hash, ingest.skipped)
         self.bad_streak: BadStreak | None = None
+        self.start_clock()
 
     @property
     def in_bad_stretch(self) -> bool:
@@ -114,14 +121,17 @@ class StepLog:
 
         The update before the first bad loss made them so, and its batch is skipped too.
         """
-        skipped, streak = self.position.skipped, self._detector.streak
-        first = streak[0] - 1 if streak else step
-        batch = batch_before(self.position.next_batch, 1, skipped)
-        self.bad_streak = BadStreak(first, step, batch_before(batch, step - first, skipped), batch)
+        streak = self._detector.streak
+        batch = batch_before(self.position.next_batch, 1, self.position.skipped)
+        self._roll_back(streak[0] - 1 if streak else step, step, batch)
+
+    def _roll_back(self, first_step: int, step: int, batch: int) -> None:
+        first_batch = batch_before(batch, step - first_step, self.position.skipped)
+        self.bad_streak = BadStreak(first_step, step, first_batch, batch)
 
     def start_clock(self) -> None:
         """Start measuring; the first step follows."""
-        self._clock_from = self._began = self._epoch_began = Moment(self._device)
+        self._clock_from = self._began = self._epoch_began = DeviceTimestamp(self._device)
 
     def exclude_time(self, seconds: float) -> None:
         """Exclude seconds that were not training from the steps until the next `flush`."""
@@ -134,8 +144,7 @@ class StepLog:
     def flush(self, late: bool = False) -> list[Row]:
         """Return rows for unreported steps, stopping at a streak of bad ones.
 
-        Args:
-            late: Report only steps up to the last flush, without waiting for the device.
+        A `late` flush reports only steps up to the last one, without waiting for the device.
         """
         if self._pending:
             self._unread.append(self._copied())
@@ -146,65 +155,51 @@ class StepLog:
 
     def _copied(self) -> _Window:
         """Start copying the pending results to the host (from a GPU: to pinned memory)."""
-        pending, self._pending = self._pending, []
-        steps = [result for result, _ in pending]
-        scales = [step.loss_scale for step in steps if step.loss_scale is not None]
-        excluded, self._seconds_excluded = self._seconds_excluded, 0.0
-        return _Window(
-            steps,
-            [forward for _, forward in pending],
-            losses=_to_host([step.loss for step in steps]),
-            norms=_to_host([step.grad_norm.float() for step in steps]),
-            scales=_to_host(scales) if scales else None,  # all steps of a run have one, or none
-            end=Moment(self._device),
-            seconds_excluded=excluded,
-        )
+        steps, forward = map(list, zip(*self._pending, strict=True))
+        losses, norms = [step.loss for step in steps], [step.grad_norm.float() for step in steps]
+        scales = [step.loss_scale for step in steps if step.loss_scale is not None]  # all or none
+        scalars = [torch.stack(each).double() for each in (losses, norms, scales) if each]
+        on_host = torch.stack(scalars).to("cpu", non_blocking=True)
+        end = DeviceTimestamp(self._device)
+        window = _Window(steps, forward, on_host, end, self._seconds_excluded)
+        self._pending, self._seconds_excluded = [], 0.0
+        return window
 
     def _read(self, window: _Window) -> list[Row]:
-        steps = window.steps
+        """Reduce a window's steps over the ranks, check and judge them; returns their rows."""
+        steps, ranks = window.steps, self._collectives.world_size
         # Waits until the window's values are on the host. The host runs ahead of the device, so only the
         # mean over a window is meaningful.
         seconds = window.end.seconds_since(self._clock_from) - window.seconds_excluded
-        sums = [self._feed.take_hash_sums() for _ in steps]
-        forward_s = [sum(end.seconds_since(at) for at, end in spans) for spans in window.forward]
-        # Every rank sums in rank order and gets the same bits. The float64 mean of equal losses (exact sums)
-        # is exactly that loss.
-        of_ranks = self._gathered(
-            loss=window.losses.double(),
-            wait_s=torch.tensor([step.data_wait_s for step in steps], dtype=torch.float64),
-            forward_s=torch.tensor(forward_s, dtype=torch.float64),
-            delivered=torch.tensor([delivered for delivered, _ in sums]),
-            skips=(~torch.isfinite(window.norms)).long(),
-            peak_bytes=torch.full((len(steps),), peak_memory_bytes(self._device)),
-        )
-        losses, waits = (of_ranks[key].sum(0) / len(of_ranks[key]) for key in ("loss", "wait_s"))
-        delivered, skips = of_ranks["delivered"].sum(0), of_ranks["skips"].sum(0)
-        scales = [None] * len(steps) if window.scales is None else window.scales.tolist()
-        self._clock_from = window.end
+        self._clock_from, step_time_s = window.end, seconds / len(steps)
         self._steps_done += len(steps)
         in_all_s = window.end.seconds_since(self._began)
-        step_time_s = seconds / len(steps)
+        sums = [self._feed.take_hash_sums() for _ in steps]
+        of_ranks = self._gathered(window, [delivered for delivered, _ in sums])
+        # Every rank sums in rank order and gets the same bits. The float64 mean of equal losses (exact sums)
+        # is exactly that loss.
+        losses, waits = ((of_ranks[key].sum(0) / ranks).tolist() for key in ("loss", "wait_s"))
+        delivered, skips = (of_ranks[key].sum(0).tolist() for key in ("delivered", "skips"))
+        _, norms, *scaled = window.scalars.tolist()
+        scales = scaled[0] if scaled else [None] * len(steps)
         rows: list[Row] = []
         for i, result in enumerate(steps):
             # Ray Data promises no assignment of rows to ranks, so delivery is checked here.
-            if int(delivered[i]) != sums[i][1]:
+            if delivered[i] != sums[i][1]:
                 raise RuntimeError(
                     f"step {result.step}: the ranks did not receive the sequences of the plan"
                 )
-            batch = skip_past(self.position.next_batch, self.position.skipped)
-            self.position.order_hash = extend_order_hash(self.position.order_hash, sums[i][1])
-            self.position.next_batch = batch + 1
-            loss, norm = float(losses[i]), float(window.norms[i])
+            batch = self.position.advance(sums[i][1])
             is_slowed = result.step in self._slowed
             tokens_per_s = math.nan if is_slowed else self._batch_tokens / step_time_s
             row: Row = {
                 "step": result.step,
-                "train/loss": finite(loss),
+                "train/loss": finite(losses[i]),
                 "optim/lr": result.lr,
-                "optim/grad_norm": finite(norm),
+                "optim/grad_norm": finite(norms[i]),
                 "perf/tokens_per_s": finite(tokens_per_s),
                 "perf/step_time_s": step_time_s,
-                "perf/data_wait_s": float(waits[i]),
+                "perf/data_wait_s": waits[i],
                 "perf/mfu": finite(tokens_per_s * self._flops_per_token / self._peak_flops),
                 "data/epoch": self._order.epoch(batch),
                 "data/tokens_seen": result.step * self._batch_tokens,
@@ -213,25 +208,30 @@ class StepLog:
                 "perf/tokens_per_s_overall": self._steps_done * self._batch_tokens / in_all_s,
                 "perf/peak_memory_bytes": int(of_ranks["peak_bytes"].max()),
             }
-            rows.append(row if scales[i] is None else {**row, "optim/loss_scale": scales[i]})
-            if self._order.epoch(skip_past(batch + 1, self.position.skipped)) > row["data/epoch"]:
+            if scales[i] is not None:
+                row["optim/loss_scale"] = scales[i]
+            rows.append(row)
+            if self._order.epoch(self.position.upcoming_batch) > row["data/epoch"]:
                 rows.append(self._end_of_epoch(row, window.end))
-            bad = self._detector.judge(result.step, loss, norm, scales[i])
-            if bad is not None:
-                rows.append(_event(bad, loss, norm, batch, int(skips[i])))
-            if self._detector.out_of_patience:
-                streak = self._detector.streak
-                first = batch_before(batch, result.step - streak[0], self.position.skipped)
-                self.bad_streak = BadStreak(streak[0], result.step, first, batch)
-                break  # later steps are repeated after the rollback
-        if self._collectives.world_size > 1 and self.bad_streak is None and not is_slowed:
-            last = next(row for row in reversed(rows) if "event" not in row)
-            last["perf/rank_forward_s"] = _means(of_ranks["forward_s"])
-            last["perf/rank_data_wait_s"] = _means(of_ranks["wait_s"])
+            rows += self._judged(result.step, batch, losses[i], norms[i], scales[i], skips[i])
+            if self.bad_streak is not None:
+                return rows  # later steps are repeated after the rollback
+        if ranks > 1 and not is_slowed:
+            row["perf/rank_forward_s"] = _means(of_ranks["forward_s"])
+            row["perf/rank_data_wait_s"] = _means(of_ranks["wait_s"])
         return rows
 
-    def _gathered(self, **columns: Tensor) -> dict[str, Tensor]:
-        """Gather columns of 64-bit numbers, (steps,), as (ranks, steps): one collective carries all bits."""
+    def _gathered(self, window: _Window, delivered: list[int]) -> dict[str, Tensor]:
+        """Gather 64-bit values of every rank's steps, (ranks, steps): one collective carries all bits."""
+        forward_s = [sum(end.seconds_since(at) for at, end in spans) for spans in window.forward]
+        columns = {
+            "loss": window.scalars[0],
+            "wait_s": torch.tensor([s.data_wait_s for s in window.steps], dtype=torch.float64),
+            "forward_s": torch.tensor(forward_s, dtype=torch.float64),
+            "delivered": torch.tensor(delivered),
+            "skips": (~torch.isfinite(window.scalars[1])).long(),
+            "peak_bytes": torch.full((len(delivered),), peak_memory_bytes(self._device)),
+        }
         sent = torch.stack([column.view(torch.int64) for column in columns.values()])
         received = self._collectives.all_gather_rows(sent.flatten()).view(-1, *sent.shape)
         return {
@@ -239,7 +239,29 @@ class StepLog:
             for (name, column), bits in zip(columns.items(), received.unbind(1), strict=True)
         }
 
-    def _end_of_epoch(self, row: Row, now: Moment) -> Row:
+    def _judged(
+        self, step: int, batch: int, loss: float, norm: float, scale: float | None, skips: int
+    ) -> list[Row]:
+        """Judge a step: return the event of a bad one, and roll back if it exhausts the patience."""
+        bad = self._detector.judge(step, loss, norm, scale)
+        if self._detector.out_of_patience:
+            self._roll_back(self._detector.streak[0], step, batch)
+        if bad is None:
+            return []
+        row: Row = {
+            "step": step,
+            "event": "spike" if bad.finite else "nonfinite",
+            "time": time.time(),
+            "batch": batch,
+            "loss": finite(loss),
+            "grad_norm": finite(norm),
+        }
+        if not bad.finite:
+            return [{**row, "skipped_on_ranks": skips}]
+        zscores = {"loss_zscore": bad.loss_zscore, "grad_norm_zscore": bad.grad_norm_zscore}
+        return [row | {k: None if z is None else round(z, 2) for k, z in zscores.items()}]
+
+    def _end_of_epoch(self, row: Row, now: DeviceTimestamp) -> Row:
         began, self._epoch_began = self._epoch_began, now
         return {
             "step": row["step"],
@@ -255,32 +277,12 @@ class StepLog:
             return {}
         trained = self._order.trained(step, self.position.skipped)
         return {
-            f"data/tokens/{name}": sequences * self._seq_len
-            for name, sequences in zip(self._datasets, trained, strict=True)
+            f"data/tokens/{name}": sequences * self._ingest.seq_len
+            for name, sequences in zip(self._ingest.data.names, trained, strict=True)
         }
 
 
-def _to_host(scalars: list[Tensor]) -> Tensor:
-    """Copy scalars to the host at once, from a GPU asynchronously to pinned memory."""
-    return torch.stack(scalars).to("cpu", non_blocking=True)
-
-
 def _means(of_ranks: Tensor) -> list[float]:
-    """Return the mean of each rank's steps, in microseconds."""
+    """Return the mean of each rank's steps, in seconds, rounded to 1 µs."""
     means: list[float] = of_ranks.numpy().mean(1).round(6).tolist()
     return means
-
-
-def _event(bad: BadStep, loss: float, norm: float, batch: int, skipping_ranks: int) -> Row:
-    row: Row = {
-        "step": bad.step,
-        "event": "spike" if bad.finite else "nonfinite",
-        "time": time.time(),
-        "batch": batch,
-        "loss": finite(loss),
-        "grad_norm": finite(norm),
-    }
-    if bad.finite:
-        zscores = {"loss_zscore": bad.loss_zscore, "grad_norm_zscore": bad.grad_norm_zscore}
-        return {**row, **{k: None if z is None else round(z, 2) for k, z in zscores.items()}}
-    return {**row, "skipped_on_ranks": skipping_ranks}

@@ -84,26 +84,7 @@ class TorchConfig(ray.train.torch.TorchConfig):  # type: ignore[misc]
     backend_cls = _Backend
 
 
-def start_fit(trainer: ray.train.torch.TorchTrainer) -> tuple[threading.Thread, list[Exception]]:
-    """Run `fit()` in a thread; returns it and a list that receives its exception.
-
-    In the main thread Ray Train aborts on Ctrl+C without a checkpoint, and on SIGTERM Python would not run
-    our handler while the main thread waits inside Ray.
-    """
-    raised: list[Exception] = []
-
-    def fit() -> None:
-        try:
-            trainer.fit()
-        except Exception as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=fit, name="fit", daemon=True)
-    thread.start()
-    return thread, raised
-
-
-def worker_group(
+def start_fit(
     train_loop: Callable[[], None],
     cluster: Workers,
     world_size: int,
@@ -112,16 +93,18 @@ def worker_group(
     directory: Location,
     dataset: Dataset | None,
     torch_config: TorchConfig,
-) -> ray.train.torch.TorchTrainer:
-    """Create a trainer whose `fit()` starts the workers once; retries are our supervisor's.
+) -> tuple[threading.Thread, list[Exception]]:
+    """Start workers once, in a thread; returns it and a list that receives its exception.
+
+    In the main thread Ray Train aborts on Ctrl+C without a checkpoint, and on SIGTERM Python would not run
+    our handler while the main thread waits inside Ray.
 
     Args:
-        world_size: Number of workers; may be below `cluster.num_workers`.
-        name: Ray's name for it, unique in `directory`.
+        name: Ray's name for the `fit()`, unique in `directory`.
         dataset: Distributed to the ranks row by row, in its order, or None.
     """
     filesystem, path = directory.ray_filesystem()
-    return ray.train.torch.TorchTrainer(
+    trainer = ray.train.torch.TorchTrainer(
         train_loop,
         torch_config=torch_config,
         scaling_config=ray.train.ScalingConfig(
@@ -133,6 +116,7 @@ def worker_group(
             name=name,
             storage_filesystem=filesystem,
             storage_path=path,
+            # Retries are those of `policy`.
             failure_config=ray.train.FailureConfig(
                 max_failures=0, max_preemption_failures=0, controller_failure_limit=0
             ),
@@ -143,3 +127,14 @@ def worker_group(
             execution_options=ExecutionOptions(preserve_order=True)
         ),
     )
+    raised: list[Exception] = []
+
+    def fit() -> None:
+        try:
+            trainer.fit()
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=fit, name="fit", daemon=True)
+    thread.start()
+    return thread, raised

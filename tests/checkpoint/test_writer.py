@@ -83,11 +83,10 @@ def test_what_is_written_is_the_state_at_the_begin(tmp_path: Path, held: threadi
     run_dir = Location.of(tmp_path)
     model, optimizer = trained(0)
     saver = CheckpointWriter(Catalog(run_dir), "001", Collectives(0, 1), model, optimizer, keep=10)
-    assert not saver.in_flight
+    assert saver.collect() is None
     expected = [p.detach().clone() for p in model.parameters()]
     moments = [optimizer.state[p]["exp_avg"].clone() for p in model.parameters()]
     begin([saver], 10)
-    assert saver.in_flight
     assert saver.writing
     for _ in range(3):
         train(model, optimizer)
@@ -102,7 +101,6 @@ def test_what_is_written_is_the_state_at_the_begin(tmp_path: Path, held: threadi
 
     saved = saver.collect(while_waiting)
     assert waits > 0
-    assert not saver.in_flight
     assert not saver.writing
     assert (saved.path, saved.state.step) == (run_dir / "checkpoints" / "step=00000010", 10)
     found, found_optimizer = trained(1)
@@ -147,7 +145,7 @@ def test_one_rank_that_fails_fails_on_all_and_leaves_nothing(
         for saver in ranks:
             with pytest.raises(CheckpointError, match="no space left"):
                 saver.collect()
-            assert not saver.in_flight
+            assert saver.collect() is None
     assert names(run_dir) == ["step=00000010"]
     begin(ranks, 30)
     assert [saver.collect().state.step for saver in ranks] == [30, 30]

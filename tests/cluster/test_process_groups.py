@@ -14,10 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch.distributed as dist
 
 import raytrain_gpt
-from raytrain_gpt.checkpoint.collectives import all_gather_values
+from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.cluster.process_groups import join, open_meeting
 
 WITHIN_S, ANSWERS_TIMEOUT_S = 60, 2
@@ -41,7 +40,7 @@ def rank_main(rank: int, address: str | None, pipe: Connection) -> None:
         pipe.send(open_meeting(address))
     meeting = pipe.recv()
     join(meeting, "gloo", rank, 2, timedelta(seconds=WITHIN_S), address)
-    gathered = all_gather_values(f"of rank {rank}", str, dist.new_group(backend="gloo"))
+    gathered = Collectives(rank, 2, WITHIN_S).all_gather_json(f"of rank {rank}", str)
     sockets = psutil.Process().net_connections("tcp")
     listening = [tuple(one.laddr) for one in sockets if one.status == psutil.CONN_LISTEN]
     pipe.send((gathered, listening))

@@ -180,8 +180,8 @@ def given(ingest: IngestSpec, *ranks: RankFacts) -> Examination:
 
 def planned(ingest: IngestSpec) -> list[RankFacts]:
     """Return the sequence ids that two ranks read if all is correct."""
-    shares = [ingest.order().batch_ids(batch).reshape(2, -1) for batch in range(4)]
-    val = ingest.eval_ids().reshape(2, -1)
+    shares = [ingest.order().batch_ids(batch).reshape(2, -1).tolist() for batch in range(4)]
+    val = ingest.eval_ids().reshape(2, -1).tolist()
     return [
         replace(reduced(0.1), has_read=True, val=val[r], train={b: shares[b][r] for b in range(4)})
         for r in range(2)
@@ -194,7 +194,7 @@ def test_ranks_that_read_the_same_or_miss_something(ingest: IngestSpec) -> None:
     finds(check, given(ingest, good, other), "PASS", "2 ranks read 58 sequences")
     same = {**other.train, 1: good.train[1]}
     fewer = {0: other.train[0], 1: other.train[1]}
-    more = {**other.train, 0: np.append(other.train[0], 10**6)}
+    more = {**other.train, 0: [*other.train[0], 10**6]}
     for wrong, words in (
         (good, "of the validation were not read, and 10 were read twice"),
         (replace(other, train=same), "6 of 12 sequences of global batch 1 were not read, and 6"),

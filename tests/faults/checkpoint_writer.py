@@ -53,8 +53,7 @@ def write_checkpoints(
     saver = CheckpointWriter(catalog, attempt, Collectives(0, 1), model, optimizer, KEEP)
 
     def collect() -> None:
-        if saver.in_flight:
-            saved = saver.collect()
+        if saved := saver.collect():
             say(f"committed step={saved.state.step} write_s={saved.write_s:.4f}")
 
     batches = made_batches(first_step)

@@ -12,8 +12,9 @@ import pytest
 
 from raytrain_gpt.columns import Row
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.tracking.configured import NamedTracker
-from raytrain_gpt.tracking.trackers import TrackedRun, TrackerQueue
+from raytrain_gpt.tracking import configured
+from raytrain_gpt.tracking.configured import NamedTracker, TrackerQueue
+from raytrain_gpt.tracking.trackers import TrackedRun
 from tests.ports import free_port
 
 from .gates import WITHIN_S, wait_until
@@ -28,7 +29,7 @@ def test_rows_wait_for_a_server_that_is_down(
     from mlflow import MlflowClient  # imported here because it takes seconds
 
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    monkeypatch.setattr("raytrain_gpt.tracking.trackers._RETRY_S", 1.0)
+    monkeypatch.setattr(configured, "_RETRY_S", 1.0)
     uri = f"http://127.0.0.1:{free_port()}"
     lines: queue.Queue[str] = queue.Queue()
     rows: list[Row] = [{"step": step, "train/loss": 1.0 / step} for step in range(1, 41)]
@@ -36,12 +37,12 @@ def test_rows_wait_for_a_server_that_is_down(
     config = Config().updated({"mlflow_uri": uri, "experiment": "down"})
     returned = threading.Event()
 
-    def connect(run: TrackedRun) -> NamedTracker:
+    def connect(name: str, run: TrackedRun) -> NamedTracker:
         assert returned.wait(WITHIN_S), "adding rows must not wait for a tracker that is down"
-        return NamedTracker("mlflow", run)
+        return NamedTracker(name, run)
 
-    run = TrackedRun(tmp_path / "run", config, 0, tags={})
-    tracker = TrackerQueue(connect, run, lines.put, f"MLflow at {uri}")
+    monkeypatch.setattr(configured, "NamedTracker", connect)
+    tracker = TrackerQueue("mlflow", TrackedRun(tmp_path / "run", config, 0, {}, log=lines.put))
     tracker.rows(rows[:20])
     returned.set()
     assert "does not respond" in lines.get(timeout=60)

@@ -44,14 +44,7 @@ def made_results(plan: StudyPlan, seed: int = 0) -> list[RunResult]:
     rates = [RULE.rate(size.parameters) for size in plan.sizes]
     runs = [run for index in range(3) for run in plan.rate_runs(index, [2e-3, 1e-2, 5e-2])]
     return [
-        RunResult(
-            name=run.name,
-            role=run.name.partition("-")[0],
-            parameters=run.size.parameters,
-            tokens=run.tokens,
-            peak_lr=run.values["peak_lr"],
-            loss=float(TRUTH.predict(run.size.parameters, run.tokens)) + draws.normal(0, NOISE),
-        )
+        run.result(float(TRUTH.predict(run.size.parameters, run.tokens)) + draws.normal(0, NOISE))
         for run in (*runs, *plan.ladder(rates))
     ]
 

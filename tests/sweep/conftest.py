@@ -13,7 +13,6 @@ from raytrain_gpt.sweep.spec import Sweep
 from tests.runs import SMALL
 
 BATCH_TOKENS = int(str(SMALL["global_batch_tokens"]))
-SET_BY_SWEEP = ("max_steps", "eval_every_steps", "checkpoint_every_steps")
 
 WriteSweep = Callable[..., Path]
 
@@ -36,7 +35,7 @@ def write_sweep(dataset: Path, tmp_path: Path) -> WriteSweep:
     """Return a function that writes a sweep file of short runs; budgets are in steps of `BATCH_TOKENS`."""
 
     def write(name: str, space: dict[str, Any], *, steps: int, report: int, **more: Any) -> Path:
-        overrides = {k: v for k, v in SMALL.items() if k not in (*SET_BY_SWEEP, *space)}
+        overrides = {k: v for k, v in SMALL.items() if k not in (*Sweep.set_by_file, *space)}
         overrides |= {"data_path": str(dataset), "storage_path": str(tmp_path / "runs")}
         overrides |= {"warmup_steps": 0, "num_samples": 0, "mlflow_uri": None, "max_failures": 0}
         overrides["num_workers"] = 1

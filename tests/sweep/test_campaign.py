@@ -19,9 +19,7 @@ from raytrain_gpt.sweep.campaign import (
     FACTS_FILE,
     CampaignCallback,
     check_unchanged,
-    to_yaml,
 )
-from raytrain_gpt.sweep.halving import Rule
 from raytrain_gpt.sweep.history import History
 from raytrain_gpt.sweep.spec import SWEEP_FILE, Sweep
 from raytrain_gpt.sweep.trial_plan import base_config
@@ -51,7 +49,7 @@ def history(tmp_path: Path) -> History:
 @pytest.fixture
 def callback(history: History) -> CampaignCallback:
     campaign: Any = SimpleNamespace(history=history, log=print)
-    return CampaignCallback(campaign, Rule(), 1)
+    return CampaignCallback(campaign, 1)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +75,7 @@ def test_a_process_that_died_too_often_fails_its_trial(
 def test_a_trial_that_cannot_continue_says_why(
     callback: CampaignCallback, history: History, state: str
 ) -> None:
-    trial: Any = NamedTrial(config={"values": {}})
-    callback.on_trial_result(trial, {"ended": {"state": state, "error": "why"}, "objective": None})
+    trial: Any = NamedTrial(last_result={"ended": {"state": state, "error": "why"}, "done": True})
     callback.on_trial_complete(trial)
     assert [(t.state, t.error) for t in history.trials()] == [(state, "why")]
 
@@ -96,13 +93,15 @@ def test_the_loss_of_a_preempted_node_is_no_failure(
 def test_a_report_of_an_earlier_session_is_not_noted_again(
     callback: CampaignCallback, history: History
 ) -> None:
-    trial: Any = NamedTrial(config={"values": {}})
     report = {"step": 1, "objective": 2.0, "tokens_per_s": 1.0, "elapsed_s": 1.0, "run_dir": "x"}
-    for tokens in (10, 20, 10, 20, 30):
-        more = {"tokens_seen": tokens, "done": tokens == 30}
-        callback.on_trial_result(trial, {**report, **more})
+    for tokens in (10, 20, 10, 20):
+        history.add_report("000", {**report, "tokens_seen": tokens, "values": {}})
+    last = {**report, "tokens_seen": 30, "done": True}
+    ended: Any = NamedTrial(config={"values": {}}, last_result=last)
+    callback.on_trial_result(ended, last)
+    callback.on_trial_complete(ended)
     (noted,) = history.trials()
-    assert noted.curve == ((10, 2.0), (20, 2.0), (30, 2.0))
+    assert (noted.curve, noted.state) == (((10, 2.0), (20, 2.0), (30, 2.0)), "finished")
 
 
 FACTS = {"data": "ab12", "vocabulary": "cd34", "torch": "2.13.0"}
@@ -113,7 +112,7 @@ SPACE: dict[str, Any] = {"peak_lr": {"grid": [1e-3, 2e-3]}}
 def started(tmp_path: Path) -> Sweep:
     """Return a sweep that has started in `tmp_path`."""
     sweep = sweep_of(SPACE)
-    (tmp_path / SWEEP_FILE).write_text(to_yaml(sweep))
+    (tmp_path / SWEEP_FILE).write_text(sweep.to_yaml())
     (tmp_path / BASE_FILE).write_text(base_config(sweep).to_yaml())
     return sweep
 
@@ -167,7 +166,7 @@ def ended_sweep(directory: Path, states: list[str]) -> SweepSummary:
         error = None if state == "finished" else "DataError: data/x has no manifest.json"
         history.add("ended", name, state=state, error=error)
     base = base_config(sweep).updated({"mlflow_uri": None})
-    (directory / SWEEP_FILE).write_text(to_yaml(sweep))
+    (directory / SWEEP_FILE).write_text(sweep.to_yaml())
     campaign: Any = SimpleNamespace(history=history, base=base, log=print, close=lambda *_: None)
     return finish(sweep, campaign)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ray.tune.experiment import Trial
 
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.sweep.halving import Halving
+from raytrain_gpt.sweep.halving import Rule, halving
 from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN, History
 from raytrain_gpt.sweep.scheduler import InPlannedOrder
 from raytrain_gpt.sweep.spec import Asha
@@ -21,9 +21,14 @@ LOSSES = [[1.0] * 9, [2.0] * 9, [0.5, 3.0, 3.0, *[3.0] * 6], [0.4] * 9, [1.5] * 
 NAMES = [f"{number:03d}" for number in range(len(LOSSES))]
 
 
-def halving() -> Halving:
+in_memory: Any = SimpleNamespace(write_text=lambda text: None)
+NUMBERS = {"tokens_per_s": 1.0, "elapsed_s": 1.0, "run_dir": "r", "step": 1}
+
+
+def rule_of(history: History) -> Rule:
     """Make the rule for a budget of 90 tokens: rungs at 10 and 30."""
-    return Halving(Asha(kind="asha", grace_tokens=10, reduction_factor=3), 90, NAMES)
+    asha = Asha(kind="asha", grace_tokens=10, reduction_factor=3)
+    return halving(asha, 90, NAMES, history)
 
 
 class NamedTrial(SimpleNamespace):
@@ -51,9 +56,13 @@ class Tune:
     """
 
     def __init__(self, losses: list[list[float]], at_once: int, order: list[int]) -> None:
-        self._rule, self._losses = halving(), losses
+        self._history, self._losses = History(Location.of("nowhere")), losses
+        self._history._file = in_memory
+        self._history.open = {*NAMES}
         self._turns = itertools.cycle([*order, *range(len(NAMES))])
-        self.scheduler = InPlannedOrder(self._rule, NAMES, at_once, lambda name: {"values": name})
+        self.scheduler = InPlannedOrder(
+            rule_of(self._history), self._history, NAMES, at_once, lambda name: {"values": name}
+        )
         self.trials: list[Any] = [NamedTrial(name) for name in NAMES]
         self.seen, self.most = dict.fromkeys(NAMES, 0), 0
         for trial in self.trials:
@@ -64,7 +73,7 @@ class Tune:
 
     def stop_trial(self, trial: Any) -> None:
         trial.set_status(Trial.TERMINATED)
-        self._rule.end(str(trial))
+        self._history.add("ended", str(trial), state="stopped")
 
     def run(self) -> list[int]:
         while any(trial.status != Trial.TERMINATED for trial in self.trials):
@@ -85,7 +94,7 @@ class Tune:
             self.stop_trial(trial)
             return
         loss = self._losses[int(name)][self.seen[name] // 10 - 1]
-        result = {TOKENS_SEEN: self.seen[name], OBJECTIVE: loss}
+        result = {**NUMBERS, TOKENS_SEEN: self.seen[name], OBJECTIVE: loss}
         if self.scheduler.on_trial_result(self, trial, result) == self.scheduler.PAUSE:
             trial.set_status(Trial.PAUSED)
 
@@ -117,15 +126,16 @@ def test_a_trial_whose_process_died_is_not_held_back() -> None:
     assert tune.scheduler.choose_trial_to_run(tune) is None, "it takes the only place"
 
 
-def test_a_history_that_is_replayed_has_the_same_verdicts(tmp_path: Path) -> None:
+def test_a_history_that_is_read_again_has_the_same_verdicts(tmp_path: Path) -> None:
     history = History(Location.of(tmp_path))
-    numbers = {"tokens_per_s": 1.0, "elapsed_s": 1.0, "run_dir": "r", "values": {}, "step": 1}
-    for name, loss in (("000", 1.0), ("001", 2.0)):
-        history.add("report", name, tokens_seen=10, objective=loss, **numbers)
+    for name, tokens, loss in (("000", 10, 1.0), ("001", 10, 2.0), ("001", 30, 2.0)):
+        report = {**NUMBERS, "values": {}, TOKENS_SEEN: tokens, OBJECTIVE: loss}
+        history.add_report(name, report)
     history.add("ended", "000", state="failed")
     again = History(Location.of(tmp_path))
     assert (again.events, again.trials()) == (history.events, history.trials())
-    rule = halving()
-    rule.replay(again.events)
-    assert not rule.passes("001", 10)
-    assert rule.missing("001", 30) == ["000", "001"], "a failed trial runs again"
+    rule = rule_of(again)
+    assert rule("001", 10) is False
+    assert rule("001", 30) is True
+    again.open = {"000", "001"}
+    assert rule("001", 30) is None, "a failed trial runs again"

@@ -11,12 +11,7 @@ import yaml
 
 from raytrain_gpt.config.schema import FIELDS, Config
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.sweep.spec import (
-    SET_BY_SWEEP,
-    SWEEP_FLAGS,
-    NoScheduler,
-    Sweep,
-)
+from raytrain_gpt.sweep.spec import NoScheduler, Sweep
 from tests.conftest import raises_line
 
 FILE: dict[str, Any] = {
@@ -46,8 +41,8 @@ def load(tmp_path: Path) -> Load:
 
 def test_fields_of_sweep_and_configuration_have_names_of_their_own() -> None:
     assert not set(Sweep.model_fields) & set(FIELDS)
-    assert set(SWEEP_FLAGS) <= set(Sweep.model_fields)
-    assert set(SET_BY_SWEEP) <= set(FIELDS)
+    assert set(Sweep.flags) <= set(Sweep.model_fields)
+    assert set(Sweep.set_by_file) <= set(FIELDS)
 
 
 def test_what_a_file_leaves_out_or_empty_has_a_default(tmp_path: Path) -> None:

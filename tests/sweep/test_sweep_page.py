@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.sweep.campaign import to_yaml
 from raytrain_gpt.sweep.history import History
 from raytrain_gpt.sweep.spec import SWEEP_FILE, Sweep
 from raytrain_gpt.sweep.sweep_page import report_sweep, sweep_page
@@ -44,7 +43,7 @@ def directory(tmp_path: Path, sweep: Sweep) -> Path:
     """Write a sweep of four trials: two finish, one is stopped, one diverges."""
     directory = tmp_path / "runs" / "small"
     directory.mkdir(parents=True)
-    (directory / SWEEP_FILE).write_text(to_yaml(sweep))
+    (directory / SWEEP_FILE).write_text(sweep.to_yaml())
     history = History(Location.of(directory))
     for name, losses in LOSSES.items():
         history.add("started", name, values={"peak_lr": 1e-3 * (1 + int(name))})

@@ -15,8 +15,7 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking import books as module
 from raytrain_gpt.tracking.books import Books
 from raytrain_gpt.tracking.events import Line, Profile, Rows, Samples, Stacks
-from raytrain_gpt.tracking.run_files import RunFiles, read_rows, read_samples
-from raytrain_gpt.tracking.sync import RunSync
+from raytrain_gpt.tracking.run_files import RunSync, read_rows, read_samples
 from raytrain_gpt.tracking.trackers import TrackedRun
 
 ATTEMPT = {"time": 1.0, "attempt": 3, "num_workers": 2, "session": "a"}
@@ -26,9 +25,9 @@ CHECKPOINT = {"perf/checkpoint_blocked_s": 0.01, "perf/checkpoint_write_s": 2.0}
 def open_books(run_dir: Path, step: int = 0) -> tuple[Books, list[str]]:
     """Open books of an attempt without trackers; also return the lines of the console."""
     values = {"max_steps": 40, "log_every_steps": 10, "tensorboard": False, "mlflow_uri": None}
-    run = TrackedRun(run_dir, Config().updated(values), step, tags={})
     lines: list[str] = []
-    return Books(RunSync(Location.of(run_dir)), run, ATTEMPT, [], lines.append), lines
+    run = TrackedRun(run_dir, Config().updated(values), step, tags={}, log=lines.append)
+    return Books(RunSync(Location.of(run_dir)), run, ATTEMPT, []), lines
 
 
 def added(run_dir: Path) -> list[Row]:
@@ -43,13 +42,10 @@ def step_row(step: int) -> Row:
     return {"step": step, "train/loss": 3.0, **numbers, **speed}
 
 
-def eval_row(step: int) -> Row:
-    return {"step": step, "val/loss": 3.0, "val/perplexity": 20.0, "val/bits_per_byte": 4.3}
-
-
 def test_every_row_is_written_and_some_are_told(tmp_path: Path) -> None:
     books, lines = open_books(tmp_path)
-    rows = [*(step_row(step) for step in (8, 9, 10, 39, 40)), eval_row(40)]
+    scores = {"val/loss": 3.0, "val/perplexity": 20.0, "val/bits_per_byte": 4.3}
+    rows = [*map(step_row, (8, 9, 10, 39, 40)), {"step": 40, **scores}]
     books.take(Rows(rows))
     books.note(40, "checkpoint", **CHECKPOINT)
     books.take(Line("[rank 1] hello"))
@@ -80,9 +76,9 @@ def test_files_have_no_value_of_a_secret_variable(
 
 
 def test_an_attempt_begins_with_what_it_throws_away(tmp_path: Path) -> None:
-    RunFiles(tmp_path, 0, []).add_rows([step_row(step) for step in range(1, 8)])
+    open_books(tmp_path)[0].take(Rows([step_row(step) for step in range(1, 8)]))
     open_books(tmp_path, step=5)
-    *kept, attempt = read_rows(tmp_path)
+    _, *kept, attempt = read_rows(tmp_path)
     assert [row["step"] for row in kept] == [1, 2, 3, 4, 5]
     assert attempt == {"step": 5, "event": "attempt", **ATTEMPT, "lost_steps": 2, "lost_s": 1.0}
 
@@ -91,12 +87,9 @@ def test_rows_wait_for_a_disk_that_takes_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     books, lines = open_books(tmp_path)
-
-    def full(files: RunFiles, rows: list[Row]) -> None:
-        raise OSError(28, "No space left on device")
-
+    full = Mock(side_effect=OSError(28, "No space left on device"))
     with monkeypatch.context() as patch:
-        patch.setattr(RunFiles, "add_rows", full)
+        patch.setattr(module.run_files, "add_rows", full)
         books.take(Rows([step_row(1)]))
         books.take(Rows([step_row(2)]))
     assert added(tmp_path) == []
@@ -148,12 +141,10 @@ def test_stacks_of_all_ranks_are_told_and_kept_in_the_attempts_file(tmp_path: Pa
 def test_trackers_get_rows_samples_and_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tracker, ends = Mock(), []
-    opened = Mock(return_value=[tracker])
-    monkeypatch.setattr(module, "open_trackers", opened)
+    tracker, ends, runs = Mock(), [], []
+    tracker.close = lambda end: ends.append((end, runs[0].newest_checkpoint))
+    monkeypatch.setattr(module, "open_trackers", lambda run: runs.append(run) or [tracker])
     books, _ = open_books(tmp_path)
-    (run, *_) = opened.call_args.args
-    tracker.close = lambda end: ends.append((end, run.newest_checkpoint))
     books.take(Rows([step_row(1), step_row(2)]))
     books.take(Samples(2, "text"))
     books.close("interrupted", "checkpoints/2")

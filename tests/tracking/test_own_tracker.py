@@ -21,14 +21,14 @@ from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking import configured, trackers, wandb_run
+from raytrain_gpt.tracking import configured, wandb_run
 from raytrain_gpt.tracking.configured import (
     NamedTracker,
     check_packages,
     complete_trackers,
     open_trackers,
 )
-from raytrain_gpt.tracking.run_files import RunFiles
+from raytrain_gpt.tracking.run_files import add_rows, restart
 from raytrain_gpt.tracking.trackers import DeliveryState, End, TrackedRun
 from raytrain_gpt.train.launch import train
 from tests.conftest import RunCli
@@ -115,11 +115,12 @@ def track(
 ) -> TrackedRun:
     """Send rows and a text through a tracker's queue, as one attempt does; returns its run."""
     directory.mkdir(exist_ok=True)
-    files = RunFiles(directory, step, [])
-    run = TrackedRun(directory, track_config(name, **fields), step, {"sweep": "lr"})
+    restart(directory, step, [], pytest.fail)
     said = [] if lines is None else lines
-    (queue,) = open_trackers(run, files.kept_rows, said.append)
-    files.add_rows(rows)
+    config = track_config(name, **fields)
+    run = TrackedRun(directory, config, step, {"sweep": "lr"}, log=said.append)
+    (queue,) = open_trackers(run)
+    add_rows(directory, rows)
     queue.rows(rows)
     queue.text(2, "samples", "a <b> sample")
     queue.close(end)
@@ -181,16 +182,16 @@ class Slow:
 def test_the_end_tells_of_rows_that_a_slow_tracker_lacks_and_the_same_command_sends_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trackers, "_FINISH_S", 0.5)
-    monkeypatch.setattr(trackers, "_RETRY_S", 0.01)
+    monkeypatch.setattr(configured, "_FINISH_S", 0.5)
+    monkeypatch.setattr(configured, "_RETRY_S", 0.01)
     kinds.set_user_code(Code("my.py", SLOW))
     rows, lines = losses(1, 150), list[str]()
     track(tmp_path, "slow", 0, rows, "finished", lines)
     assert lines == ["tracker slow lacks rows; run the same command again to send them"]
     (tmp_path / "faster").touch()
-    run = TrackedRun(tmp_path, track_config("slow"), 150, {})
+    run = TrackedRun(tmp_path, track_config("slow"), 150, {}, log=pytest.fail)
     for _ in range(2):  # the second time it lacks none
-        complete_trackers(run, rows, pytest.fail)
+        complete_trackers(run)
     assert (tmp_path / "steps.txt").read_text().split() == [str(step) for step in range(1, 151)]
 
 
@@ -200,9 +201,11 @@ def test_a_late_tracker_gets_all_events_although_a_killed_attempts_are_later_tha
     kinds.set_user_code(Code("my.py", SLOW))
     (tmp_path / "faster").touch()
     (tmp_path / "trackers").mkdir()
-    killed, resumed = ({"event": "attempt", "time": time} for time in (900.0, 1000.0))
+    killed, resumed = ({"event": "resume", "time": time} for time in (900.0, 1000.0))
     rows = [{"step": 9, **resumed}, *losses(10, 79), {"step": 79, **killed}, *losses(80, 80)]
-    complete_trackers(TrackedRun(tmp_path, track_config("slow"), 80, {}), rows, pytest.fail)
+    restart(tmp_path, 80, [], pytest.fail)
+    add_rows(tmp_path, rows)
+    complete_trackers(TrackedRun(tmp_path, track_config("slow"), 80, {}, log=pytest.fail))
     assert sorted((tmp_path / "steps.txt").read_text().split()) == sorted(
         str(row["step"]) for row in rows
     )
@@ -211,10 +214,11 @@ def test_a_late_tracker_gets_all_events_although_a_killed_attempts_are_later_tha
 def test_a_text_that_failed_comes_again_and_no_other_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trackers, "_RETRY_S", 0.01)
+    monkeypatch.setattr(configured, "_RETRY_S", 0.01)
     kinds.set_user_code(Code("my.py", SLOW))
     lines: list[str] = []
-    (queue,) = open_trackers(TrackedRun(tmp_path, track_config("slow"), 0, {}), [], lines.append)
+    run = TrackedRun(tmp_path, track_config("slow"), 0, {}, log=lines.append)
+    (queue,) = open_trackers(run)
     queue.rows(losses(1, 1))
     for text in ("first ", "second "):
         queue.text(1, "samples", text)
@@ -391,7 +395,7 @@ def test_rows_in_the_memory_of_a_killed_tracker_come_again(
 def test_rows_that_a_tracker_has_had_for_long_are_sent_once(
     tmp_path: Path, stored: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(configured, "BUFFER_S", 0.0)
+    monkeypatch.setattr(configured, "_BUFFER_S", 0.0)
     attempt(tmp_path, 0).rows(losses(1, 5))
     resumed = attempt(tmp_path, 3)
     resumed.rows(losses(1, 8))

@@ -16,8 +16,7 @@ from raytrain_gpt.columns import Row
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.report import MAX_SAMPLE_SETS, RunHistory, write_comparison, write_report
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE, SAMPLES_FILE
-from raytrain_gpt.tracking.sync import RunSync
+from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE, SAMPLES_FILE, RunSync
 from tests.training import STATE
 
 from .test_pages import check_page

@@ -13,13 +13,15 @@ from raytrain_gpt.errors import StorageError
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import (
     METRICS_FILE,
-    RunFiles,
+    RunSync,
+    add_rows,
+    add_samples,
     log_text,
     merge_rows,
     read_rows,
     read_samples,
+    restart,
 )
-from raytrain_gpt.tracking.sync import RunSync
 from tests.s3 import S3Server
 
 
@@ -29,6 +31,12 @@ def train_row(step: int, **more: Any) -> dict[str, Any]:
 
 def event(kind: str, step: int, time: float, **more: Any) -> Row:
     return {"step": step, "event": kind, "time": time, **more}
+
+
+def start(run_dir: Path, rows: list[Row]) -> None:
+    """Make the files of a run with some rows."""
+    restart(run_dir, 0, [], pytest.fail)
+    add_rows(run_dir, rows)
 
 
 def test_rows_above_the_resumed_step_are_replaced_and_lost_ones_filled_in() -> None:
@@ -43,17 +51,16 @@ def test_rows_above_the_resumed_step_are_replaced_and_lost_ones_filled_in() -> N
 
 
 def test_files_go_on_where_they_were(tmp_path: Path) -> None:
-    files = RunFiles(tmp_path, 0, [])
-    files.add_rows([train_row(1), train_row(2), {"step": 2, "val/loss": 2.5}, train_row(3)])
-    files.add_samples(2, "0: 'two'")
-    files.add_samples(3, "0: 'three'")
+    start(tmp_path, [train_row(1), train_row(2), {"step": 2, "val/loss": 2.5}, train_row(3)])
+    add_samples(tmp_path, 2, "0: 'two'")
+    add_samples(tmp_path, 3, "0: 'three'")
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "train/lo')
 
     assert [row["step"] for row in read_rows(tmp_path, pytest.fail)] == [1, 2, 2, 3]
 
-    files = RunFiles(tmp_path, 2, [])
-    files.add_rows([train_row(3)])
+    restart(tmp_path, 2, [], pytest.fail)
+    add_rows(tmp_path, [train_row(3)])
     assert [row["step"] for row in read_rows(tmp_path)] == [1, 2, 2, 3]
     assert read_samples(tmp_path) == [(2, "0: 'two'")]
     assert (tmp_path / "log.txt").read_text().splitlines() == [
@@ -66,14 +73,14 @@ def test_files_go_on_where_they_were(tmp_path: Path) -> None:
 
 def test_a_value_that_is_not_finite_is_no_json(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
-        RunFiles(tmp_path, 0, []).add_rows([{"step": 1, "train/loss": float("nan")}])
+        add_rows(tmp_path, [{"step": 1, "train/loss": float("nan")}])
 
 
 def test_losses_that_are_not_finite_stand_as_null_and_can_be_read_again(tmp_path: Path) -> None:
     evaluation = {"step": 1, "val/loss": None, "val/perplexity": None, "val/bits_per_byte": None}
-    files = RunFiles(tmp_path, 0, [])
-    files.add_rows([{"step": 1, "train/loss": None}, evaluation])
-    assert RunFiles(tmp_path, 1, []).kept_rows == [{"step": 1, "train/loss": None}, evaluation]
+    start(tmp_path, [{"step": 1, "train/loss": None}, evaluation])
+    restart(tmp_path, 1, [], pytest.fail)
+    assert read_rows(tmp_path) == [{"step": 1, "train/loss": None}, evaluation]
     assert (tmp_path / "log.txt").read_text() == ""
     assert "val loss not finite" in eval_line(evaluation, 10)
 
@@ -97,26 +104,24 @@ def test_events_say_their_details_in_the_log(row: Row, line: str) -> None:
 
 
 def test_steps_above_the_resumed_one_are_counted_as_lost(tmp_path: Path) -> None:
-    files = RunFiles(tmp_path, 0, [])
-    assert (files.lost_steps, files.lost_s) == (0, 0)
     timed = [train_row(step, **{"perf/step_time_s": 0.25}) for step in range(1, 9)]
     event = {"step": 7, "event": "checkpoint", "time": 1.0, "perf/checkpoint_write_s": 3.0}
     evaluation = {"step": 8, "val/loss": 2.0, "perf/eval_s": 9.0}
     timed[6]["perf/step_time_s"] = None
-    files.add_rows([*timed[:7], event, timed[7], evaluation])
+    start(tmp_path, [*timed[:7], event, timed[7], evaluation])
     saved = [train_row(5), train_row(9, **{"perf/step_time_s": 100.0})]
 
-    files = RunFiles(tmp_path, 5, saved)
-    assert (files.lost_steps, files.lost_s) == (3, 0.5), "a step without a time is one all the same"
+    lost = restart(tmp_path, 5, saved, pytest.fail)
+    assert lost == {"lost_steps": 3, "lost_s": 0.5}, "a step without a time is one all the same"
     assert [row["step"] for row in read_rows(tmp_path)] == [1, 2, 3, 4, 5, 7]
-    again = RunFiles(tmp_path, 5, saved)
-    assert (again.lost_steps, again.lost_s) == (0, 0)
+    again = restart(tmp_path, 5, saved, pytest.fail)
+    assert again == {"lost_steps": 0, "lost_s": 0}
 
 
 def run_with_files(run_dir: Location) -> RunSync:
     """Make and push the local files of a run: one row, a configuration and TensorBoard events."""
     sync = RunSync(run_dir).pull()
-    RunFiles(sync.work_dir, 0, []).add_rows([train_row(1)])
+    start(sync.work_dir, [train_row(1)])
     (sync.work_dir / "config.yaml").write_text("train: {}\n")
     (sync.work_dir / "tensorboard").mkdir()
     (sync.work_dir / "tensorboard" / "events.1").write_bytes(b"\0\1")
@@ -148,7 +153,7 @@ def test_files_of_a_run_in_an_object_store_come_and_go(remote_dir: Location) -> 
     resumed = RunSync(remote_dir).pull("trackers").work_dir
     assert (resumed / "trackers" / "rows.csv").read_text() == "1,train/loss,5.0\n"
 
-    RunFiles(elsewhere.work_dir, 1, []).add_rows([train_row(2)])
+    add_rows(elsewhere.work_dir, [train_row(2)])
     elsewhere.push()
     assert read_rows(RunSync(remote_dir).pull().work_dir) == [train_row(1), train_row(2)]
     assert (remote_dir / "tensorboard" / "events.1").read_bytes() == b"\0\1"
@@ -168,17 +173,29 @@ def test_only_changed_files_are_pushed_again(
     monkeypatch.setattr(Location, "upload", counted)
     sync.push()
     assert uploaded == []
-    RunFiles(sync.work_dir, 1, []).add_rows([train_row(2)])
+    add_rows(sync.work_dir, [train_row(2)])
     (sync.work_dir / "samples.txt").unlink()
     sync.push()
     assert uploaded == ["log.txt", "metrics.jsonl"]
 
 
 @pytest.mark.slow
+def test_files_that_were_only_read_are_not_written_back(remote_dir: Location) -> None:
+    stored = remote_dir / "run" / METRICS_FILE
+    stored.write_text('{"step": 1}\n')
+    reader = RunSync(stored.parent).pull()
+    stored.write_text('{"step": 1}\n{"step": 2}\n')  # by the run itself
+    (reader.work_dir / "report.html").write_text("a report")
+    reader.push()
+    assert stored.read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert (stored.parent / "report.html").read_text() == "a report"
+
+
+@pytest.mark.slow
 def test_a_push_that_failed_is_made_up_for(bucket: Location, s3: S3Server) -> None:
     run_dir = replace(bucket, retry_for_s=0.0) / "made-up-for"
     sync = run_with_files(run_dir)
-    RunFiles(sync.work_dir, 1, []).add_rows([train_row(2)])
+    add_rows(sync.work_dir, [train_row(2)])
     s3.stop()
     try:
         with pytest.raises(StorageError, match="storage unreachable"):
@@ -212,7 +229,7 @@ DAMAGED_LINES = [
 )
 def test_damaged_rows_are_left_out_and_come_back_from_a_checkpoint(tmp_path: Path) -> None:
     whole = [train_row(step) for step in range(1, len(DAMAGED_LINES) + 3)]
-    RunFiles(tmp_path, 0, []).add_rows(whole)
+    start(tmp_path, whole)
     path = tmp_path / METRICS_FILE
     first, *_, last = path.read_bytes().splitlines()
     path.write_bytes(b"\n".join([first, *DAMAGED_LINES, last, b""]))
@@ -220,7 +237,7 @@ def test_damaged_rows_are_left_out_and_come_back_from_a_checkpoint(tmp_path: Pat
     assert read_rows(tmp_path, told.append) == [whole[0], whole[-1]]
     (line,) = told
     assert f"{len(DAMAGED_LINES)} damaged of {len(whole)} rows of {path}" in line
-    RunFiles(tmp_path, len(whole), whole[1:-1], told.append)
+    restart(tmp_path, len(whole), whole[1:-1], told.append)
     assert read_rows(tmp_path, pytest.fail) == whole
 
 

@@ -12,10 +12,9 @@ from raytrain_gpt.errors import CheckpointError
 from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.report import RunHistory
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE
+from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE, RunSync
 from raytrain_gpt.tracking.runs import find_run, runs_command
 from raytrain_gpt.tracking.summary import run_facts
-from raytrain_gpt.tracking.sync import RunSync
 from tests.checkpoints import write_checkpoint
 from tests.conftest import raises_line
 

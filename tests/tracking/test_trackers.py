@@ -6,7 +6,6 @@ import json
 import queue
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,12 @@ from mlflow import MlflowClient
 
 from raytrain_gpt.columns import Row
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking import configured
 from raytrain_gpt.tracking.books import Books
-from raytrain_gpt.tracking.configured import NamedTracker
+from raytrain_gpt.tracking.configured import TrackerQueue
 from raytrain_gpt.tracking.events import Rows, Samples
 from raytrain_gpt.tracking.mlflow_run import (
-    TRACKING_FILE,
     URI_VARIABLE,
     MLflowRun,
     ParentRun,
@@ -29,14 +27,12 @@ from raytrain_gpt.tracking.mlflow_run import (
     track_export,
     tracking_lines,
 )
-from raytrain_gpt.tracking.run_files import read_rows
-from raytrain_gpt.tracking.sync import RunSync
-from raytrain_gpt.tracking.trackers import End, TrackedRun, TrackerQueue, plottable_values
+from raytrain_gpt.tracking.run_files import TRACKING_FILE, RunSync, read_rows
+from raytrain_gpt.tracking.trackers import End, TrackedRun, plottable_values
 from tests.faults.gates import wait_until
 from tests.ports import free_port
 
 Track = Callable[..., TrackerQueue]
-MLFLOW = partial(NamedTracker, "mlflow")
 
 
 @pytest.fixture
@@ -54,9 +50,9 @@ def track(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Track:
         step: int, newest: str | None = None, uri: str | None = None, **fields: Any
     ) -> TrackerQueue:
         place = {"mlflow_uri": uri or f"file:{tmp_path / 'mlruns'}", "experiment": "tests"}
-        run = TrackedRun(tmp_path / "run", Config().updated(place | fields), step, {"sweep": "a"})
-        run.newest_checkpoint = newest
-        return TrackerQueue(MLFLOW, run, pytest.fail, "MLflow")
+        config = Config().updated(place | fields)
+        run = TrackedRun(tmp_path / "run", config, step, {"sweep": "a"}, newest, pytest.fail)
+        return TrackerQueue("mlflow", run)
 
     return start
 
@@ -157,7 +153,7 @@ def test_a_slow_and_failing_tracker_neither_slows_nor_ends_the_driver(
     calls: queue.Queue[tuple[Any, ...]] = queue.Queue()
 
     class Fake:
-        def __init__(self, run: TrackedRun) -> None:
+        def __init__(self, _name: str, run: TrackedRun) -> None:
             assert answers.wait(60), "adding rows must not wait for a tracker"
             self._call("make", run.directory.name, run.step, run.tags)
 
@@ -181,14 +177,12 @@ def test_a_slow_and_failing_tracker_neither_slows_nor_ends_the_driver(
             calls.put((end, *(file.name for file in files)))
             self._call("finish")
 
-    def open_trackers(run: TrackedRun, _rows: Any, log: Log) -> list[TrackerQueue]:
-        return [TrackerQueue(Fake, run, log, "Fake")]
-
-    monkeypatch.setattr("raytrain_gpt.tracking.books.open_trackers", open_trackers)
-    monkeypatch.setattr("raytrain_gpt.tracking.trackers._RETRY_S", 0.0)
-    run = TrackedRun(tmp_path, Config(), 0, {"sweep": "a"})
+    monkeypatch.setattr(configured, "NamedTracker", Fake)
+    monkeypatch.setattr(configured, "_RETRY_S", 0.0)
     attempt, lines = {"time": 1.0, "session": "a", "attempt": 1}, list[str]()
-    books = Books(RunSync(Location.of(tmp_path)), run, attempt, [], lines.append)
+    config = Config().updated({"mlflow_uri": None})
+    run = TrackedRun(tmp_path, config, 0, {"sweep": "a"}, log=lines.append)
+    books = Books(RunSync(Location.of(tmp_path)), run, attempt, [])
     books.take(Rows(rows(1, 3)))
     books.take(Samples(3, "To be"))
     assert read_rows(tmp_path)[1:] == rows(1, 3)
@@ -200,12 +194,13 @@ def test_a_slow_and_failing_tracker_neither_slows_nor_ends_the_driver(
     books.close("failed", None)
     assert calls.get_nowait() == ("failed", "samples.txt")
     assert calls.empty()
-    assert [line for line in lines if "Fake" in line] == [
-        "Fake does not respond, retrying: make failed"
-    ]
+    told = "tracker tensorboard does not respond, retrying: make failed"
+    assert [line for line in lines if "tracker" in line] == [told]
 
 
-def test_a_tracker_that_fails_while_the_run_ends_is_tried_once_more(tmp_path: Path) -> None:
+def test_a_tracker_that_fails_while_the_run_ends_is_tried_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[str] = []
 
     class Kept:
@@ -218,7 +213,7 @@ def test_a_tracker_that_fails_while_the_run_ends_is_tried_once_more(tmp_path: Pa
         def finish(self, end: End, files: list[Path]) -> None:
             calls.append(end)
 
-    def connect(_: TrackedRun) -> Any:
+    def connect(_name: str, _run: TrackedRun) -> Any:
         calls.append("connect")
         if calls == ["connect"]:
             wait_until(lambda: tracker._end, "the end of the run")
@@ -226,20 +221,20 @@ def test_a_tracker_that_fails_while_the_run_ends_is_tried_once_more(tmp_path: Pa
         return Kept()
 
     lines: list[str] = []
-    run = TrackedRun(tmp_path, Config(), 0, {})
-    tracker = TrackerQueue(connect, run, lines.append, "MLflow")
+    monkeypatch.setattr(configured, "NamedTracker", connect)
+    tracker = TrackerQueue("fake", TrackedRun(tmp_path, Config(), 0, {}, log=lines.append))
     tracker.rows(rows(1, 3))
     tracker.close("failed")
     assert calls == ["connect", "connect", "3 rows", "failed"]
-    assert lines == ["MLflow does not respond, retrying: database is locked"]
+    assert lines == ["tracker fake does not respond, retrying: database is locked"]
 
 
 def test_a_tracker_that_never_ends_does_not_keep_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raytrain_gpt.tracking.trackers._FINISH_S", 0.1)
-    run = TrackedRun(tmp_path, Config(), 0, {})
-    TrackerQueue(lambda _: threading.Event().wait(), run, pytest.fail, "blocks").close("finished")
+    monkeypatch.setattr(configured, "_FINISH_S", 0.1)
+    monkeypatch.setattr(configured, "NamedTracker", lambda *_: threading.Event().wait())
+    TrackerQueue("blocks", TrackedRun(tmp_path, Config(), 0, {}, log=pytest.fail)).close("finished")
 
 
 def test_a_new_run_in_mlflow_gets_all_rows_and_the_old_one_no_row_twice(

@@ -21,7 +21,7 @@ from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.events import Link, Rows
-from raytrain_gpt.train import checkpointing, model_setup
+from raytrain_gpt.train import checkpointing
 from raytrain_gpt.train.checkpointing import Checkpointing
 from raytrain_gpt.train.model_setup import TrainingSetup, files_on_machine, set_up_training
 from raytrain_gpt.train.outbox import Outbox
@@ -35,11 +35,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def reports(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Record the reports to Ray Train of a single rank, whose model is not wrapped."""
+    """Record the reports to Ray Train."""
     told: list[dict[str, Any]] = []
-    alone = SimpleNamespace(get_world_size=lambda: 1)
-    monkeypatch.setattr(model_setup.ray.train, "get_context", lambda: alone)
-    monkeypatch.setattr(model_setup.ray.train.torch, "prepare_model", lambda model, **_: model)
     monkeypatch.setattr(
         checkpointing.ray.train, "report", lambda metrics, **_: told.append(metrics)
     )

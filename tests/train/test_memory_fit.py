@@ -11,12 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
 from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.memory import TrainingMemory
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.errors import ClusterError, TrainingFailed
+from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.events import Events
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import memory_fit
@@ -67,7 +68,8 @@ BEFORE = RunPlan.of(config(), 2, 4, "selective").config
 def test_a_run_keeps_what_its_checkpoint_had_while_the_same_fits(
     changes: dict[str, object], world_size: int, kept: MemoryFit | None
 ) -> None:
-    before = replace(state(20), config=BEFORE.model_dump(), num_workers=2)
+    stored = replace(state(20), config=BEFORE.model_dump(), num_workers=2)
+    before = Checkpoint(Location.of("step=00000020"), stored, 0)
     assert fit_from_checkpoint(config(**changes), world_size, before) == kept
 
 

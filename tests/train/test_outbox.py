@@ -40,4 +40,3 @@ def test_events_leave_in_their_order_and_ranks_above_0_send_only_lines(
         outbox.add(samples)
         outbox.note(1, "checkpoint", path="a")
         assert outbox.take() == [Line(f"[rank {rank}] hello"), *others]
-        assert outbox.take() == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -14,14 +14,10 @@ from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.loop import MicroBatch, StepResult
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.registry import build_optimizer
+from raytrain_gpt.tracking.events import Profile
 from raytrain_gpt.tracking.run_files import read_rows
 from raytrain_gpt.train.launch import train
-from raytrain_gpt.train.profile import (
-    STEP_SPAN,
-    STEPS_BEFORE_PROFILE,
-    StepProfile,
-    TakeProfile,
-)
+from raytrain_gpt.train.profile import STEP_SPAN, STEPS_BEFORE_PROFILE, StepProfile
 from tests.runs import MakeConfig, Straight, weights
 from tests.training import steps
 
@@ -35,13 +31,6 @@ def num_spans(trace: bytes) -> int:
     return sum(event["name"] == STEP_SPAN for event in events)
 
 
-class Taken(list[tuple[str, bytes]]):
-    """Tables and traces passed to `take`."""
-
-    def take(self, table: str, trace: bytes) -> None:
-        self.append((table, trace))
-
-
 def tokens() -> Iterator[MicroBatch]:
     generator = torch.Generator().manual_seed(3)
     while True:
@@ -49,7 +38,9 @@ def tokens() -> Iterator[MicroBatch]:
         yield ids[:, :-1], ids[:, 1:]
 
 
-def trained(profile_steps: int, take: TakeProfile) -> Iterator[tuple[StepResult, GPT]]:
+def trained(
+    profile_steps: int, take: Callable[[Profile], None]
+) -> Iterator[tuple[StepResult, GPT]]:
     """Train a tiny model for ten steps, of which `profile_steps` are profiled."""
     model = GPT2(GPTShape(2, 2, 32, 16, 100, dropout=0.1))
     model.init_weights(0)
@@ -63,23 +54,23 @@ def trained(profile_steps: int, take: TakeProfile) -> Iterator[tuple[StepResult,
 @pytest.mark.slow
 @pytest.mark.parametrize("profile_steps", [1, MAX_STEPS - STEPS_BEFORE_PROFILE])
 def test_a_profile_changes_no_bit(profile_steps: int) -> None:
-    taken = Taken()
-    plain = [(result.step, float(result.loss)) for result, _ in trained(0, taken.take)]
+    taken: list[Profile] = []
+    plain = [(result.step, float(result.loss)) for result, _ in trained(0, taken.append)]
     assert not taken
-    *_, (_, model) = trained(0, taken.take)
-    profiled = [(r.step, float(r.loss), m) for r, m in trained(profile_steps, taken.take)]
+    *_, (_, model) = trained(0, taken.append)
+    profiled = [(r.step, float(r.loss), m) for r, m in trained(profile_steps, taken.append)]
     assert [row[:2] for row in profiled] == plain
     weights = profiled[-1][2].state_dict()
     assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
-    ((table, trace),) = taken
-    assert num_spans(trace) == profile_steps
+    (profile,) = taken
+    assert len(profile.steps) == num_spans(profile.trace) == profile_steps
     for operator in (STEP_SPAN, "aten::addmm", "Optimizer.step#", "Self CPU time total:"):
-        assert operator in table
+        assert operator in profile.table
 
 
 def test_a_run_that_leaves_in_the_middle_stops_the_profiler() -> None:
-    taken = Taken()
-    results = trained(3, taken.take)
+    taken: list[Profile] = []
+    results = trained(3, taken.append)
     for result, _ in results:
         if result.step == STEPS_BEFORE_PROFILE + 1:
             assert torch.autograd._profiler_enabled()
@@ -102,7 +93,7 @@ def test_a_run_that_leaves_in_the_middle_stops_the_profiler() -> None:
 def test_it_comes_some_steps_after_each_start(
     num_steps: int, done: int, max_steps: int, steps: list[int]
 ) -> None:
-    profile = StepProfile(num_steps, done, max_steps, CPU, Taken().take)
+    profile = StepProfile(num_steps, done, max_steps, CPU, pytest.fail)
     assert list(profile.steps) == steps
     assert list(profile.slowed) == ([steps[0] - 1, *steps] if steps else [])
     edges = [step for step in range(done + 1, max_steps + 1) if profile.is_edge(step)]

@@ -13,7 +13,7 @@ import torch
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.columns import COLUMNS, Row, event_line
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.device import Moment, Span
+from raytrain_gpt.core.device import DeviceTimestamp, Span
 from raytrain_gpt.core.loop import StepResult
 from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.data.locations import read_data
@@ -63,7 +63,7 @@ def make_log(
     alone = collectives or Collectives(0, 1)
     spec = more.pop("spec", None) or ingest(config, alone.world_size)
     given = {"flops_per_token": 2.0, "peak_flops": None, "slowed": range(0), **more}
-    return StepLog(spec, None, list(rows), alone, feed, spikes=config.spikes, device=CPU, **given)
+    return StepLog(spec, None, list(rows), alone, feed, device=CPU, **given)
 
 
 def result(step: int, loss: float = 3.0, norm: float = 1.0) -> StepResult:
@@ -182,7 +182,7 @@ def test_every_rank_reports_the_times_of_all(config: Config) -> None:
     spec = ingest(config, world_size=2)
 
     def span(seconds: float) -> Span:
-        start, end = Moment(CPU), Moment(CPU)
+        start, end = DeviceTimestamp(CPU), DeviceTimestamp(CPU)
         end._at = start._at + seconds
         return start, end
 
