@@ -41,7 +41,6 @@ ORDER = (
     {"commands", "notebook"},
     {"cli"},
     {"__init__"},
-    {"__main__"},
 )
 """Layers from lowest to highest; each may import lower layers, but none of the same level."""
 

@@ -36,7 +36,13 @@ from raytrain_gpt.config.resolved import workers_of
 from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.core.device import forget_peak_memory
 from raytrain_gpt.data.locations import read_data, run_location
-from raytrain_gpt.errors import Diverged, Interrupted, TrainingFailed, UserError
+from raytrain_gpt.errors import (
+    Diverged,
+    Interrupted,
+    RaytrainGptError,
+    TrainingFailed,
+    UserError,
+)
 from raytrain_gpt.parsing import parse_yaml
 from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN
 from raytrain_gpt.sweep.scheduler import REPORTED_TOKENS
@@ -89,10 +95,9 @@ class TrialRun:
     def stop(self) -> None:
         """End the run, if it has not ended."""
         self._signals.stop.set()
-        with contextlib.suppress(Interrupted, UserError):
+        with contextlib.suppress(RaytrainGptError):
             for _ in self._reports:
                 pass
-        self._watchdog.rest()
 
     def _all_reports(self) -> Iterator[Report]:
         config, context = self._config, self._context
@@ -116,7 +121,7 @@ class TrialRun:
         except (Diverged, TrainingFailed):
             run.stopped_as = "interrupted"
             self._signals.stop.set()
-            with contextlib.suppress(Interrupted):
+            with contextlib.suppress(RaytrainGptError):
                 for _ in evaluations:  # so that the ranks exit
                     pass
             raise
@@ -179,17 +184,19 @@ class _Watchdog(Link):
     def work(self) -> None:
         super().work()
         if self._timeout_s and (now := time.monotonic()) - self._armed_at > _ARM_EVERY_S:
-            self._file = self._file or self._stacks.open("w")
-            faulthandler.dump_traceback_later(self._timeout_s, exit=True, file=self._file)
-            self._armed_at = now
+            with contextlib.suppress(OSError):
+                self._file = self._file or self._stacks.open("w")
+                faulthandler.dump_traceback_later(self._timeout_s, exit=True, file=self._file)
+                self._armed_at = now
 
     def rest(self) -> None:
         """Watch no more until the next work."""
         faulthandler.cancel_dump_traceback_later()
         self._armed_at = -math.inf
         if self._file is not None:
-            self._file.close()
-            self._stacks.unlink()
+            with contextlib.suppress(OSError):
+                self._file.close()
+                self._stacks.unlink()
             self._file = None
 
 

@@ -25,7 +25,7 @@ from raytrain_gpt.tracking.trackers import DeliveryState, End, TrackedRun
 _RETRY_S = 10.0
 _BUFFER_S = 30.0
 """Time that a tracker may keep rows in memory only; wandb writes its file every 15 s."""
-_FINISH_S = 180.0  # beside other load, Ray's workers (nice 15) take minutes to import MLflow
+_FINISH_S = 180.0  # beside other load, importing MLflow takes minutes
 _ROWS_AT_ONCE = 64
 
 
@@ -64,6 +64,7 @@ class TrackerQueue:
         self._rows: list[Row] = []
         self._texts: list[tuple[int, str, str]] = []
         self._end: End | None = None
+        self._is_abandoned = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._follow, name=name, daemon=True)
 
@@ -95,6 +96,7 @@ class TrackerQueue:
             self._thread.join(_FINISH_S)
             if not (patient and self._thread.is_alive() and len(self._rows) < num_left):
                 break
+        self._is_abandoned = True
         if self._rows:
             self._run.log(f"{self._label} lacks rows; run the same command again to send them")
 
@@ -105,7 +107,7 @@ class TrackerQueue:
     def _follow(self) -> None:
         tracker: NamedTracker | None = None
         warned = False
-        while True:
+        while not self._is_abandoned:  # a later attempt has a thread of its own
             with self._changed:
                 self._changed.wait_for(lambda: self._rows or self._texts or self._end)
                 rows, texts, end = self._rows[:_ROWS_AT_ONCE], self._texts[:1], self._end

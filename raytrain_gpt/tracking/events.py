@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -85,14 +85,21 @@ class Link:
     Attributes:
         stop: Set to make the ranks save a checkpoint and exit; because of a preemption if `is_preempted`.
         progress: Count that grows with work, and stands still if the rank hangs.
+        look: The driver's look at signals and lease, if it shares this process.
     """
 
     stop: threading.Event = field(default_factory=threading.Event)
     is_preempted: bool = False
     progress: int = 0
+    look: Callable[[], None] = lambda: None
 
     def work(self) -> None:
+        """Count a unit of work, and let the driver look around."""
         self.progress += 1
+        self.look()
+
+    def rest(self) -> None:
+        """Tell that the count may stand still."""
 
     def __reduce__(self) -> tuple[type[Link], tuple[()]]:
         return Link, ()

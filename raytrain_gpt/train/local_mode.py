@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NoReturn, TypeVar
@@ -30,7 +30,7 @@ from raytrain_gpt.cluster.all_nodes import storage_probe
 from raytrain_gpt.cluster.capacity import Pause, fit_to_process
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.process_groups import rendezvous_on_host, use_interface_towards
-from raytrain_gpt.cluster.signals import STOPPING, StopSignals
+from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import set_cuda_defaults
 from raytrain_gpt.data.locations import read_data
@@ -38,7 +38,7 @@ from raytrain_gpt.errors import ConfigError, Interrupted, TrainingFailed, damage
 from raytrain_gpt.format import Log, count
 from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.events import Events, Line, Link, next_event
+from raytrain_gpt.tracking.events import Events, Line, Link
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import preflight
 from raytrain_gpt.train.run import Run
@@ -186,13 +186,5 @@ class InProcess:
     def events(self, job: RankJob, train_loop: TrainLoop, lease: Lease) -> Events:
         self.broadcast(job)
         self.training = True
-        answer, asked_to_stop = None, False
-        with closing(train_loop(job)) as events:
-            while (event := next_event(events, answer)) is not None:
-                answer = yield event
-                if lease.lost.is_set():
-                    job.link.stop.set()
-                if job.link.stop.is_set() and not asked_to_stop:
-                    asked_to_stop = True
-                    yield Line(STOPPING)
+        yield from train_loop(job)
         self.training = False

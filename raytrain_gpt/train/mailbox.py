@@ -115,11 +115,14 @@ def push_events(train_loop: TrainLoop, job: RankJob, mailbox: Any) -> None:
     import ray.train  # slow, and the actor has no use for it
 
     heart = Heart(mailbox, ray.train.get_context().get_world_rank(), job.link)
-    events, answer = train_loop(job), None
-    while (event := next_event(events, answer)) is not None:
-        heart.push(event)
-        answer = heart.decision() if isinstance(event, Evaluated) else None
-    heart.end()
+    answer = None
+    try:
+        with contextlib.closing(train_loop(job)) as events:
+            while (event := next_event(events, answer)) is not None:
+                heart.push(event)
+                answer = heart.decision() if isinstance(event, Evaluated) else None
+    finally:
+        heart.end()
 
 
 class Heart:
@@ -140,7 +143,8 @@ class Heart:
 
     def end(self) -> None:
         """Wait until all events have arrived; from now on, a missing mailbox is normal."""
-        ray.get(self._pushed)
+        with contextlib.suppress(ray.exceptions.RayError):  # its driver knows
+            ray.get(self._pushed)
         self._is_over = True
 
     def decision(self) -> bool:

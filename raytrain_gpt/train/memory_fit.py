@@ -4,7 +4,7 @@
    summed in another order.
 2. On a GPU it takes the largest candidate whose predicted memory (`core/memory`) fits, and recomputes
    activations only if that is too small. On a CPU it is the largest that is fast.
-3. If an attempt still runs out of memory, the supervisor starts the next one with half the micro-batch.
+3. If an attempt still runs out of memory, the run starts the next one with half the micro-batch.
 
 A run that resumes with the same number of workers reuses its checkpoint's fit, so that it ends
 bitwise like an uninterrupted one.

@@ -18,7 +18,6 @@ from raytrain_gpt.cluster.all_nodes import check_storage
 from raytrain_gpt.cluster.capacity import Pause, ScaleUp, wait_for_workers
 from raytrain_gpt.cluster.connection import cluster_resources, draining_nodes
 from raytrain_gpt.cluster.orphans import kill_controllers, kill_process, remove_orphaned_groups
-from raytrain_gpt.cluster.signals import STOPPING
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.format import Log, count
 from raytrain_gpt.ingest.ray_dataset import ingest_dataset
@@ -151,8 +150,8 @@ class _FitWatch:
                 self.is_over = True
                 return
             self._asked_to_stop = True
-            yield Line(STOPPING)
             self._tell(Stop())
+        self._job.link.work()
         now = time.monotonic()
         if now - self._looked_at < WATCH_EVERY_S:
             return
@@ -173,27 +172,29 @@ class _FitWatch:
         self._phase, self._since = phase, time.monotonic()
 
     def _end_what_hangs(self, ranks: dict[int, RankState]) -> Iterator[Event]:
-        hang_timeout_s = self._plan.config.cluster.hang_timeout_s
-        limit_s, stood_s = deadline_s(self._phase, hang_timeout_s), time.monotonic() - self._since
-        if self._phase in ("compiling", "training"):
+        phase, hang_timeout_s = self._phase, self._plan.config.cluster.hang_timeout_s
+        limit_s, stood_s = deadline_s(phase, hang_timeout_s), time.monotonic() - self._since
+        if phase in ("compiling", "training"):
             stood_s = max((state.stalled_s for state in ranks.values()), default=0.0)
         if self._hung or self.controller_hung or not limit_s or stood_s <= limit_s:
             return
-        if self._phase == "leaving":
+        if phase == "leaving":
             self.controller_hung = True
             yield Line(
                 f"Ray Train still running {limit_s:g} s after its workers exited; killing its controller"
             )
             kill_controllers()
             return
-        self._hung = True
-        if self._phase == "starting":
+        if phase == "starting":
             wanted = count(self._plan.world_size, "worker")
             yield Line(f"only {len(ranks)} of {wanted} started within {limit_s:g} s")
             kill_controllers()
         else:
             yield from self._stacks_of(ranks, limit_s)
+            if self._phase == "leaving":  # it went on
+                return
             self._kill_ranks(ranks)
+        self._hung = True
         yield Exited("hung")
 
     def _resize(self, ranks: dict[int, RankState], now: float) -> Iterator[Event]:

@@ -1,4 +1,4 @@
-"""The end of an attempt and the action after it: pure functions, whose decisions the supervisor executes.
+"""The end of an attempt and the action after it: pure functions, whose decisions `run` executes.
 
 Ray's retries are off: they never retry controller errors such as a slow object store.
 """

@@ -11,24 +11,26 @@ from raytrain_gpt.checkpoint.code_check import code_of, compare
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.config.load import load_config_file
+from raytrain_gpt.config.resolved import workers_of
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import DEFAULT_DATA
 from raytrain_gpt.core.memory import checkpoint_bytes
 from raytrain_gpt.core.model import GPT2_VOCAB_SIZE, GPTShape
-from raytrain_gpt.core.registry import new_model, resolved_shape
+from raytrain_gpt.core.registry import count_model, new_model, resolved_shape
 from raytrain_gpt.core.state import load_model
 from raytrain_gpt.data.documents import STDLIB
 from raytrain_gpt.data.locations import data_is_there, location, make_order, read_data, run_location
+from raytrain_gpt.data.mixed_order import MixedOrder
 from raytrain_gpt.data.mixture import Mixture, check_val_split, check_vocabulary, map_paths
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.data.verify import check_shards, check_tokenizer
 from raytrain_gpt.errors import CheckpointError, ClusterError, ConfigError
 from raytrain_gpt.evaluate.hellaswag import DOWNLOAD
-from raytrain_gpt.format import Log, count, size
+from raytrain_gpt.format import Log, amount, count, size
 from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.redact import say
 from raytrain_gpt.storage.location import Location, is_url
-from raytrain_gpt.tracking.configured import absolute_stores, check_packages
+from raytrain_gpt.tracking.configured import absolute_stores, check_packages, tracker_warnings
 from raytrain_gpt.tracking.report import REPORT_FILE
 from raytrain_gpt.tracking.run_files import (
     CONFIG_FILE,
@@ -171,3 +173,37 @@ def check_is_ours(sync: RunSync) -> None:
             f"{sync.run_dir} has {' and '.join(existing)}, but was not written by a run; use another "
             "run_name or storage_path"
         ) from None
+
+
+def announce(config: Config, world_size: int, data: Mixture, log: Log) -> None:
+    """Tell what is about to be trained, and warn of settings that turn others off."""
+    log(f"configuration {run_location(config) / CONFIG_FILE}")
+    train, c = config.train, workers_of(config)
+    shape = GPTShape.of(config, data.vocab_size)
+    each = " each" if world_size > 1 else ""
+    log(
+        f"model {amount(count_model(shape).num_parameters)} parameters | data "
+        f"{amount(data.split_tokens('train'))} train tokens ({data.tokenizer}) | {_epochs(config, data)} | "
+        f"{count(train.max_steps, 'step')} of {count(train.global_batch_tokens, 'token')} | "
+        f"{count(world_size, 'worker')} with {count(c.cpus_per_worker, 'CPU')}"
+        f"{f' and {c.gpus_per_worker:g} GPU' if c.use_gpu else ''}{each}"
+    )
+    for line in tracker_warnings(config):
+        log(line)
+    if (warm_up := config.optim.warmup_steps) > train.max_steps:
+        log(
+            f"warmup_steps={warm_up} is above max_steps={train.max_steps}, so the learning rate never "
+            "reaches peak_lr; lower it"
+        )
+
+
+def _epochs(config: Config, data: Mixture) -> str:
+    order = make_order(config, data)
+    if not isinstance(order, MixedOrder):
+        return (
+            f"{count(order.batches_per_epoch, 'step')} per epoch, dropping "
+            f"{order.num_sequences % config.batch_sequences} of {order.num_sequences} sequences"
+        )
+    datasets = zip(data.names, data.weights, order.epochs(config.train.max_steps), strict=True)
+    shares = [f"{name} {float(weight):.1%} ({n:.2f} epochs)" for name, weight, n in datasets]
+    return f"mixed: {', '.join(shares)}"

@@ -254,6 +254,7 @@ class Rank:
             warm_up_ddp_buckets(setup.model, zeros, setup.autocast)
         self.exchange_requests()
         if not self.stop_requested:
+            self.link.work()
             self._note_start()
 
     def steps(self) -> Iterator[StepResult]:
@@ -381,6 +382,7 @@ class Rank:
 
     def decided(self, continues: bool) -> None:
         """Take the sweep's decision on the last evaluation."""
+        self.link.work()  # the wait was not a hang
         if not continues:
             self._exit_reason = "preempted" if self.link.is_preempted else "stopped"
 

@@ -29,16 +29,15 @@ from raytrain_gpt.cluster.capacity import Pause
 from raytrain_gpt.cluster.compilers import check_compiler
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.last_words import last_words
-from raytrain_gpt.cluster.signals import StopSignals
+from raytrain_gpt.cluster.signals import STOPPING, StopSignals
 from raytrain_gpt.columns import Row
-from raytrain_gpt.config.resolved import RunPlan, workers_of
+from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import ClusterSection
 from raytrain_gpt.config.wording import divisors
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.registry import count_model
-from raytrain_gpt.data.locations import make_order, run_location
-from raytrain_gpt.data.mixed_order import MixedOrder
+from raytrain_gpt.data.locations import run_location
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.errors import (
     Interrupted,
@@ -46,16 +45,23 @@ from raytrain_gpt.errors import (
     TrainingFailed,
 )
 from raytrain_gpt.evaluate.evaluation import check_evaluations
-from raytrain_gpt.format import Log, amount, count
+from raytrain_gpt.format import Log
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.lease import LEASE_FILE, Lease, hold_lease
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.books import Books
-from raytrain_gpt.tracking.configured import complete_trackers, tracker_warnings
+from raytrain_gpt.tracking.configured import complete_trackers
 from raytrain_gpt.tracking.events import Evaluated, Events, Exited, Link, Rows, next_event
 from raytrain_gpt.tracking.mlflow_run import mark_interrupted
 from raytrain_gpt.tracking.report import write_report
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, TRACKERS_DIR, RunSync, read_rows
+from raytrain_gpt.tracking.run_files import (
+    CONFIG_FILE,
+    TRACKERS_DIR,
+    RunSync,
+    merge_rows,
+    read_rows,
+    restart,
+)
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.tracking.trackers import End, TrackedRun
 from raytrain_gpt.train import policy, preflight
@@ -121,13 +127,15 @@ class Run:
         self.train_loop, self._trial_tags = train_loop, trial_tags
         self.link = Link(signals.stop)
         self.stopped_as: End = "interrupted"
-        self._new_rows: list[Row] = []
+        self._new_rows: list[Row] = []  # of a trial, since its last evaluation at this step
+        self._evaluated_at = 0
         self.run_dir = run_location(config)
         self.sync = RunSync(self.run_dir)
         self.catalog = Catalog(self.run_dir)
         self._most_sequences: int | None = None  # of a micro-batch, after a lack of memory
         self._session = uuid.uuid4().hex[:8]
         self._attempts = 0
+        self._told_to_stop = False
 
     def train(self) -> RunSummary:
         """Train to the end."""
@@ -160,14 +168,18 @@ class Run:
             if existing is None and resumed is not None:
                 self.sync.pull()  # the record of the new branch
             if existing is not None and existing.state.step >= self.config.train.max_steps:
+                self._restore_rows(existing)
                 complete_trackers(self._tracked(existing))
                 self.sync.push()
                 return self._summary(existing, was_finished=True)
-            self._announce()
+            preflight.announce(self.config, self.world_size, self.data, self.log)
             self._write_config(self.config.updated(self.asked.model_dump()))
             skipped = read_skipped(self.run_dir, resumed)
             self.rollbacks = Rollbacks(self.config, skipped, self.log)
-            return (yield from self._supervise(resumed, lease))
+            self._evaluated_at = resume_step(resumed)
+            summary = yield from self._supervise(resumed, lease)
+        yield from self._missed_evaluations(summary.step)
+        return summary
 
     def _write_config(self, config: Config) -> None:
         """Write the resolved configuration and the code, so that `--config` and `--code` repeat the run."""
@@ -188,26 +200,6 @@ class Run:
         return (
             max([self._attempts, *recorded, *(int(name) for name in names if name.isdigit())]) + 1
         )
-
-    def _announce(self) -> None:
-        self.log(f"configuration {self.run_dir / CONFIG_FILE}")
-        train, c = self.config.train, workers_of(self.config)
-        shape = GPTShape.of(self.config, self.data.vocab_size)
-        self.log(
-            f"model {amount(count_model(shape).num_parameters)} parameters | data "
-            f"{amount(self.data.split_tokens('train'))} train tokens ({self.data.tokenizer}) | "
-            f"{_epochs(self.config, self.data)} | {count(train.max_steps, 'step')} of "
-            f"{count(train.global_batch_tokens, 'token')} | "
-            f"{count(self.world_size, 'worker')} with {count(c.cpus_per_worker, 'CPU')}"
-            f"{f' and {c.gpus_per_worker:g} GPU' if c.use_gpu else ''}{' each' * (self.world_size > 1)}"
-        )
-        for line in tracker_warnings(self.config):
-            self.log(line)
-        if (warm_up := self.config.optim.warmup_steps) > train.max_steps:
-            self.log(
-                f"warmup_steps={warm_up} is above max_steps={train.max_steps}, so the learning rate never "
-                "reaches peak_lr; lower it"
-            )
 
     def _supervise(self, resumed: Checkpoint | None, lease: Lease) -> NewRows[RunSummary]:
         place, config, counters = self.place, self.config, policy.Counters()
@@ -231,8 +223,6 @@ class Run:
             match policy.next_action(end, started_at, step, counters, config, stopping):
                 case "finish":
                     assert resumed is not None, "a run has steps, and the last one is saved"
-                    if self._trial_tags is not None:
-                        yield self._new_rows
                     return self._summary(resumed)
                 case "interrupt":
                     raise Interrupted(self._interrupted_message(started_at))
@@ -261,15 +251,11 @@ class Run:
         """Run one attempt; on return all files are written and a rollback is complete."""
         lease.verify()  # it may have expired while the run waited for nodes
         try:
-            config, most = self.config, self._most_sequences
             gc.collect()  # an attempt that ran out of memory may have left tensors in cycles
-            plan = fit_memory(
-                config if most is None else config.updated({"micro_batch_sequences": most}),
-                self.world_size,
-                self.data.vocab_size,
-                self.log,
-                resumed,
-            )
+            config = self.config
+            if self._most_sequences is not None:
+                config = config.updated({"micro_batch_sequences": self._most_sequences})
+            plan = fit_memory(config, self.world_size, self.data.vocab_size, self.log, resumed)
         except (ray.exceptions.RayError, SystemExit) as error:  # `gpu_facts` failed
             return policy.AttemptEnd("failed", error)
         work_dir = Location.of(self.sync.work_dir)
@@ -277,8 +263,12 @@ class Run:
         # Checkpoints above this step are damaged or from a dead attempt; this attempt rewrites them.
         self.catalog.clean(good_until=resume_step(resumed))
         self._attempts = self._next_attempt()
-        saved = [row for checkpoint in self.catalog.complete() for row in checkpoint.rows()]
-        books, job = self._books(resumed, saved), self._job(plan, resumed, lease)
+        try:
+            books = self._books(resumed)
+        except OSError as error:  # a full disk
+            return policy.AttemptEnd("failed", error)
+        job = self._job(plan, resumed, lease)
+        yield from self._missed_evaluations(resume_step(resumed))
         end = self._settled(books, (yield from self._train(job, books, lease)), resumed, lease)
         return self._after_lack_of_memory(end, plan) if end.kind == "out_of_memory" else end
 
@@ -286,28 +276,53 @@ class Run:
         """Train until the ranks have exited or died, entering their events in the books."""
         exited: Exited | None = None
         error: BaseException | None = None
-        self._new_rows, answer = [], None
+        answer, self.link.look = None, partial(self._look, lease)
         try:
             with contextlib.closing(self.place.events(job, self.train_loop, lease)) as events:
                 while (event := next_event(events, answer)) is not None:
                     try:
                         books.take(event)
-                    except Exception:  # of the caller's `log`: no run continues without its console
+                    except OSError:  # of the caller's `log`: no run continues without its console
                         self.signals.stop.set()
                     answer = None
                     match event:
                         case Rows(rows) if job.is_trial:
                             self._new_rows += rows
                         case Evaluated():
-                            yield self._new_rows
-                            self._new_rows, answer = [], not self.signals.stop.is_set()
+                            yield self._taken_rows()
+                            answer = not self.signals.stop.is_set()
                         case Exited():
                             exited = event
         except GeneratorExit:
             raise
         except BaseException as raised:  # signals are deferred: it may be from the user's code
             error = raised
+        finally:
+            self.link.rest()
         return policy.classify_end(exited, error, stopping=self.signals.stop.is_set())
+
+    def _look(self, lease: Lease) -> None:
+        """Have the ranks stop if the lease is lost, and tell of a stop once."""
+        if lease.lost.is_set():
+            self.signals.stop.set()
+        if self.signals.stop.is_set() and not self._told_to_stop:
+            self._told_to_stop = True
+            self.log(STOPPING)
+
+    def _taken_rows(self) -> list[Row]:
+        rows, self._new_rows = self._new_rows, []
+        self._evaluated_at = rows[-1]["step"]
+        return rows
+
+    def _missed_evaluations(self, step: int) -> NewRows[None]:
+        """Let a trial evaluate what an attempt has saved up to a step, but not told."""
+        if self._trial_tags is None:
+            return
+        rows = merge_rows(read_rows(self.sync.work_dir), self._saved_rows(), step)
+        new = [row for row in rows if row["step"] > self._evaluated_at and "event" not in row]
+        self._new_rows = new
+        if any("val/loss" in row for row in new):
+            yield self._taken_rows()
 
     def _after_lack_of_memory(self, end: policy.AttemptEnd, plan: RunPlan) -> policy.AttemptEnd:
         """Let the next attempt use half the micro-batch; its checkpoints record that."""
@@ -351,10 +366,7 @@ class Run:
             raise
         self._note_end(books, end, newest)
         if self._trial_tags is None:  # charts take longer than many a trial's steps
-            try:
-                write_report(self.sync)
-            except Exception as error:  # a failed chart must not cost a trained model
-                self.log(f"no report: {error!r}")
+            self._write_report()
         self._close(books, end, newest)
         self.sync.push()
         return end
@@ -376,7 +388,24 @@ class Run:
             status = "finished" if end.kind == "finished" else "failed"
         books.close(status, str(newest.path) if newest else None)
 
-    def _books(self, resumed: Checkpoint | None, saved: list[Row]) -> Books:
+    def _saved_rows(self) -> list[Row]:
+        return [row for checkpoint in self.catalog.complete() for row in checkpoint.rows()]
+
+    def _restore_rows(self, newest: Checkpoint) -> None:
+        """Take rows from the checkpoints that a driver did not write, as it died after the last step."""
+        work_dir, saved, step = self.sync.work_dir, self._saved_rows(), newest.state.step
+        rows = read_rows(work_dir)
+        if len(merge_rows(rows, saved, step)) > len(rows):
+            restart(work_dir, step, saved, self.log)
+            self._write_report()
+
+    def _write_report(self) -> None:
+        try:
+            write_report(self.sync)
+        except Exception as error:  # a failed chart must not cost a trained model
+            self.log(f"no report: {error!r}")
+
+    def _books(self, resumed: Checkpoint | None) -> Books:
         shape = GPTShape.of(self.config, self.data.vocab_size)
         details = {
             "time": time.time(),
@@ -387,7 +416,7 @@ class Run:
             "train_tokens": self.data.split_tokens("train"),
             "tokenizer": self.data.tokenizer,
         }
-        return Books(self.sync, self._tracked(resumed), details, saved)
+        return Books(self.sync, self._tracked(resumed), details, self._saved_rows())
 
     def _tracked(self, resumed: Checkpoint | None) -> TrackedRun:
         directory, tags = self.sync.work_dir, self._trial_tags or {}
@@ -416,15 +445,3 @@ class Run:
         at = newest.state.step
         saved = "saved" if at > started_at else "no step since the checkpoint"
         return f"interrupted at step {at}, {saved}: {newest.path}; run the same command to resume"
-
-
-def _epochs(config: Config, data: Mixture) -> str:
-    order = make_order(config, data)
-    if not isinstance(order, MixedOrder):
-        return (
-            f"{count(order.batches_per_epoch, 'step')} per epoch, dropping "
-            f"{order.num_sequences % config.batch_sequences} of {order.num_sequences} sequences"
-        )
-    datasets = zip(data.names, data.weights, order.epochs(config.train.max_steps), strict=True)
-    shares = [f"{name} {float(weight):.1%} ({n:.2f} epochs)" for name, weight, n in datasets]
-    return f"mixed: {', '.join(shares)}"

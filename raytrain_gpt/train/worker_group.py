@@ -1,4 +1,4 @@
-"""The worker group that Ray Train starts, for a run or for the doctor, and its specs."""
+"""The worker group that Ray Train starts, for a run or for the doctor, and the ranks' job."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The supervisor of a run, without Ray: scripted attempts, real checkpoints, files and messages."""
+"""A run, without Ray: scripted attempts, real checkpoints, files and messages."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
 from raytrain_gpt.cluster.signals import StopSignals
+from raytrain_gpt.columns import Row
 from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.data.locations import read_data
@@ -242,6 +244,23 @@ def test_without_storage_or_lease_the_files_stay_as_they_are(
         assert run._settled(books, end, None, lease).user_error is gone
     assert asked == ["note", "close"]
     assert not run.run_dir.path.exists()
+
+
+def test_trial_reports_an_evaluation_that_an_attempt_saved_but_did_not_tell(
+    attempts: Attempts,
+) -> None:
+    """As after a preemption in the step of an evaluation; steps up to 10 are known."""
+    run, _, _ = attempts()
+    run.sync.work_dir.mkdir()
+    rows: list[Row] = [{"step": step, "train/loss": 2.0} for step in range(1, 23)]
+    rows[20:20] = [{"step": 20, "val/loss": 2.0}, {"step": 20, "event": "preempted", "time": 1.0}]
+    (run.sync.work_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in rows))
+    run._evaluated_at = 10
+    assert list(run._missed_evaluations(20)) == [], "this run is no trial"
+    run._trial_tags = {}
+    assert list(run._missed_evaluations(20)) == [rows[10:21]]
+    assert list(run._missed_evaluations(22)) == [], "told once"
+    assert [row["step"] for row in run._new_rows] == [21, 22]
 
 
 # Files besides checkpoints
