@@ -129,7 +129,7 @@ class Training:
         self.writer.begin(state, {}, prune=False)  # older ones are removed after the measurement
         return time.perf_counter() - started
 
-    def collect(self) -> tuple[float, WrittenCheckpoint]:
+    def collect(self) -> tuple[float, WrittenCheckpoint | None]:
         """Finish a checkpoint and return the seconds blocked, and the checkpoint."""
         started = time.perf_counter()
         written = self.writer.collect()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from raytrain_gpt.tracking.events import Profile
 from raytrain_gpt.train.profile import STEPS_BEFORE_PROFILE, StepProfile
 
 PROFILED_STEPS = 2
@@ -40,21 +41,23 @@ def profiled(steps: Iterator[Any], steps_done: int, device: torch.device) -> dic
     Args:
         steps: At least `STEPS_AFTER` steps, not yet done; their results are ignored.
     """
-    taken: list[tuple[str, bytes]] = []
+    taken: list[Profile] = []
     profile = StepProfile(
         PROFILED_STEPS,
         steps_done,
         steps_done + STEPS_AFTER,
         device,
-        lambda table, trace: taken.append((table, trace)),
+        taken.append,
     )
     with ThreadPoolExecutor(1) as thread:
         state = thread.submit(gpu_state, device)
         for _ in profile.record_steps(steps):
             pass
-    ((table, trace),) = taken
-    used = sdpa(trace) if trace else None  # empty if the export failed; the speed is still valid
-    return {"gpu": state.result(), "sdpa": used, "profile": table.splitlines()}
+    (shown,) = taken
+    used = (
+        sdpa(shown.trace) if shown.trace else None
+    )  # empty if the export failed; the speed is still valid
+    return {"gpu": state.result(), "sdpa": used, "profile": shown.table.splitlines()}
 
 
 def sdpa(trace: bytes) -> list[str]:
