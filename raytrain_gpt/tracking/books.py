@@ -33,7 +33,7 @@ class Books:
         self.note(run.step, "attempt", **attempt, **lost)
 
     def take(self, event: Event) -> None:
-        """Enter an event; errors of the disk and of trackers are told, never raised."""
+        """Enter an event; errors of the disk and of trackers are logged, not raised."""
         match event:
             case Rows(rows):
                 self._add_rows(rows)

@@ -151,7 +151,7 @@ class _FitWatch:
                 return
             self._asked_to_stop = True
             self._tell(Stop())
-        self._job.link.work()
+        self._job.link.work()  # the run's own look, as at every micro-batch in local mode
         now = time.monotonic()
         if now - self._looked_at < WATCH_EVERY_S:
             return
@@ -191,7 +191,7 @@ class _FitWatch:
             kill_controllers()
         else:
             yield from self._stacks_of(ranks, limit_s)
-            if self._phase == "leaving":  # it went on
+            if self._phase == "leaving":  # the ranks have recovered and ended meanwhile
                 return
             self._kill_ranks(ranks)
         self._hung = True

@@ -276,7 +276,8 @@ class Run:
         """Train until the ranks have exited or died, entering their events in the books."""
         exited: Exited | None = None
         error: BaseException | None = None
-        answer, self.link.look = None, partial(self._look, lease)
+        answer = None
+        self.link.look = partial(self._look, lease)
         try:
             with contextlib.closing(self.place.events(job, self.train_loop, lease)) as events:
                 while (event := next_event(events, answer)) is not None:
@@ -302,7 +303,7 @@ class Run:
         return policy.classify_end(exited, error, stopping=self.signals.stop.is_set())
 
     def _look(self, lease: Lease) -> None:
-        """Have the ranks stop if the lease is lost, and tell of a stop once."""
+        """Stop the ranks if the lease is lost, and log a stop once."""
         if lease.lost.is_set():
             self.signals.stop.set()
         if self.signals.stop.is_set() and not self._told_to_stop:
@@ -315,7 +316,7 @@ class Run:
         return rows
 
     def _missed_evaluations(self, step: int) -> NewRows[None]:
-        """Let a trial evaluate what an attempt has saved up to a step, but not told."""
+        """Yield a trial's rows up to a step, if an evaluation among them was saved but not yielded."""
         if self._trial_tags is None:
             return
         rows = merge_rows(read_rows(self.sync.work_dir), self._saved_rows(), step)
