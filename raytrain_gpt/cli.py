@@ -67,6 +67,9 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with its code; without `argv`, the process does nothing else."""
+    if argv is None and sys.flags.optimize > 1:  # Ray and our help need docstrings, also in workers
+        os.environ["PYTHONOPTIMIZE"] = "1"
+        os.execv(sys.executable, [sys.executable, *(a for a in sys.orig_argv[1:] if a != "-OO")])
     while argv is None and os.open(os.devnull, os.O_RDWR) <= 2:
         pass  # a closed stream's number would go to a file of ours, and libraries' output with it
     try:

@@ -167,3 +167,15 @@ def test_a_thread_of_the_users_code_keeps_no_finished_command(tmp_path: Path) ->
     assert first.startswith("error: unknown argument --no")
     assert second.startswith("exited while mine still ran; end your threads")
     assert (done.returncode, done.stdout) == (2, "at exit\n")
+
+
+@pytest.mark.parametrize(("flags", "variables"), [((), {"PYTHONOPTIMIZE": "2"}), (("-OO",), {})])
+def test_python_without_docstrings_is_started_again_with_them(
+    flags: tuple[str, ...], variables: dict[str, str]
+) -> None:
+    """Ray Data cannot be imported without."""
+    code = "from raytrain_gpt import cli; cli.main()"
+    command = [sys.executable, *flags, "-c", code, "--help"]
+    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True)
+    plain = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, plain.stdout), done.stderr
