@@ -22,7 +22,7 @@ import ray
 from harness import flags, report
 from made_data import made_dataset
 
-from raytrain_gpt.config.resolved import RunPlan
+from raytrain_gpt.config.plan import Plan
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import read_data
 from raytrain_gpt.data.order import WINDOW_TOKENS, extend_order_hash, sequence_hashes
@@ -57,7 +57,8 @@ def deal(work: str, dealt: int, ranks: int, windows: int) -> dict[str, Any]:
     fields = {"data_path": f"{work}/data", "seq_len": SEQ_LEN, "eval_tokens": SEQ_LEN}
     fields |= {"num_workers": ranks, "cpus_per_worker": 1, "use_gpu": False}
     config = Config().updated({**fields, "global_batch_tokens": SEQ_LEN * BATCH_SEQUENCES})
-    spec = IngestSpec(RunPlan.of(config, ranks, 1, "none"), read_data(config))
+    data = read_data(config)
+    spec = IngestSpec(Plan.of(config, ranks, 1, "none"), data, data.start)
     chunks = [(i * WINDOW_BATCHES, (i + 1) * WINDOW_BATCHES) for i in range(dealt)]
     reads = [ReadRange("train", *chunk) for chunk in joined(chunks, windows)]
     began = time.perf_counter()

@@ -29,7 +29,7 @@ from made_data import made_dataset, made_manifest
 from ray.data import ExecutionOptions
 
 from raytrain_gpt.cluster.connection import connect
-from raytrain_gpt.config.resolved import RunPlan
+from raytrain_gpt.config.plan import Plan
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.mixture import Mixture, WeightedDataset
 from raytrain_gpt.data.order import Order, sequence_hashes
@@ -75,8 +75,8 @@ def read_through_ray(args: argparse.Namespace) -> None:
         mixture = Mixture((WeightedDataset(Location.of(data), manifest, Fraction(1)),))
         fixed = {"num_workers": args.workers, "cpus_per_worker": 1, "use_gpu": False}
         share = BATCH_SEQUENCES // args.workers
-        plan = RunPlan.of(config.updated(fixed), args.workers, share, "none")
-        spec = IngestSpec(plan, mixture)
+        plan = Plan.of(config.updated(fixed), args.workers, share, "none")
+        spec = IngestSpec(plan, mixture, mixture.start)
         steps = EPOCHS * spec.order().batches_per_epoch
         dataset = ingest_dataset(spec, steps)
         dataset.context.execution_options = ExecutionOptions(preserve_order=True)

@@ -47,7 +47,7 @@ from torch import nn
 
 from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.config.load import load_preset
-from raytrain_gpt.config.resolved import RunPlan
+from raytrain_gpt.config.plan import Plan
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import resolve_precision
 from raytrain_gpt.core.loss import IGNORE_INDEX
@@ -218,8 +218,8 @@ def peer_curve(config: Config, arm: str) -> Curve:
     model = PlainGPT(Sizes(*sizes, shape.padded_vocab_size))
     device, size = torch.device("cpu"), config.batch_sequences
     bf16 = config.train.precision == "bf16"
-    plan = RunPlan.of(config.updated({"use_gpu": False}), 1, size, "none")
-    spec = IngestSpec(plan, data)
+    plan = Plan.of(config.updated({"use_gpu": False}), 1, size, "none")
+    spec = IngestSpec(plan, data, data.start)
     chunks = rank_chunks(chunks_in_process(spec, num_steps, 0), spec, 0)
     val = next(chunks)
     held_out = EvalFeed(val.tokens[0], val.ids[0], data, size, device)

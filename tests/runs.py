@@ -10,7 +10,7 @@ from pathlib import Path
 
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.columns import Row
-from raytrain_gpt.config.resolved import RunPlan
+from raytrain_gpt.config.plan import Plan
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
@@ -116,4 +116,4 @@ def ingest_of(config: Config, data: Mixture, world_size: int) -> IngestSpec:
     """Return what the ranks of a configuration read; its micro-batch is a number."""
     resolved = config.updated({"num_workers": 0, "cpus_per_worker": 1, "use_gpu": False})
     micro = int(config.train.micro_batch_sequences)
-    return IngestSpec(RunPlan.of(resolved, world_size, micro, "none"), data)
+    return IngestSpec(Plan.of(resolved, world_size, micro, "none"), data, data.start)

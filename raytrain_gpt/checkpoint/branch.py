@@ -25,7 +25,7 @@ from raytrain_gpt.checkpoint.catalog import (
     resolve_checkpoint,
 )
 from raytrain_gpt.checkpoint.code_check import check_unchanged, code_hash, replaced_code
-from raytrain_gpt.config.resolved import for_workers
+from raytrain_gpt.config.plan import for_workers
 from raytrain_gpt.config.schema import Config, changed_fields
 from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS, SHAPE_FIELDS
 from raytrain_gpt.data.locations import location, run_location
@@ -94,7 +94,7 @@ def create_branch(config: Config, data: Mixture, log: Log) -> Checkpoint | None:
     is_same_data = (state.manifest_hash, before["seed"]) == (data.hash, now["seed"])
     run_dir = run_location(config)
     autos = [name for name in AUTO_MEMORY_FIELDS if now[name] == "auto"]
-    trained = config.updated({name: before[name] for name in autos})
+    trained = config.replaced({name: before[name] for name in autos})
     run_fields = {"run_name", "storage_path", "branch_from"}
     changed = changed_fields(before, for_workers(trained, state.num_workers).field_values())
     changed = {name: change for name, change in changed.items() if name not in run_fields}

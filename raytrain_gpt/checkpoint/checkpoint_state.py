@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, ConfigDict, Field
 
 from raytrain_gpt.config.load import without_removed
-from raytrain_gpt.data.order import BatchRanges
+from raytrain_gpt.data.order import BatchRanges, Position
 from raytrain_gpt.data.tokenizer import Hash
 
 STATE_VERSION = 6
@@ -52,3 +52,8 @@ class CheckpointState:
     code_sha256: Hash | None = None
     replaced_code: tuple[Hash, ...] = ()
     state_version: int = STATE_VERSION
+
+    @property
+    def position(self) -> Position:
+        """The data position after this step."""
+        return Position(self.next_batch, self.order_hash, self.skipped_batches)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from raytrain_gpt.config.resolved import check_shares, shares_equally, sharing_unit, workers_of
+from raytrain_gpt.config.plan import check_shares, shares_equally, sharing_unit
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.wording import nearest_multiples
 from raytrain_gpt.errors import ClusterError, ConfigError
@@ -112,7 +112,7 @@ def fit_to_process(config: Config, world_size: int, in_node: int, num_gpus: int)
             f"with torchrun --nproc_per_node={num_gpus}, or select GPUs with CUDA_VISIBLE_DEVICES"
         )
     cpus = _shared_cores(in_node) if c.cpus_per_worker == "auto" else c.cpus_per_worker
-    fitted = config.updated({"use_gpu": use_gpu, "cpus_per_worker": cpus})
+    fitted = config.replaced({"use_gpu": use_gpu, "cpus_per_worker": cpus})
     check_shares(fitted, world_size)
     return fitted
 
@@ -138,11 +138,15 @@ def fit_to_cluster(config: Config, resources: Resources) -> tuple[Config, int]:
     cpus = c.cpus_per_worker
     if isinstance(cpus, str):
         cpus = _shared_cores(num_workers) if resources.ours else 1
-    fitted = config.updated(
+    fitted = config.replaced(
         {"num_workers": num_workers, "use_gpu": use_gpu, "cpus_per_worker": cpus}
     )
-    room = resources.room_for(cpus, gpus)
-    least = workers_of(fitted).least_workers
+    room, least = resources.room_for(cpus, gpus), fitted.cluster.least_workers
+    if least > num_workers:
+        raise ConfigError(
+            f"min_workers={least} is above num_workers={num_workers}; set min_workers to at most "
+            f"{num_workers}"
+        )
     if room < least:
         raise _too_small(fitted, resources, room)
     if room >= num_workers:
@@ -158,23 +162,23 @@ def fit_to_cluster(config: Config, resources: Resources) -> tuple[Config, int]:
 
 
 def _too_small(config: Config, resources: Resources, room: int) -> ClusterError:
-    c = workers_of(config)
+    c = config.cluster
     have = f"{count(resources.cpus, 'CPU', form='g')} and {count(resources.gpus, 'GPU')} on "
     have += count(len(resources.nodes), "node")
     free = f"; {DATA_CPUS} CPU is reserved for data" if resources.data_cpus else ""
     way_out = f"set num_workers to at most {room}" if room > 0 else "use a larger cluster"
     gpus = f" and {c.num_gpus:g} GPU" if c.use_gpu else ""
     return ClusterError(
-        f"{count(c.least_workers, 'worker')} × {count(c.cpus_per_worker, 'CPU')}{gpus} do not fit "
+        f"{count(c.least_workers, 'worker')} × {count(c.num_cpus, 'CPU')}{gpus} do not fit "
         f"the cluster ({have}{free}); {way_out}"
     )
 
 
 def largest_world_size(config: Config, resources: Resources) -> int | None:
     """Return the largest world size that fits and divides the batch, or None below `min_workers`."""
-    c = workers_of(config)
-    room = resources.room_for(c.cpus_per_worker, c.num_gpus)
-    return _first_sharing(config, range(min(c.num_workers, room), c.least_workers - 1, -1))
+    c = config.cluster
+    room = resources.room_for(c.num_cpus, c.num_gpus)
+    return _first_sharing(config, range(min(c.workers, room), c.least_workers - 1, -1))
 
 
 def _first_sharing(config: Config, numbers: Iterable[int]) -> int | None:
@@ -184,8 +188,8 @@ def _first_sharing(config: Config, numbers: Iterable[int]) -> int | None:
 
 def idle_gpus(config: Config, fitted: Config, resources: Resources) -> str | None:
     """Return a warning if `num_workers=auto` leaves GPUs idle because of the batch, else None."""
-    c, free = workers_of(fitted), resources.gpus
-    if config.cluster.num_workers != "auto" or c.num_gpus != 1 or c.num_workers >= free:
+    c, free = fitted.cluster, resources.gpus
+    if config.cluster.num_workers != "auto" or c.num_gpus != 1 or c.workers >= free:
         return None
     tokens = config.train.global_batch_tokens
     unit = config.data.seq_len * sharing_unit(config, free)
@@ -205,7 +209,7 @@ class ScaleUp:
     def __init__(self, config: Config, world_size: int) -> None:
         self._config, self._world_size = config, world_size
         self._since: float | None = None
-        self._is_due = world_size < workers_of(config).num_workers
+        self._is_due = world_size < config.cluster.workers
 
     def is_due(self, resources: Callable[[], Resources], now: float) -> bool:
         """Whether to restart; true at most once. Calls `resources` only below `num_workers`."""
@@ -231,14 +235,14 @@ def wait_for_workers(
 
     Logs a number that differs from `current`.
     """
-    c = workers_of(config)
+    c = config.cluster
     said_at = -math.inf
     while True:
         available = resources()
         world_size = largest_world_size(config, available)
         if world_size is not None:
             if world_size != current or math.isfinite(said_at):
-                log(f"{world_size} of {count(c.num_workers, 'worker')}")
+                log(f"{world_size} of {count(c.workers, 'worker')}")
             return world_size
         if time.monotonic() - said_at >= WAIT_LINE_EVERY_S:
             said_at = time.monotonic()

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.call_options import Metavar, Options
 from raytrain_gpt.config.load import preset_names
-from raytrain_gpt.config.resolved import check_shares
+from raytrain_gpt.config.plan import check_shares
 from raytrain_gpt.config.schema import FIELDS, Config
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import Log, shell

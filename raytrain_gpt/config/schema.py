@@ -145,6 +145,15 @@ class Config(Strict):
             tree[title] = section.applicable(tree[title], values if given is None else given)
         return _parsed(type(self), tree, "command line")
 
+    def replaced(self, values: Mapping[str, Any]) -> Self:
+        """Replace values of sections that the program computed, without validating the tree again."""
+        sections: dict[str, Strict] = {}
+        for name, value in values.items():
+            title = _STATIC[name][0]
+            section = sections.get(title, getattr(self, title))
+            sections[title] = section.model_copy(update={name: value})
+        return self.model_copy(update=sections)
+
     def to_yaml(self) -> str:
         """Render the YAML file that `--config` reads back as this configuration."""
         return yaml.safe_dump(self.model_dump(), sort_keys=False, allow_unicode=True, width=10_000)

@@ -236,6 +236,28 @@ class ClusterSection(SafeSection):
         return 30 * 86400.0 if self.hang_timeout_s is None else self.hang_timeout_s + 120
 
     @property
+    def workers(self) -> int:
+        """`num_workers`, once it is resolved."""
+        assert self.num_workers != "auto"
+        return self.num_workers
+
+    @property
+    def num_cpus(self) -> int:
+        """CPUs per worker, once they are resolved."""
+        assert self.cpus_per_worker != "auto"
+        return self.cpus_per_worker
+
+    @property
+    def num_gpus(self) -> float:
+        """GPUs per worker, at most 1; 0 on CPUs. Without a cluster, `use_gpu: auto` counts as true."""
+        return 0.0 if self.use_gpu is False else self.gpus_per_worker
+
+    @property
+    def least_workers(self) -> int:
+        """Minimum number of workers to keep training with."""
+        return self.min_workers or self.workers
+
+    @property
     def is_local(self) -> bool:
         """Whether the run trains in the command's process (or `torchrun`'s), without Ray."""
         return self.num_workers == 0

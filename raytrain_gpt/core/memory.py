@@ -29,6 +29,8 @@ from raytrain_gpt.core.registry import count_model, new_model, optimizer_class
 
 _FP32_BYTES = 4
 _BF16_BYTES = 2
+USABLE_FRACTION = 0.92
+"""Usable fraction of a device's memory; on GPUs, CUDA and fragmentation take the rest."""
 _TRACED_SEQUENCES = 61
 """Sequences of a traced batch: prime, so that only sizes of activations are multiples of it."""
 _MAX_TRACES = 10_000

@@ -19,7 +19,7 @@ from fractions import Fraction
 import numpy as np
 
 from raytrain_gpt.data.mixed_order import MixedOrder
-from raytrain_gpt.data.order import Ids, Order
+from raytrain_gpt.data.order import Ids, Order, Position
 from raytrain_gpt.data.reader import read_sequences
 from raytrain_gpt.data.shards import Manifest, Split, read_manifest
 from raytrain_gpt.data.tokenizer import Tokens
@@ -68,6 +68,11 @@ class Mixture:
             return self.datasets[0].manifest.hash
         content = json.dumps([[part.manifest.hash, str(part.weight)] for part in self.datasets])
         return hashlib.sha256(content.encode()).hexdigest()
+
+    @property
+    def start(self) -> Position:
+        """Data position of a new run."""
+        return Position(0, self.hash)
 
     @property
     def tokenizer(self) -> str:

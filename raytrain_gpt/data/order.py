@@ -15,6 +15,7 @@ A step trains on the same set for every worker count that divides the batch, and
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -182,6 +183,31 @@ def batch_before(batch: int, count: int, skipped: BatchRanges) -> int:
             if first <= batch < stop:
                 batch = first - 1
     return batch
+
+
+@dataclass(frozen=True)
+class Position:
+    """Data position of a run, stored in every checkpoint.
+
+    Attributes:
+        next_batch: Global batch to read next, unless it is skipped.
+        order_hash: Rolling hash of the batches read so far.
+        skipped: Ranges of batches that are not read.
+    """
+
+    next_batch: int
+    order_hash: str
+    skipped: BatchRanges = ()
+
+    @property
+    def upcoming_batch(self) -> int:
+        """The batch that the next step reads."""
+        return skip_past(self.next_batch, self.skipped)
+
+    def after(self, batch_sum: int) -> Position:
+        """Return the position past the upcoming batch, whose sequences' hashes have this sum."""
+        order_hash = extend_order_hash(self.order_hash, batch_sum)
+        return replace(self, next_batch=self.upcoming_batch + 1, order_hash=order_hash)
 
 
 def sequence_hashes(ids: Ids) -> Ids:

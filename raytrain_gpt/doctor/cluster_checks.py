@@ -33,7 +33,7 @@ from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.head import ask_head
 from raytrain_gpt.cluster.private_cluster import end_own_cluster
 from raytrain_gpt.cluster.signals import StopSignals
-from raytrain_gpt.config.resolved import RunPlan, workers_of
+from raytrain_gpt.config.plan import Plan
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import DEFAULT_DATA
 from raytrain_gpt.data.locations import data_is_there, location, read_data, run_location
@@ -105,7 +105,7 @@ class Examination:
         if self.fitted is None or self.data is None or any(node.data for node in self.nodes):
             return None
         # Any micro-batch reads the same data.
-        return IngestSpec(RunPlan.of(*self.fitted, 1, "none"), self.data)
+        return IngestSpec(Plan.of(*self.fitted, 1, "none"), self.data, self.data.start)
 
     @cached_property
     def group(self) -> GroupFacts:
@@ -114,7 +114,7 @@ class Examination:
             raise Skipped("no workers can be started")
         if any(node.error for node in self.nodes):
             raise Skipped("a node does not respond")
-        return ask_ranks(RunPlan.of(*self.fitted, 1, "none"), self.ingest)
+        return ask_ranks(Plan.of(*self.fitted, 1, "none"), self.ingest)
 
 
 def examine(config: Config, log: Log) -> Examination:
@@ -168,9 +168,9 @@ def check_workers(exam: Examination) -> str:
     if exam.resources is None:
         raise Skipped("no cluster")
     exam.fitted = fitted, world_size = fit_to_cluster(exam.config, exam.resources)
-    c = workers_of(fitted)
+    c = fitted.cluster
     gpus = f" and {c.gpus_per_worker:g} GPU" if c.use_gpu else ""
-    return f"{world_size} × {count(c.cpus_per_worker, 'CPU')}{gpus} fit the cluster"
+    return f"{world_size} × {count(c.num_cpus, 'CPU')}{gpus} fit the cluster"
 
 
 def check_data(exam: Examination, is_default: bool) -> str:

@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.orphans import kill_controllers
-from raytrain_gpt.config.resolved import RunPlan
+from raytrain_gpt.config.plan import Plan
 from raytrain_gpt.core.device import seed_everything, synchronize
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset, rank_chunks, ray_chunks
 from raytrain_gpt.storage.location import Location
@@ -110,7 +110,7 @@ class GroupFacts:
 
 
 def ask_ranks(
-    plan: RunPlan, ingest: IngestSpec | None, timed_vocab_size: int | None = None
+    plan: Plan, ingest: IngestSpec | None, timed_vocab_size: int | None = None
 ) -> GroupFacts:
     """Start a plan's workers and gather their facts; optionally read `ingest`, and time a model's step."""
     cluster = plan.config.cluster
@@ -132,16 +132,16 @@ def ask_ranks(
     stages = results.get_nowait_batch(results.qsize())
     results.shutdown(force=True)
     error = "".join(map(root_cause, raised))
-    return GroupFacts(plan.world_size, cluster.use_gpu, error, *stages[-1:])
+    return GroupFacts(plan.world_size, bool(cluster.use_gpu), error, *stages[-1:])
 
 
 def _probe_rank(
-    plan: RunPlan, ingest: IngestSpec | None, timed_vocab_size: int | None, results: Queue
+    plan: Plan, ingest: IngestSpec | None, timed_vocab_size: int | None, results: Queue
 ) -> None:
     """Run all stages on one rank (Ray Train's `train_loop_per_worker`); rank 0 sends the facts of all."""
     context = ray.train.get_context()
-    rank, use_gpu = context.get_world_rank(), plan.config.cluster.use_gpu
-    torch.set_num_threads(plan.config.cluster.cpus_per_worker)
+    rank, use_gpu = context.get_world_rank(), plan.config.cluster.num_gpus > 0
+    torch.set_num_threads(plan.config.cluster.num_cpus)
     collectives = Collectives(rank, plan.world_size, _GROUP_TIMEOUT_S)
 
     def share(facts: RankFacts) -> GroupFacts:

@@ -12,7 +12,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raytrain_gpt.config.resolved import ActivationCheckpointing, check_shares
+from raytrain_gpt.config.plan import ActivationCheckpointing, check_shares
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import ASSUMED_MFU, GpuSpec
 from raytrain_gpt.core.memory import (
@@ -114,7 +114,7 @@ def estimate(config: Config, facts: Facts) -> Estimate:
         limit_bytes = gpu_limit_bytes(device.memory_bytes, facts.num_workers)
     on_gpu = device is not None and config.cluster.use_gpu is not False
     search = MemorySearch.of(
-        config.updated({"use_gpu": on_gpu}), facts.num_workers, shape.vocab_size, facts.bf16
+        config.replaced({"use_gpu": on_gpu}), facts.num_workers, shape.vocab_size, facts.bf16
     )
     fitting = search.largest(limit_bytes)
     fit = fitting or search.smallest()

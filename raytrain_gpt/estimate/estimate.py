@@ -8,7 +8,7 @@ import torch
 
 from raytrain_gpt.cluster.compilers import check_compiler
 from raytrain_gpt.cluster.signals import StopSignals
-from raytrain_gpt.config.resolved import RunPlan, micro_batch_change
+from raytrain_gpt.config.plan import Plan, micro_batch_change
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import DEFAULT_DATA
 from raytrain_gpt.core.device import (
@@ -88,7 +88,7 @@ def estimate_run(
     return config, estimate(config, facts)
 
 
-def _probe_speed(config: Config, log: Log) -> tuple[RunPlan, float, str]:
+def _probe_speed(config: Config, log: Log) -> tuple[Plan, float, str]:
     """Time steps of the configuration's training loop on its data, and discard the model.
 
     Returns:

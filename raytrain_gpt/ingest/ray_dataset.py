@@ -23,10 +23,10 @@ import numpy as np
 import pyarrow as pa
 import ray.data
 
-from raytrain_gpt.config.resolved import RunPlan
+from raytrain_gpt.config.plan import Plan
 from raytrain_gpt.data.locations import make_order
 from raytrain_gpt.data.mixture import BatchOrder, Mixture
-from raytrain_gpt.data.order import BatchRanges, Ids, batches_to_read, sequence_hashes, skip_past
+from raytrain_gpt.data.order import Ids, Position, batches_to_read, sequence_hashes, skip_past
 from raytrain_gpt.data.reader import read_ahead
 from raytrain_gpt.data.shards import Split
 from raytrain_gpt.data.tokenizer import Tokens
@@ -41,17 +41,11 @@ _RANKS_PER_WINDOW = 32
 
 @dataclass(frozen=True)
 class IngestSpec:
-    """Data that the ranks of a run read.
+    """Data that the ranks of a run read, from a position on."""
 
-    Attributes:
-        first_batch: Global batch to start with, unless it is skipped.
-        skipped: Ranges of skipped global batches, (first, stop).
-    """
-
-    plan: RunPlan
+    plan: Plan
     data: Mixture
-    first_batch: int = 0
-    skipped: BatchRanges = ()
+    position: Position
 
     @property
     def seq_len(self) -> int:
@@ -65,7 +59,7 @@ class IngestSpec:
 
         Each dataset is padded with −1, so that a micro-batch is the same whichever rank evaluates it.
         """
-        micro = self.plan.config.train.micro_batch_sequences
+        micro = self.plan.micro_batch_sequences
         ids = self.data.val_ids(self.seq_len, self.plan.config.eval.eval_tokens)
         ends = np.searchsorted(ids, self.data.val_ends(self.seq_len))
         by_dataset = [padded(dataset_ids, micro) for dataset_ids in np.split(ids, ends[:-1])]
@@ -146,7 +140,8 @@ def _blobs(array: np.ndarray[Any, Any], count: int) -> pa.Array:
 def planned_reads(spec: IngestSpec, num_batches: int) -> list[ReadRange]:
     """Plan to read the validation, then the next global batches in ordered chunks."""
     order = spec.order()
-    ranges = batches_to_read(spec.first_batch, num_batches, spec.skipped)
+    position = spec.position
+    ranges = batches_to_read(position.next_batch, num_batches, position.skipped)
     chunks = [
         chunk
         for first, stop in ranges
@@ -241,5 +236,6 @@ def rank_chunks(chunks: Iterable[RankChunk], spec: IngestSpec, rank: int) -> Ite
                 f"Ray Data delivered a wrong row: expected {expected}, got {position}"
             )
         yield chunk
-        after = spec.first_batch if chunk.split == "val" else chunk.first + len(chunk.planned)
-        expected = ("train", rank, skip_past(after, spec.skipped))
+        start = spec.position
+        after = start.next_batch if chunk.split == "val" else chunk.first + len(chunk.planned)
+        expected = ("train", rank, skip_past(after, start.skipped))

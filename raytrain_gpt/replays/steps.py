@@ -11,6 +11,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -23,7 +24,7 @@ from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.columns import Row, finite
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
-from raytrain_gpt.config.resolved import RunPlan, check_shares, micro_batch_for
+from raytrain_gpt.config.plan import Plan, check_shares, micro_batch_for
 from raytrain_gpt.config.schema import changed_fields, field_section
 from raytrain_gpt.core.accumulation import FloatAccumulator
 from raytrain_gpt.core.device import seed_everything
@@ -31,6 +32,7 @@ from raytrain_gpt.core.loop import MicroBatch, train_steps
 from raytrain_gpt.core.loss import IGNORE_INDEX
 from raytrain_gpt.core.muon import Muon
 from raytrain_gpt.core.optim import learning_rate
+from raytrain_gpt.data.order import Position
 from raytrain_gpt.errors import ConfigError, damage_as
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.ingest.feed import to_device
@@ -104,12 +106,13 @@ class Replay:
             config = source.updated({**here, **settings})
             check_shares(config, self._num_workers)
             micro = int(micro_batch_for(config, self._num_workers))
-            self._plan = RunPlan.of(config, 1, micro, begun["activation_checkpointing"])
+            self._plan = Plan.of(config, 1, micro, begun["activation_checkpointing"])
             device, ranks = torch.device("cuda:0" if on_gpu else "cpu"), Collectives(0, 1)
             seed_everything(config.train.seed, 0)
-            self._setup = set_up_training(self._plan.config, run.data, start, device, ranks)
+            self._setup = set_up_training(self._plan, run.data, start, device, ranks)
         self.model = self._setup.raw_model
-        self.rows = self._rows(start.state.next_batch if start else 0, last)
+        position = start.state.position if start else run.data.start
+        self.rows = self._rows(replace(position, skipped=run.skipped), last)
 
     @contextmanager
     def _context(self) -> Iterator[None]:
@@ -128,7 +131,7 @@ class Replay:
         while self.step < step and next(self.rows, None):
             pass
 
-    def _rows(self, first_batch: int, last: int) -> Iterator[Row]:
+    def _rows(self, position: Position, last: int) -> Iterator[Row]:
         setup, config, per_step = self._setup, self._plan.config, self._plan.micro_batches_per_step
         accumulation = setup.strategy.accumulation(setup.model, per_step)
         if self._num_workers > 1 and isinstance(accumulation, FloatAccumulator):
@@ -138,7 +141,7 @@ class Replay:
         results = train_steps(
             setup.model,
             setup.optimizer,
-            self._micro_batches(first_batch, last - self.step),
+            self._micro_batches(position, last - self.step),
             accumulation,
             first_step=self.step,
             max_steps=last,
@@ -161,8 +164,8 @@ class Replay:
                 self._recorded, self.as_recorded = {}, False
             yield row
 
-    def _micro_batches(self, first_batch: int, num_batches: int) -> Iterator[MicroBatch]:
-        spec = IngestSpec(self._plan, self.run.data, first_batch, self.run.skipped)
+    def _micro_batches(self, position: Position, num_batches: int) -> Iterator[MicroBatch]:
+        spec = IngestSpec(self._plan, self.run.data, position)
         per_step = self._plan.micro_batches_per_step
         chunks = rank_chunks(chunks_in_process(spec, num_batches, 0), spec, 0)
         next(chunks)  # the validation sequences

@@ -14,7 +14,7 @@ from typing import Any
 
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.cluster.signals import StopSignals
-from raytrain_gpt.config.resolved import check_shares, workers_of
+from raytrain_gpt.config.plan import check_shares
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ConfigError, TrainingFailed
 from raytrain_gpt.format import Log, amount, count, table
@@ -52,7 +52,7 @@ def run_study(
         campaign = Campaign(study, base, signals, log, train_loop, resume=resume)
         plan = StudyPlan(study, campaign.base, campaign.data.vocab_size)
         plan.check(campaign.data.split_tokens("train"))
-        check_shares(plan.base, workers_of(campaign.base).num_workers)
+        check_shares(plan.base, campaign.base.cluster.workers)
         number = len(plan.ladder([1.0] * len(plan.sizes)))
         with campaign.on_cluster(number, study.max_concurrent_runs):
             run = _StudyRun(plan, campaign)

@@ -30,7 +30,6 @@ from raytrain_gpt.cluster.connection import connected
 from raytrain_gpt.cluster.failures import root_cause, user_error_in
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.load import without_removed
-from raytrain_gpt.config.resolved import workers_of
 from raytrain_gpt.config.schema import Config, changed_fields, changes_math, parse_config
 from raytrain_gpt.data.locations import location, read_data
 from raytrain_gpt.errors import ConfigError, Interrupted
@@ -45,10 +44,9 @@ from raytrain_gpt.sweep.cost import (
     trial_cpus,
     trials_at_once,
 )
-from raytrain_gpt.sweep.halving import Rule
 from raytrain_gpt.sweep.history import ENDED, History
 from raytrain_gpt.sweep.results import counts_text
-from raytrain_gpt.sweep.scheduler import InPlannedOrder, PlannedTrials
+from raytrain_gpt.sweep.scheduler import InPlannedOrder, PlannedTrials, Rule
 from raytrain_gpt.sweep.spec import CampaignFile
 from raytrain_gpt.sweep.trial import END_KEY, TrialActor, TrialContext
 from raytrain_gpt.tracking.configured import tracker_warnings
@@ -132,7 +130,7 @@ class Campaign:
                 changes: dict[str, Any] = {"storage_path": str(runs), "mlflow_uri": uri}
                 if fitted.cluster.num_workers == 1:  # the trial's process trains, as in local mode
                     changes |= {"num_workers": 0, "min_workers": None}
-                self.fitted = fitted.updated(changes)
+                self.fitted = fitted.replaced(changes)
                 self.history = History(self.directory, maximize, definition.history_file)
                 self.parent = ParentRun(self.directory, base, definition.model_dump(), self.log)
                 with self.parent.ended_by_errors():
@@ -161,7 +159,7 @@ class Campaign:
 
         def start(name: str) -> dict[str, Any]:
             config, values = planned(name)
-            return {"config": config.updated({"run_name": name}).to_yaml(), "values": values}
+            return {"config": config.replaced({"run_name": name}).to_yaml(), "values": values}
 
         scheduler = InPlannedOrder(rule, history, rest, self._at_once, start)
         self.signals.defer(self._mark_interrupted)
@@ -193,10 +191,10 @@ class Campaign:
     ) -> None:
         os.environ.update(_TUNE_ENVIRONMENT)
         logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
-        cluster = workers_of(self.fitted)
+        cluster = self.fitted.cluster
         resources: dict[str, float] = {"memory": 2**29}  # bytes that a trial's process reserves
         if cluster.is_local:
-            resources |= {"cpu": cluster.cpus_per_worker, "gpu": cluster.num_gpus}
+            resources |= {"cpu": cluster.num_cpus, "gpu": cluster.num_gpus}
         filesystem, path = (self.directory / _TUNE_DIR).ray_filesystem()
         tags = {**self.parent.child_tags, self.definition.kind(): self.definition.name}
         context = TrialContext(self.fitted, objective, tags, self._train_loop)

@@ -9,7 +9,6 @@ from statistics import fmean
 import torch
 
 from raytrain_gpt.cluster.capacity import DATA_CPUS, Resources, usable_cores
-from raytrain_gpt.config.resolved import workers_of
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import matmul_dtype, resolve_precision
 from raytrain_gpt.core.model import GPTShape
@@ -44,7 +43,7 @@ _MAX_CPU_FLOPS = 3e11
 def one_worker_for_auto(config: Config) -> Config:
     """Resolve `auto` to one worker per trial and one CPU per worker; local mode also gets one worker."""
     c = config.cluster
-    return config.updated(
+    return config.replaced(
         {
             "num_workers": 1 if c.num_workers in ("auto", 0) else c.num_workers,
             "cpus_per_worker": 1 if c.cpus_per_worker == "auto" else c.cpus_per_worker,
@@ -54,35 +53,34 @@ def one_worker_for_auto(config: Config) -> Config:
 
 def data_cpus(config: Config) -> int:
     """Return the CPUs of a trial's data tasks; a single worker reads the data itself."""
-    return DATA_CPUS if workers_of(config).num_workers > 1 else 0
+    return DATA_CPUS if config.cluster.workers > 1 else 0
 
 
 def trial_cpus(config: Config) -> int:
-    c = workers_of(config)
-    return c.num_workers * c.cpus_per_worker + data_cpus(config)
+    return config.cluster.workers * config.cluster.num_cpus + data_cpus(config)
 
 
 def fit_here(config: Config, number: int, most: int | None) -> int:
     """Return how many of `number` trials, at most `most`, this machine can run at once."""
-    c = workers_of(config)
-    fit = usable_cores() // (c.num_workers * c.cpus_per_worker)
+    c = config.cluster
+    fit = usable_cores() // (c.workers * c.num_cpus)
     if c.use_gpu is not False and (gpus := torch.cuda.device_count()):
-        fit = int(gpus / (c.num_workers * c.gpus_per_worker) + 1e-9)
+        fit = int(gpus / (c.workers * c.gpus_per_worker) + 1e-9)
     return max(1, min(most or fit, number))
 
 
 def trials_at_once(config: Config, resources: Resources, number: int, most: int | None) -> int:
     """Return how many of `number` trials, at most `most`, a cluster can run at once."""
-    c = workers_of(config)
-    places = resources.places(c.cpus_per_worker, c.num_gpus)
-    fit = min(places // c.num_workers, int(resources.cpus // trial_cpus(config)))
+    c = config.cluster
+    places = resources.places(c.num_cpus, c.num_gpus)
+    fit = min(places // c.workers, int(resources.cpus // trial_cpus(config)))
     return max(1, min(fit, most or fit, number))
 
 
 def cost_lines(sweep: Sweep) -> list[str]:
     """Format the trials, the resources of each, and their total tokens and time; may raise ConfigError."""
     base = one_worker_for_auto(base_config(sweep))
-    configs = check_sweep(sweep, workers_of(base).num_workers)
+    configs = check_sweep(sweep, base.cluster.workers)
     planned, number = planned_trials(sweep), num_trials(sweep)
     if planned:
         tied = [tied_values(sweep, v, config) for v, config in zip(planned, configs, strict=True)]
@@ -122,7 +120,7 @@ def time_line(trials: Sequence[Config], most: int | None) -> str:
         return "time: unknown; the largest trial is too large for this machine"
     steps_flops = [one.train.max_steps * _step_flops(one, vocab_size) for one in trials]
     total_s = flop_s * sum(steps_flops)
-    about = duration(total_s / workers_of(trials[0]).num_workers / at_once)
+    about = duration(total_s / trials[0].cluster.workers / at_once)
     return (
         f"time: about {about} without starts, evaluations and early stopping, {at_once} at once; a step of "
         "the largest trial measured here, scaled by FLOPs"
@@ -142,13 +140,13 @@ def _seconds_per_flop(configs: Sequence[Config], vocab_size: int) -> float | Non
     config = max(configs, key=lambda one: _step_flops(one, vocab_size))
     on_gpu = config.cluster.use_gpu is not False and torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
-    workers, share = workers_of(config), config.cluster.gpus_per_worker if on_gpu else 1
-    torch.set_num_threads(workers.cpus_per_worker)
-    eager = config.updated({"compile": False, "use_gpu": on_gpu})
+    workers, share = config.cluster.workers, config.cluster.gpus_per_worker if on_gpu else 1
+    torch.set_num_threads(config.cluster.num_cpus)
+    eager = config.replaced({"compile": False, "use_gpu": on_gpu})
     if on_gpu:
         gpu = gpu_here(config.train.precision)
-        search = MemorySearch.of(eager, workers.num_workers, vocab_size, gpu.bf16)
-        fit = search.largest(gpu_limit_bytes(gpu.total_bytes, workers.num_workers, share))
+        search = MemorySearch.of(eager, workers, vocab_size, gpu.bf16)
+        fit = search.largest(gpu_limit_bytes(gpu.total_bytes, workers, share))
     else:  # more tokens gain little speed, and may take minutes
         micro, most = config.train.micro_batch_sequences, MAX_CPU_TOKENS // config.data.seq_len
         fit = MemoryFit(1 if micro == "auto" else max(1, min(micro, most)), "none")

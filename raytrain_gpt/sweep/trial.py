@@ -27,18 +27,15 @@ import torch
 from ray import tune
 from ray.tune.result import DONE
 
-from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.cluster.connection import connect
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.columns import Row, own_scores
-from raytrain_gpt.config.resolved import workers_of
 from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.core.device import forget_peak_memory
 from raytrain_gpt.data.locations import read_data, run_location
 from raytrain_gpt.errors import (
     Diverged,
-    Interrupted,
     RaytrainGptError,
     TrainingFailed,
     UserError,
@@ -47,7 +44,6 @@ from raytrain_gpt.parsing import parse_yaml
 from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN
 from raytrain_gpt.sweep.scheduler import REPORTED_TOKENS
 from raytrain_gpt.tracking.events import Link
-from raytrain_gpt.tracking.run_files import RunSync, merge_rows, read_rows
 from raytrain_gpt.train.local_mode import InProcess, in_local_mode
 from raytrain_gpt.train.on_ray import OnRay
 from raytrain_gpt.train.run import Run
@@ -101,17 +97,12 @@ class TrialRun:
 
     def _all_reports(self) -> Iterator[Report]:
         config, context = self._config, self._context
-        yield from self._reports_of(self._kept_rows())
-        if self._reported_tokens == self._all_tokens:
-            return
-        if self._signals.stop.is_set():
-            raise Interrupted("stopped before the run continued")
-        workers, data = workers_of(config), read_data(config)
-        place = InProcess(0, 1, 1) if workers.is_local else OnRay()
+        cluster, data = config.cluster, read_data(config)
+        place = InProcess(0, 1, 1) if cluster.is_local else OnRay()
         shared = (place, self._signals, print, context.train_loop, context.tracker_tags)
-        run = Run(config, 1 if workers.is_local else workers.num_workers, data, *shared)
+        run = Run(config, cluster.workers or 1, data, *shared)
         run.link, run.stopped_as = self._watchdog, "finished"  # the sweep ends a trial as complete
-        if workers.is_local:
+        if cluster.is_local:
             in_local_mode(lambda: None)  # which lasts
             self._watchdog.guard(config.cluster.hang_timeout_s, run.sync.work_dir)
         evaluations = run.evaluations()
@@ -127,15 +118,6 @@ class TrialRun:
             raise
         if self._reported_tokens < self._all_tokens:
             raise TrainingFailed(f"{run.run_dir} has no evaluation of its last step")
-
-    def _kept_rows(self) -> list[Row]:
-        """Return rows up to the newest checkpoint, which the run does not repeat."""
-        run_dir = run_location(self._config)
-        if not (complete := Catalog(run_dir).complete()):
-            return []
-        saved = [row for checkpoint in complete for row in checkpoint.rows()]
-        rows = read_rows(RunSync(run_dir).pull().work_dir)
-        return merge_rows(rows, saved, complete[-1].state.step)
 
     def _reports_of(self, rows: list[Row]) -> Iterator[Report]:
         """Report the evaluations among new rows."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice, product
 from typing import Any
 
-from raytrain_gpt.config.resolved import check_shares
+from raytrain_gpt.config.plan import check_shares
 from raytrain_gpt.config.schema import FIELDS, Config, check_kinds
 from raytrain_gpt.config.wording import nearest_multiples
 from raytrain_gpt.errors import ConfigError

@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from raytrain_gpt.cluster.signals import StopSignals
-from raytrain_gpt.config.resolved import workers_of
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import TrainingFailed
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.campaign import Campaign
-from raytrain_gpt.sweep.halving import Rule, halving
 from raytrain_gpt.sweep.history import Trial, best_trial
 from raytrain_gpt.sweep.results import (
     BEST_FILE,
@@ -27,6 +25,7 @@ from raytrain_gpt.sweep.results import (
     final_table,
     results_csv,
 )
+from raytrain_gpt.sweep.scheduler import Rule, halving
 from raytrain_gpt.sweep.spec import Asha, Sweep
 from raytrain_gpt.sweep.sweep_page import sweep_page
 from raytrain_gpt.sweep.trial_plan import (
@@ -64,7 +63,7 @@ def run_sweep(
     with StopSignals("interrupted before the first trial") as signals:
         base = base_config(sweep)
         campaign = Campaign(sweep, base, signals, log, train_loop, resume=resume)
-        check_sweep(sweep, workers_of(campaign.base).num_workers)
+        check_sweep(sweep, campaign.base.cluster.workers)
         number, maximize = num_trials(sweep), sweep.objective_mode == "max"
         with campaign.on_cluster(number, sweep.max_concurrent_trials, maximize):
             names = [f"{index:03d}" for index in range(number)]

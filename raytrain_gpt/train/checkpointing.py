@@ -21,8 +21,8 @@ from raytrain_gpt.data.order import ORDER_VERSION
 from raytrain_gpt.data.tokenizer_file import TOKENIZER_FILE, tokenizer_json
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.storage.lease import LEASE_FILE, still_held
+from raytrain_gpt.tracking.events import Outbox
 from raytrain_gpt.train.model_setup import TrainingSetup
-from raytrain_gpt.train.outbox import Outbox
 from raytrain_gpt.train.step_log import StepLog
 from raytrain_gpt.train.worker_group import RankJob
 
@@ -118,7 +118,7 @@ class Checkpointing:
             )
 
     def _state(self, step: int, val_loss: float | None) -> CheckpointState:
-        data, position, config = self._job.ingest.data, self._log.position, self._config
+        data, position, config = self._job.data, self._log.position, self._config
         setup, environment = self._setup, None
         if config.train.exact:
             environment = numerics_environment(setup.device, setup.precision)

@@ -20,20 +20,18 @@ import torch
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.cluster.failures import user_error_in
-from raytrain_gpt.config.resolved import (
-    USABLE_FRACTION,
+from raytrain_gpt.config.plan import (
     ActivationCheckpointing,
-    RunPlan,
+    Plan,
     for_workers,
     micro_batch_change,
     micro_batch_for,
-    workers_of,
 )
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS
 from raytrain_gpt.config.wording import divisors
 from raytrain_gpt.core.device import resolve_precision
-from raytrain_gpt.core.memory import MemoryModel
+from raytrain_gpt.core.memory import USABLE_FRACTION, MemoryModel
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.errors import ClusterError
@@ -156,7 +154,7 @@ def fit_memory(
     vocab_size: int,
     log: Log,
     resumed: Checkpoint | None = None,
-) -> RunPlan:
+) -> Plan:
     """Plan a run whose micro-batches fit its workers' memory; ClusterError if not even one sequence does.
 
     A RayError means that the task that asks a GPU for its facts died, or waited too long for one.
@@ -166,7 +164,7 @@ def fit_memory(
     config = for_workers(config, world_size)
     micro, mode = config.train.micro_batch_sequences, config.train.activation_checkpointing
     if micro != "auto" and mode != "auto":
-        return RunPlan.of(config, world_size, micro, mode)
+        return Plan.of(config, world_size, micro, mode)
     if resumed is not None and (saved := fit_from_checkpoint(config, world_size, resumed)):
         fit, why = saved, f", from the checkpoint of step {resumed.state.step}"
     else:
@@ -185,7 +183,7 @@ def fit_memory(
         f"micro_batch_sequences{micro_auto} {fit.sequences} of {config.batch_sequences // world_size}, "
         f"activation_checkpointing{mode_auto} {fit.activation_checkpointing}{why}"
     )
-    return RunPlan.of(config, world_size, fit.sequences, fit.activation_checkpointing)
+    return Plan.of(config, world_size, fit.sequences, fit.activation_checkpointing)
 
 
 def fit_from_checkpoint(config: Config, world_size: int, resumed: Checkpoint) -> MemoryFit | None:
@@ -213,10 +211,10 @@ def gpu_here(precision: str) -> GpuFacts:
 
 def gpu_facts(config: Config) -> GpuFacts:
     """Ask for the facts of this process's GPU in local mode, else of a worker's, by a task that waits."""
-    c, precision = workers_of(config), config.train.precision
+    c, precision = config.cluster, config.train.precision
     if c.is_local:
         return gpu_here(precision)
-    needs = {"num_cpus": c.cpus_per_worker, "num_gpus": c.gpus_per_worker}
+    needs = {"num_cpus": c.num_cpus, "num_gpus": c.gpus_per_worker}
     task = ray.remote(max_retries=0, max_calls=1, **needs)(gpu_here).remote(precision)
     try:
         found: GpuFacts = ray.get(task, timeout=_GPU_TIMEOUT_S)

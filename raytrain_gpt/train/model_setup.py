@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raytrain_gpt.checkpoint.catalog import Checkpoint, read_checkpoint
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.config import kinds
-from raytrain_gpt.config.resolved import ResolvedConfig
+from raytrain_gpt.config.plan import Plan
 from raytrain_gpt.config.sections import TrainSection
 from raytrain_gpt.core.accumulation import Accumulation, ExactAccumulator, FloatAccumulator
 from raytrain_gpt.core.device import make_autocast, matmul_dtype, resolve_precision
@@ -155,14 +155,14 @@ class TrainingSetup:
 
 
 def set_up_training(
-    config: ResolvedConfig,
+    plan: Plan,
     data: Mixture,
     resumed: Checkpoint | None,
     device: torch.device,
     ranks: Collectives,
 ) -> TrainingSetup:
     """Set up a new run or one that resumes, on all ranks; a damaged checkpoint raises CheckpointError."""
-    precision = resolve_precision(config.train.precision, device)
+    config, precision = plan.config, resolve_precision(plan.config.train.precision, device)
     group = dist.group.WORLD if ranks.world_size > 1 else None
     strategy = make_strategy(config.train, device, group)
     tokenizer = read_tokenizer(data.datasets[0].directory)
@@ -170,7 +170,7 @@ def set_up_training(
         config,
         tokenizer.max_token_value + 1,
         tokenizer.eot_token,
-        config.train.activation_checkpointing,
+        plan.activation_checkpointing,
     )
     source = resumed
     if source is None and config.model.init_from:

@@ -11,7 +11,6 @@ from raytrain_gpt.checkpoint.code_check import code_of, compare
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.config.load import load_config_file
-from raytrain_gpt.config.resolved import workers_of
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import DEFAULT_DATA
 from raytrain_gpt.core.memory import checkpoint_bytes
@@ -112,7 +111,7 @@ def check_init_from(config: Config, data: Mixture, log: Log = say) -> Config:
             log(f"changed since {checkpoint.path}: {change}")
     with checkpoint.files() as directory:
         load_model(directory, new_model(shape), crop_context=True)
-    return config.updated({"init_from": str(checkpoint.path)})
+    return config.replaced({"init_from": str(checkpoint.path)})
 
 
 def check_disk(config: Config, run_dir: Location, vocab_size: int, existing: int) -> None:
@@ -158,7 +157,7 @@ def absolute_paths(config: Config) -> Config:
     if values["hellaswag_path"] not in (None, DOWNLOAD):
         paths["hellaswag_path"] = values["hellaswag_path"]
     changes |= {name: absolute(name, path) for name, path in paths.items()}
-    return config.updated(changes | absolute_stores(config, absolute))
+    return config.replaced(changes | absolute_stores(config, absolute))
 
 
 def check_is_ours(sync: RunSync) -> None:
@@ -178,14 +177,14 @@ def check_is_ours(sync: RunSync) -> None:
 def announce(config: Config, world_size: int, data: Mixture, log: Log) -> None:
     """Tell what is about to be trained, and warn of settings that turn others off."""
     log(f"configuration {run_location(config) / CONFIG_FILE}")
-    train, c = config.train, workers_of(config)
+    train, c = config.train, config.cluster
     shape = GPTShape.of(config, data.vocab_size)
     each = " each" if world_size > 1 else ""
     log(
         f"model {amount(count_model(shape).num_parameters)} parameters | data "
         f"{amount(data.split_tokens('train'))} train tokens ({data.tokenizer}) | {_epochs(config, data)} | "
         f"{count(train.max_steps, 'step')} of {count(train.global_batch_tokens, 'token')} | "
-        f"{count(world_size, 'worker')} with {count(c.cpus_per_worker, 'CPU')}"
+        f"{count(world_size, 'worker')} with {count(c.num_cpus, 'CPU')}"
         f"{f' and {c.gpus_per_worker:g} GPU' if c.use_gpu else ''}{each}"
     )
     for line in tracker_warnings(config):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from raytrain_gpt.config.resolved import RunPlan
+from raytrain_gpt.config.plan import Plan
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import make_autocast, resolve_precision, synchronize
 from raytrain_gpt.core.loop import train_steps, warm_up_ddp_buckets
@@ -64,17 +64,17 @@ def probe_steps(
         yield time.perf_counter() - started
 
 
-def step_seconds(plan: RunPlan, vocab_size: int, strategy: Strategy) -> float:
+def step_seconds(plan: Plan, vocab_size: int, strategy: Strategy) -> float:
     """Return seconds of a plan's step on this rank; all ranks call it.
 
     Steps of one and of a few micro-batches are timed, since full ones can take minutes. A full step takes as
     long as one of a micro-batch plus the difference per further one: only the last micro-batch of a step
     reduces gradients and updates weights.
     """
-    train, micro_batches = plan.config.train, plan.micro_batches_per_step
+    micro_batches = plan.micro_batches_per_step
     several = min(micro_batches, _MAX_MICRO_BATCHES)
     steps = [1] * (1 + _NUM_STEPS) + [several] * _NUM_STEPS
-    how = train.micro_batch_sequences, train.activation_checkpointing, strategy, steps
+    how = plan.micro_batch_sequences, plan.activation_checkpointing, strategy, steps
     seconds = list(probe_steps(plan.config, vocab_size, *how))
     one_s = sum(seconds[1 : 1 + _NUM_STEPS]) / _NUM_STEPS  # the first compiles, and fills caches
     if several == 1:

@@ -30,6 +30,7 @@ from raytrain_gpt.core.device import (
     seed_everything,
 )
 from raytrain_gpt.core.loop import StepResult, train_steps, warm_up_ddp_buckets
+from raytrain_gpt.core.memory import USABLE_FRACTION
 from raytrain_gpt.core.optim import learning_rate
 from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.core.state import has_finite_parameters
@@ -42,11 +43,11 @@ from raytrain_gpt.tracking.events import (
     Evaluated,
     Events,
     Exited,
+    Outbox,
     Samples,
 )
 from raytrain_gpt.train.checkpointing import WRITE_TIMEOUT_S, Checkpointing
 from raytrain_gpt.train.model_setup import Sharded, set_up_training
-from raytrain_gpt.train.outbox import Outbox
 from raytrain_gpt.train.profile import StepProfile
 from raytrain_gpt.train.step_log import StepLog
 from raytrain_gpt.train.worker_group import RankJob
@@ -164,22 +165,22 @@ class Rank:
         self.outbox = Outbox(rank)
         self.step = resume_step(job.resumed)
         self._first_step = self.step + 1
-        cpus = self.config.cluster.cpus_per_worker
+        cpus = self.config.cluster.num_cpus
         torch.set_num_threads(cpus)
         # By default each rank would compile with up to 32 processes.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(cpus))
         seed_everything(train.seed, rank)
         # In local mode Ray Train uses a GPU whenever it sees one.
-        use_gpu = self.config.cluster.use_gpu
+        use_gpu = self.config.cluster.num_gpus > 0
         device = ray.train.torch.get_device() if use_gpu else torch.device("cpu")
         if use_gpu:
             assert device.index == torch.cuda.current_device(), "Ray Train sets it in this thread"
             # One that shares its GPU must leave memory to the others.
-            torch.cuda.set_per_process_memory_fraction(self.config.cluster.memory_fraction)
+            share = self.config.cluster.gpus_per_worker
+            limit = share * USABLE_FRACTION if share < 1 else 1.0
+            torch.cuda.set_per_process_memory_fraction(limit)
         check_compiler(self.config, use_gpu, f"node {socket.gethostname()}")
-        self.setup = set_up_training(
-            self.config, job.ingest.data, job.resumed, device, self.collectives
-        )
+        self.setup = set_up_training(job.plan, job.data, job.resumed, device, self.collectives)
         self.feed, self.evaluation = self._open_feeds()
         take = self.outbox.add if rank == 0 else None
         self.profile = StepProfile(train.profile_steps, self.step, train.max_steps, device, take)
@@ -187,7 +188,6 @@ class Rank:
         self._device_name = device_name(device)
         self.log = StepLog(
             job.ingest,
-            job.resumed,
             job.rows_before,
             self.collectives,
             self.feed,
@@ -226,7 +226,7 @@ class Rank:
                 )
 
     def _open_feeds(self) -> tuple[TrainFeed, Evaluation]:
-        setup, micro = self.setup, self.config.train.micro_batch_sequences
+        setup, micro = self.setup, self.job.plan.micro_batch_sequences
         ingest, rank = self.job.ingest, self.collectives.rank
         if self.config.cluster.is_local:
             received = chunks_in_process(ingest, self.config.train.max_steps - self.step, rank)
@@ -249,7 +249,7 @@ class Rank:
         setup, train = self.setup, self.config.train
         if self.collectives.world_size > 1 and not train.exact:
             # Made like all later inputs, since others would compile more graphs.
-            shape = (train.micro_batch_sequences, self.config.data.seq_len + 1)
+            shape = (self.job.plan.micro_batch_sequences, self.config.data.seq_len + 1)
             zeros = to_device(np.zeros(shape, np.uint16), setup.device)
             warm_up_ddp_buckets(setup.model, zeros, setup.autocast)
         self.exchange_requests()
@@ -288,8 +288,8 @@ class Rank:
             device=self._device_name,
             threads=torch.get_num_threads(),
             precision=self.setup.precision,
-            micro_batch_sequences=self.config.train.micro_batch_sequences,
-            activation_checkpointing=self.config.train.activation_checkpointing,
+            micro_batch_sequences=self.job.plan.micro_batch_sequences,
+            activation_checkpointing=self.job.plan.activation_checkpointing,
         )
 
     def record(self, result: StepResult) -> None:

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from raytrain_gpt.checkpoint.branch import create_branch
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, resume_step
 from raytrain_gpt.checkpoint.code_check import check_unchanged
-from raytrain_gpt.config.resolved import for_workers
+from raytrain_gpt.config.plan import for_workers
 from raytrain_gpt.config.schema import Config, changed_fields, changes_math
 from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS
 from raytrain_gpt.core.spikes import BadStreak
@@ -65,7 +65,7 @@ def keep_start(config: Config, resumed: Checkpoint) -> Config:
             f"{name}={given}, but run {resumed.run_dir.name} started with {name}={original}; set {name} "
             f"to {original}, or use another run_name"
         )
-    return config.updated({name: started[name] for name in _START_FIELDS if started[name]})
+    return config.replaced({name: started[name] for name in _START_FIELDS if started[name]})
 
 
 def check_changes(config: Config, data: Mixture, resumed: Checkpoint, log: Log) -> None:

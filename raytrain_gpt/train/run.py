@@ -31,7 +31,7 @@ from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.last_words import last_words
 from raytrain_gpt.cluster.signals import STOPPING, StopSignals
 from raytrain_gpt.columns import Row
-from raytrain_gpt.config.resolved import RunPlan
+from raytrain_gpt.config.plan import Plan
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import ClusterSection
 from raytrain_gpt.config.wording import divisors
@@ -46,7 +46,6 @@ from raytrain_gpt.errors import (
 )
 from raytrain_gpt.evaluate.evaluation import check_evaluations
 from raytrain_gpt.format import Log
-from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.lease import LEASE_FILE, Lease, hold_lease
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.books import Books
@@ -93,7 +92,7 @@ class Place(Protocol):
 
 T = TypeVar("T")
 NewRows = Generator[list[Row], None, T]
-"""A trial's rows since the last evaluation, at every evaluation, where the ranks wait; then a result."""
+"""A trial's rows since the last evaluation, at every evaluation, where the run waits; then a result."""
 
 
 class Run:
@@ -148,7 +147,10 @@ class Run:
                 return summary
 
     def evaluations(self) -> NewRows[RunSummary]:
-        """Check, resume, train and finish; a trial yields the new rows at every evaluation."""
+        """Check, resume, train and finish; a trial yields the new rows at every evaluation.
+
+        The first ones may be those of an earlier process.
+        """
         # Read-only checks run before the lease: a mistake must not disturb a run that holds it.
         preflight.check_data(self.config, self.data)
         check_evaluations(self.config)
@@ -171,13 +173,13 @@ class Run:
                 self._restore_rows(existing)
                 complete_trackers(self._tracked(existing))
                 self.sync.push()
-                return self._summary(existing, was_finished=True)
-            preflight.announce(self.config, self.world_size, self.data, self.log)
-            self._write_config(self.config.updated(self.asked.model_dump()))
-            skipped = read_skipped(self.run_dir, resumed)
-            self.rollbacks = Rollbacks(self.config, skipped, self.log)
-            self._evaluated_at = resume_step(resumed)
-            summary = yield from self._supervise(resumed, lease)
+                summary = self._summary(existing, was_finished=True)
+            else:
+                preflight.announce(self.config, self.world_size, self.data, self.log)
+                self._write_config(self.config.model_copy(update={"cluster": self.asked}))
+                skipped = read_skipped(self.run_dir, resumed)
+                self.rollbacks = Rollbacks(self.config, skipped, self.log)
+                summary = yield from self._supervise(resumed, lease)
         yield from self._missed_evaluations(summary.step)
         return summary
 
@@ -250,11 +252,13 @@ class Run:
     def _attempt(self, resumed: Checkpoint | None, lease: Lease) -> NewRows[policy.AttemptEnd]:
         """Run one attempt; on return all files are written and a rollback is complete."""
         lease.verify()  # it may have expired while the run waited for nodes
+        yield from self._missed_evaluations(resume_step(resumed))
+        self._pause(0.0)  # a trial may have been stopped
         try:
             gc.collect()  # an attempt that ran out of memory may have left tensors in cycles
             config = self.config
             if self._most_sequences is not None:
-                config = config.updated({"micro_batch_sequences": self._most_sequences})
+                config = config.replaced({"micro_batch_sequences": self._most_sequences})
             plan = fit_memory(config, self.world_size, self.data.vocab_size, self.log, resumed)
         except (ray.exceptions.RayError, SystemExit) as error:  # `gpu_facts` failed
             return policy.AttemptEnd("failed", error)
@@ -268,7 +272,6 @@ class Run:
         except OSError as error:  # a full disk
             return policy.AttemptEnd("failed", error)
         job = self._job(plan, resumed, lease)
-        yield from self._missed_evaluations(resume_step(resumed))
         end = self._settled(books, (yield from self._train(job, books, lease)), resumed, lease)
         return self._after_lack_of_memory(end, plan) if end.kind == "out_of_memory" else end
 
@@ -316,7 +319,7 @@ class Run:
         return rows
 
     def _missed_evaluations(self, step: int) -> NewRows[None]:
-        """Yield a trial's rows up to a step, if an evaluation among them was saved but not yielded."""
+        """Yield a trial's rows up to a step, if they have an evaluation that this process has not yielded."""
         if self._trial_tags is None:
             return
         rows = merge_rows(read_rows(self.sync.work_dir), self._saved_rows(), step)
@@ -325,10 +328,10 @@ class Run:
         if any("val/loss" in row for row in new):
             yield self._taken_rows()
 
-    def _after_lack_of_memory(self, end: policy.AttemptEnd, plan: RunPlan) -> policy.AttemptEnd:
+    def _after_lack_of_memory(self, end: policy.AttemptEnd, plan: Plan) -> policy.AttemptEnd:
         """Let the next attempt use half the micro-batch; its checkpoints record that."""
         config, world_size = plan.config, plan.world_size
-        micro = config.train.micro_batch_sequences
+        micro = plan.micro_batch_sequences
         smaller = [n for n in divisors(plan.worker_sequences) if n <= micro // 2]
         can_go_on = self.place.retries or world_size == 1  # other processes of torchrun have ended
         if not smaller or config.train.exact or not can_go_on:
@@ -424,12 +427,14 @@ class Run:
         newest = str(resumed.path) if resumed else None
         return TrackedRun(directory, self.config, resume_step(resumed), tags, newest, self.log)
 
-    def _job(self, plan: RunPlan, resumed: Checkpoint | None, lease: Lease) -> RankJob:
+    def _job(self, plan: Plan, resumed: Checkpoint | None, lease: Lease) -> RankJob:
         steps = [row for row in read_rows(self.sync.work_dir) if "train/loss" in row]
-        next_batch = resumed.state.next_batch if resumed else 0
+        position = resumed.state.position if resumed else self.data.start
         return RankJob(
             run_dir=self.run_dir,
-            ingest=IngestSpec(plan, self.data, next_batch, self.rollbacks.skipped),
+            plan=plan,
+            data=self.data,
+            position=replace(position, skipped=self.rollbacks.skipped),
             resumed=resumed,
             # Two windows, so that spikes in the second are judged against good steps of the first.
             rows_before=steps[-2 * self.config.spikes.spike_window_steps :],

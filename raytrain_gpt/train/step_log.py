@@ -17,36 +17,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.columns import Row, finite
 from raytrain_gpt.core.device import DeviceTimestamp, Span, peak_memory_bytes
 from raytrain_gpt.core.loop import StepResult
 from raytrain_gpt.core.spikes import BadStreak, SpikeDetector
 from raytrain_gpt.data.mixed_order import MixedOrder
-from raytrain_gpt.data.order import BatchRanges, batch_before, extend_order_hash, skip_past
+from raytrain_gpt.data.order import batch_before
 from raytrain_gpt.ingest.feed import TrainFeed
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
-
-
-@dataclass
-class Position:
-    """Data position of a run, stored in every checkpoint: its next batch and order hash."""
-
-    next_batch: int
-    order_hash: str
-    skipped: BatchRanges
-
-    @property
-    def upcoming_batch(self) -> int:
-        """The batch that the next step reads, as `next_batch` may be one to skip."""
-        return skip_past(self.next_batch, self.skipped)
-
-    def advance(self, hash_sum: int) -> int:
-        """Move past the upcoming batch, whose sequences' hashes have this sum; returns the batch."""
-        batch = self.upcoming_batch
-        self.order_hash, self.next_batch = extend_order_hash(self.order_hash, hash_sum), batch + 1
-        return batch
 
 
 @dataclass(frozen=True)
@@ -81,7 +60,6 @@ class StepLog:
     def __init__(
         self,
         ingest: IngestSpec,
-        resumed: Checkpoint | None,
         rows_before: list[Row],
         collectives: Collectives,
         feed: TrainFeed,
@@ -106,8 +84,7 @@ class StepLog:
         self._pending: list[tuple[StepResult, Sequence[Span]]] = []
         self._unread: deque[_Window] = deque()
         self._seconds_excluded, self._steps_done = 0.0, 0
-        order_hash = resumed.state.order_hash if resumed else ingest.data.hash
-        self.position = Position(ingest.first_batch, order_hash, ingest.skipped)
+        self.position = ingest.position
         self.bad_streak: BadStreak | None = None
         self.start_clock()
 
@@ -189,7 +166,8 @@ class StepLog:
                 raise RuntimeError(
                     f"step {result.step}: the ranks did not receive the sequences of the plan"
                 )
-            batch = self.position.advance(sums[i][1])
+            batch = self.position.upcoming_batch
+            self.position = self.position.after(sums[i][1])
             is_slowed = result.step in self._slowed
             tokens_per_s = math.nan if is_slowed else self._batch_tokens / step_time_s
             row: Row = {

@@ -18,8 +18,11 @@ from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBacken
 from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.cluster.process_groups import host, join, open_meeting
 from raytrain_gpt.columns import Row
-from raytrain_gpt.config.resolved import RunPlan, Workers
+from raytrain_gpt.config.plan import Plan
+from raytrain_gpt.config.sections import ClusterSection
 from raytrain_gpt.core.device import set_cuda_defaults
+from raytrain_gpt.data.mixture import Mixture
+from raytrain_gpt.data.order import Position
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.events import Events, Link
@@ -41,7 +44,9 @@ class RankJob:
     __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)
 
     run_dir: Location
-    ingest: IngestSpec
+    plan: Plan
+    data: Mixture
+    position: Position
     resumed: Checkpoint | None
     rows_before: list[Row]
     attempt: int
@@ -50,8 +55,9 @@ class RankJob:
     link: Annotated[InstanceOf[Link], Field(exclude=True)] = field(default_factory=Link)
 
     @property
-    def plan(self) -> RunPlan:
-        return self.ingest.plan
+    def ingest(self) -> IngestSpec:
+        """What the ranks read."""
+        return IngestSpec(self.plan, self.data, self.position)
 
 
 TrainLoop = Callable[[RankJob], Events]
@@ -86,7 +92,7 @@ class TorchConfig(ray.train.torch.TorchConfig):  # type: ignore[misc]
 
 def start_fit(
     train_loop: Callable[[], None],
-    cluster: Workers,
+    cluster: ClusterSection,
     world_size: int,
     *,
     name: str,
@@ -110,7 +116,7 @@ def start_fit(
         scaling_config=ray.train.ScalingConfig(
             num_workers=world_size,
             use_gpu=cluster.use_gpu,
-            resources_per_worker={"CPU": cluster.cpus_per_worker, "GPU": cluster.num_gpus},
+            resources_per_worker={"CPU": cluster.num_cpus, "GPU": cluster.num_gpus},
         ),
         run_config=ray.train.RunConfig(
             name=name,

@@ -18,7 +18,7 @@ from raytrain_gpt.cluster.capacity import (
     usable_cores,
 )
 from raytrain_gpt.config.load import load_preset, preset_names
-from raytrain_gpt.config.resolved import micro_batch_for
+from raytrain_gpt.config.plan import micro_batch_for
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ClusterError, ConfigError, UserError
 from tests.conftest import raises_line

@@ -20,7 +20,7 @@ from raytrain_gpt.config.load import (
     start_of,
     without_removed,
 )
-from raytrain_gpt.config.resolved import RunPlan, check_shares, micro_batch_for
+from raytrain_gpt.config.plan import Plan, check_shares, micro_batch_for
 from raytrain_gpt.config.schema import (
     FIELDS,
     Config,
@@ -176,8 +176,8 @@ def test_a_step_of_the_reference_run_is_4_micro_batches() -> None:
     workers = {"use_gpu": True, "num_workers": 4, "cpus_per_worker": 1}
     config = Config().updated({**REFERENCE, **workers})
     assert config.batch_sequences == 512
-    assert RunPlan.of(config, 4, 32, "none").micro_batches_per_step == 4
-    assert RunPlan.of(config, 16, 32, "none").micro_batches_per_step == 1
+    assert Plan.of(config, 4, 32, "none").micro_batches_per_step == 4
+    assert Plan.of(config, 16, 32, "none").micro_batches_per_step == 1
 
 
 def ways_out(message: str) -> dict[str, list[int]]:

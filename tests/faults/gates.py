@@ -130,7 +130,7 @@ def _install(faults: Faults, job: RankJob, patch: pytest.MonkeyPatch) -> None:
     record, set_up, write = Rank.record, rank_module.set_up_training, HostSnapshot.write
     begun = job.resumed.state.step if job.resumed else 0
     num_steps = job.plan.config.train.max_steps - begun
-    ranges = batches_to_read(job.ingest.first_batch, num_steps, job.ingest.skipped)
+    ranges = batches_to_read(job.position.next_batch, num_steps, job.position.skipped)
     batches = [batch for first, stop in ranges for batch in range(first, stop)]
     at = {"rank": 0, "step": begun}
 

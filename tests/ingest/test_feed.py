@@ -12,7 +12,7 @@ import torch
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.loss import IGNORE_INDEX
 from raytrain_gpt.data.locations import read_data
-from raytrain_gpt.data.order import sequence_hashes
+from raytrain_gpt.data.order import Position, sequence_hashes
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.ingest import ray_dataset
 from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed
@@ -40,7 +40,8 @@ def config(make_config: MakeConfig) -> Config:
 def spec(config: Config) -> IngestSpec:
     """Return a spec that skips batches 4 and 5."""
     data = read_data(config)
-    return replace(ingest_of(config, data, WORLD_SIZE), first_batch=2, skipped=((4, 6),))
+    position = Position(2, data.hash, ((4, 6),))
+    return replace(ingest_of(config, data, WORLD_SIZE), position=position)
 
 
 def dealt(spec: IngestSpec, rank: int, *ranges: tuple[int, int]) -> Iterator[RankChunk]:

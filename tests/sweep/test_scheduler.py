@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from ray.tune.experiment import Trial
 
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.sweep.halving import Rule, halving
 from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN, History
-from raytrain_gpt.sweep.scheduler import InPlannedOrder
+from raytrain_gpt.sweep.scheduler import InPlannedOrder, Rule, halving
 from raytrain_gpt.sweep.spec import Asha
 
 LOSSES = [[1.0] * 9, [2.0] * 9, [0.5, 3.0, 3.0, *[3.0] * 6], [0.4] * 9, [1.5] * 9, [9.0] * 9]

@@ -47,16 +47,10 @@ class FakeRun:
 
 @pytest.fixture
 def run(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., TrialRun]:
-    """Return a function that makes a trial of four steps with an evaluation at every second one.
+    """Return a function that makes a trial of four steps with an evaluation at every second one."""
 
-    Its rows are those of an earlier process, and those that the run trains.
-    """
-
-    def make(
-        before: list[Row], after: list[Row], reported_tokens: int = 0, objective: str = "val/loss"
-    ) -> TrialRun:
-        monkeypatch.setattr(TrialRun, "_kept_rows", lambda trial: before)
-        monkeypatch.setattr(FakeRun, "rows", after, raising=False)
+    def make(rows: list[Row], reported_tokens: int = 0, objective: str = "val/loss") -> TrialRun:
+        monkeypatch.setattr(FakeRun, "rows", rows, raising=False)
         changes = {"max_steps": STEPS, "storage_path": str(tmp_path)}
         changes |= {"num_workers": 2, "cpus_per_worker": 1, "use_gpu": False}
         context: Any = SimpleNamespace(objective=objective, train_loop=None, tracker_tags={})
@@ -70,10 +64,10 @@ def run(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., TrialRu
 ALL = [training(1), training(2), evaluation(2, 3.0), training(3), training(4), evaluation(4, 2.0)]
 
 
-def test_evaluations_of_before_are_reported_first_and_each_waits(
+def test_each_evaluation_is_reported_once_and_the_run_waits(
     run: Callable[..., TrialRun],
 ) -> None:
-    trial = run(ALL[:3], ALL[3:])
+    trial = run(ALL)
     first = trial.next_report()
     assert (first["step"], first["tokens_seen"], first["objective"]) == (2, 2 * BATCH_TOKENS, 3.0)
     assert first["tokens_per_s"] == BATCH_TOKENS / 0.25
@@ -83,7 +77,7 @@ def test_evaluations_of_before_are_reported_first_and_each_waits(
 
 
 def test_what_the_sweep_knows_is_not_reported_again(run: Callable[..., TrialRun]) -> None:
-    trial = run(ALL[:3], ALL[3:], reported_tokens=2 * BATCH_TOKENS)
+    trial = run(ALL, reported_tokens=2 * BATCH_TOKENS)
     assert trial.next_report()["step"] == 4
 
 
@@ -105,12 +99,12 @@ def test_a_trial_without_a_result_fails_and_does_not_hang(
     run: Callable[..., TrialRun], rows: list[Row], kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind, match=message) as caught:
-        go_to_the_end(run([], rows))
+        go_to_the_end(run(rows))
     assert caught.type is kind
 
 
 def test_a_trial_that_is_stopped_does_not_go_on(run: Callable[..., TrialRun]) -> None:
-    trial = run(ALL[:3], ALL[3:])
+    trial = run(ALL)
     trial.next_report()
     trial.stop()
     with pytest.raises(StopIteration):
@@ -122,5 +116,5 @@ def test_a_key_that_no_evaluation_returns_is_a_failure_which_names_the_others(
 ) -> None:
     rows = [{**row, "accuracy/top1": 0.5} if "val/loss" in row else row for row in ALL]
     with pytest.raises(TrainingFailed, match="no key accuracy/top in accuracy/top1") as caught:
-        go_to_the_end(run([], rows, objective="accuracy/top"))
+        go_to_the_end(run(rows, objective="accuracy/top"))
     assert caught.type is TrainingFailed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,21 +14,20 @@ import torch
 
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
 from raytrain_gpt.checkpoint.collectives import Collectives
-from raytrain_gpt.config.resolved import ResolvedConfig, RunPlan
+from raytrain_gpt.config.plan import Plan
 from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.data.locations import read_data
+from raytrain_gpt.data.order import Position
 from raytrain_gpt.data.tokenizer_file import read_tokenizer
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.events import Link, Rows
+from raytrain_gpt.tracking.events import Link, Outbox, Rows
 from raytrain_gpt.train import checkpointing
 from raytrain_gpt.train.checkpointing import Checkpointing
 from raytrain_gpt.train.model_setup import TrainingSetup, files_on_machine, set_up_training
-from raytrain_gpt.train.outbox import Outbox
-from raytrain_gpt.train.step_log import Position
 from tests.checkpoint.test_catalog import write
-from tests.runs import MakeConfig, ingest_of
+from tests.runs import MakeConfig
 from tests.training import thread_ranks
 
 CPU = torch.device("cpu")
@@ -44,13 +44,13 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def config(make_config: MakeConfig) -> ResolvedConfig:
+def plan(make_config: MakeConfig) -> Plan:
     config = make_config(num_workers=1, keep_checkpoints=1, use_gpu=False)
-    return RunPlan.of(config, 1, config.batch_sequences, "none").config
+    return Plan.of(config, 1, config.batch_sequences, "none")
 
 
-def set_up(config: ResolvedConfig, resumed: Checkpoint | None = None) -> TrainingSetup:
-    return set_up_training(config, read_data(config), resumed, CPU, Collectives(0, 1))
+def set_up(plan: Plan, resumed: Checkpoint | None = None) -> TrainingSetup:
+    return set_up_training(plan, read_data(plan.config), resumed, CPU, Collectives(0, 1))
 
 
 def update(setup: TrainingSetup) -> None:
@@ -60,21 +60,21 @@ def update(setup: TrainingSetup) -> None:
     setup.optimizer.zero_grad()
 
 
-def trained(config: ResolvedConfig) -> TrainingSetup:
+def trained(plan: Plan) -> TrainingSetup:
     """Return a setup after one update; before it, the optimizer has no moments to save."""
-    setup = set_up(config)
+    setup = set_up(plan)
     update(setup)
     return setup
 
 
 def made(
-    config: ResolvedConfig, setup: TrainingSetup, run_dir: Location, token: str
+    plan: Plan, setup: TrainingSetup, run_dir: Location, token: str
 ) -> tuple[Checkpointing, Any, Outbox]:
     spec: Any = SimpleNamespace(
-        plan=SimpleNamespace(config=config),
+        plan=plan,
         resumed=None,
         run_dir=run_dir,
-        ingest=ingest_of(config, read_data(config), 1),
+        data=read_data(plan.config),
         attempt=1,
         lease_token=token,
         link=Link(),
@@ -89,12 +89,12 @@ def made(
 
 
 def test_a_checkpoint_has_all_that_the_next_attempt_needs(
-    config: ResolvedConfig, reports: list[dict[str, Any]], tmp_path: Path
+    plan: Plan, reports: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     run_dir = Location.of(tmp_path / "run")
-    setup = trained(config)
+    setup = trained(plan)
     with hold_lease(run_dir / LEASE_FILE, "run") as lease:
-        checkpoints, _, outbox = made(config, setup, run_dir, lease.token)
+        checkpoints, _, outbox = made(plan, setup, run_dir, lease.token)
         checkpoints.collect()  # nothing is in flight
         rows = [{"step": 4, "train/loss": 3.0}, {"step": 5, "train/loss": 2.0, "perf/mfu": None}]
         checkpoints.add_rows([*rows, {"step": 5, "event": "epoch", "time": 1.0}])
@@ -111,7 +111,7 @@ def test_a_checkpoint_has_all_that_the_next_attempt_needs(
         "ab",
         ((2, 4),),
     )
-    assert (state.val_loss, state.tokens_seen) == (2.5, 5 * config.train.global_batch_tokens)
+    assert (state.val_loss, state.tokens_seen) == (2.5, 5 * plan.config.train.global_batch_tokens)
     assert checkpoint.rows()[:2] == rows
     assert read_tokenizer(checkpoint.path).n_vocab == setup.tokenizer.n_vocab
     assert reports == [{"step": 5, "val_loss": 2.5, "train/loss": 2.0}]
@@ -119,7 +119,7 @@ def test_a_checkpoint_has_all_that_the_next_attempt_needs(
     assert (row["step"], row["event"]) == (5, "checkpoint")
     assert row.keys() > {"perf/checkpoint_blocked_s", "perf/checkpoint_write_s"}
 
-    again = set_up(config, checkpoint)
+    again = set_up(plan, checkpoint)
     for found, expected in zip(again.raw_model.parameters(), weights, strict=True):
         assert torch.equal(found, expected)
     update(again)  # the optimizer's moments are also restored
@@ -130,20 +130,20 @@ def test_a_checkpoint_has_all_that_the_next_attempt_needs(
 
 
 def test_new_runs_have_the_weights_of_their_seed_or_of_init_from(
-    config: ResolvedConfig, reports: list[dict[str, Any]], tmp_path: Path
+    plan: Plan, reports: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    first, second = set_up(config), set_up(config)
+    first, second = set_up(plan), set_up(plan)
     for a, b in zip(first.raw_model.parameters(), second.raw_model.parameters(), strict=True):
         assert torch.equal(a, b)
     update(first)
     run_dir = Location.of(tmp_path / "run")
     with hold_lease(run_dir / LEASE_FILE, "run") as lease:
-        checkpoints, _, _ = made(config, first, run_dir, lease.token)
+        checkpoints, _, _ = made(plan, first, run_dir, lease.token)
         checkpoints.begin(5, val_loss=None)
         checkpoints.collect()
     assert reports == [{"step": 5, "val_loss": -1.0}], "Ray does not accept a missing loss"
     source = str(Catalog(run_dir).complete()[0].path)
-    begun = set_up(config.updated({"init_from": source}))
+    begun = set_up(replace(plan, config=plan.config.replaced({"init_from": source})))
     for a, b in zip(begun.raw_model.parameters(), first.raw_model.parameters(), strict=True):
         assert torch.equal(a, b)
     states = begun.optimizer.state.values()
@@ -151,12 +151,12 @@ def test_new_runs_have_the_weights_of_their_seed_or_of_init_from(
 
 
 def test_in_a_bad_stretch_the_checkpoint_before_it_stays(
-    config: ResolvedConfig, reports: list[dict[str, Any]], tmp_path: Path
+    plan: Plan, reports: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     run_dir = Location.of(tmp_path / "run")
     kept = []
     with hold_lease(run_dir / LEASE_FILE, "run") as lease:
-        checkpoints, log, _ = made(config, trained(config), run_dir, lease.token)
+        checkpoints, log, _ = made(plan, trained(plan), run_dir, lease.token)
         for step, in_bad_stretch in ((5, False), (10, False), (15, True), (20, False)):
             log.in_bad_stretch = in_bad_stretch
             checkpoints.begin(step, val_loss=None)
@@ -166,11 +166,11 @@ def test_in_a_bad_stretch_the_checkpoint_before_it_stays(
 
 
 def test_whoever_lost_the_run_s_name_writes_no_more(
-    config: ResolvedConfig, reports: list[dict[str, Any]], tmp_path: Path
+    plan: Plan, reports: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     run_dir = Location.of(tmp_path / "run")
     with hold_lease(run_dir / LEASE_FILE, "run"):
-        checkpoints, _, _ = made(config, trained(config), run_dir, "another token")
+        checkpoints, _, _ = made(plan, trained(plan), run_dir, "another token")
         checkpoints.begin(5, val_loss=None)
         with pytest.raises(ClusterError, match="taken over by another process"):
             checkpoints.collect()

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
-from raytrain_gpt.config.resolved import RunPlan
+from raytrain_gpt.config.plan import Plan
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.memory import TrainingMemory
 from raytrain_gpt.core.model import GPTShape
@@ -51,7 +51,7 @@ def config(**values: object) -> Config:
     return Config().updated({**sizes, **workers, **values})
 
 
-BEFORE = RunPlan.of(config(), 2, 4, "selective").config
+BEFORE = Plan.of(config(), 2, 4, "selective").config
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_much_memory_needs_no_recomputing_and_little_is_one_line(
 ) -> None:
     lines: list[str] = []
 
-    def fit(gigabytes: float) -> RunPlan:
+    def fit(gigabytes: float) -> Plan:
         gpu = GpuFacts("H100", gigabytes * 1e9, bf16=True)
         monkeypatch.setattr(memory_fit, "gpu_facts", lambda _: gpu)
         return fit_memory(config(use_gpu=True), 2, VOCAB_SIZE, lines.append)

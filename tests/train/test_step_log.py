@@ -17,7 +17,7 @@ from raytrain_gpt.core.device import DeviceTimestamp, Span
 from raytrain_gpt.core.loop import StepResult
 from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.data.locations import read_data
-from raytrain_gpt.data.order import extend_order_hash, sequence_hashes, skip_past
+from raytrain_gpt.data.order import Position, extend_order_hash, sequence_hashes, skip_past
 from raytrain_gpt.ingest.feed import TrainFeed
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, ReadRange, rank_chunks, read_chunk
 from raytrain_gpt.train.step_log import StepLog
@@ -35,16 +35,16 @@ def config(make_config: MakeConfig) -> Config:
 
 def ingest(config: Config, world_size: int = 1) -> IngestSpec:
     spec = ingest_of(config, read_data(config), world_size)
-    return replace(spec, first_batch=2, skipped=SKIPPED)
+    return replace(spec, position=Position(2, spec.data.hash, SKIPPED))
 
 
 def feed(spec: IngestSpec, rank: int = 0, batches: int = 8, damage: int = 0) -> TrainFeed:
     """Return a feed that has delivered the next batches; `damage` is added to planned hash sums."""
-    first, given, ranks = spec.first_batch, [], range(rank, rank + 1)
+    first, given, ranks = spec.position.next_batch, [], range(rank, rank + 1)
     for _ in range(batches):
         chunk = read_chunk(spec, ReadRange("train", first, first + 1), ranks)
         given.append(replace(chunk, planned=chunk.planned + damage))
-        first = skip_past(first + 1, spec.skipped)
+        first = skip_past(first + 1, spec.position.skipped)
     val = read_chunk(spec, ReadRange("val", 0, 1), ranks)
     chunks = rank_chunks([val, *given], spec, rank)
     next(chunks)
@@ -63,7 +63,7 @@ def make_log(
     alone = collectives or Collectives(0, 1)
     spec = more.pop("spec", None) or ingest(config, alone.world_size)
     given = {"flops_per_token": 2.0, "peak_flops": None, "slowed": range(0), **more}
-    return StepLog(spec, None, list(rows), alone, feed, device=CPU, **given)
+    return StepLog(spec, list(rows), alone, feed, device=CPU, **given)
 
 
 def result(step: int, loss: float = 3.0, norm: float = 1.0) -> StepResult:
@@ -110,7 +110,7 @@ def test_rows_have_the_position_and_the_hash_of_what_was_delivered(config: Confi
 def test_the_last_step_of_an_epoch_has_an_event(config: Config) -> None:
     spec = ingest(config)
     per_epoch = spec.order().batches_per_epoch  # type: ignore[union-attr]
-    spec = replace(spec, first_batch=per_epoch - 2)
+    spec = replace(spec, position=replace(spec.position, next_batch=per_epoch - 2))
     log = make_log(config, feed(spec, batches=4), spec=spec)
     for step in range(1, 5):
         log.add(result(step))

@@ -1,10 +1,9 @@
-"""The two stages of a configuration: `Config` as written, and `RunPlan`, in which nothing is `auto`.
+"""The two stages of a configuration: `Config` as written, and `Plan`, in which nothing is `auto`.
 
 1. `cluster/capacity` sets the number, CPUs and GPUs of the workers once, when a run starts.
 2. `train/memory_fit` makes a plan before every attempt, with the fields that depend on memory.
 
-Training code takes a plan, so mypy checks that no `auto` remains. This module also divides a global batch
-over workers and micro-batches.
+This module also divides a global batch over workers and micro-batches.
 """
 
 from __future__ import annotations
@@ -14,78 +13,35 @@ from dataclasses import dataclass
 from typing import Literal
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.config.sections import ClusterSection, TrainSection
 from raytrain_gpt.config.wording import divisors, nearest, nearest_multiples
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import count
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
-USABLE_FRACTION = 0.92
-"""Usable fraction of a device's memory; on GPUs, CUDA and fragmentation take the rest."""
-
-
-class Workers(ClusterSection):
-    """The cluster section without `auto`."""
-
-    num_workers: int
-    cpus_per_worker: int
-    use_gpu: bool
-
-    @property
-    def num_gpus(self) -> float:
-        """GPUs per worker, at most 1; 0 on CPUs."""
-        return self.gpus_per_worker if self.use_gpu else 0.0
-
-    @property
-    def memory_fraction(self) -> float:
-        """Limit of a worker's tensors, as a fraction of its GPU's memory."""
-        return self.gpus_per_worker * USABLE_FRACTION if self.gpus_per_worker < 1 else 1.0
-
-    @property
-    def least_workers(self) -> int:
-        """Minimum number of workers to keep training with."""
-        return self.min_workers or self.num_workers
-
-
-class ResolvedTrain(TrainSection):
-    micro_batch_sequences: int
-    activation_checkpointing: ActivationCheckpointing
-
-
-class ResolvedConfig(Config):
-    """The configuration of a plan, and of its checkpoints."""
-
-    train: ResolvedTrain
-    cluster: Workers
-
-
-def workers_of(config: Config) -> Workers:
-    """Return the resolved cluster section; without a cluster, `use_gpu: auto` counts as true."""
-    c = config.cluster
-    return Workers.model_validate({**c.model_dump(), "use_gpu": c.use_gpu is not False})
 
 
 @dataclass(frozen=True)
-class RunPlan:
+class Plan:
     """Work of every worker in a step.
 
     Attributes:
-        config: `micro_batch_sequences` divides `worker_sequences`.
+        config: The configuration with these values, as checkpoints store it.
         world_size: Number of workers, below `num_workers` if the cluster is short of capacity.
+        micro_batch_sequences: It divides `worker_sequences`.
     """
 
-    config: ResolvedConfig
+    config: Config
     world_size: int
+    micro_batch_sequences: int
+    activation_checkpointing: ActivationCheckpointing
 
     @classmethod
-    def of(cls, config: Config, world_size: int, micro_batch_sequences: int, mode: str) -> RunPlan:
-        """Make a plan; `mode` is the activation checkpointing.
-
-        `world_size` must divide the global batch, and `micro_batch_sequences` a worker's share of it.
-        """
-        fit = {"micro_batch_sequences": micro_batch_sequences, "activation_checkpointing": mode}
-        resolved = ResolvedConfig.model_validate(config.updated(fit).model_dump())
-        return cls(resolved, world_size)
+    def of(
+        cls, config: Config, world_size: int, micro_batch: int, mode: ActivationCheckpointing
+    ) -> Plan:
+        """Make a plan with a micro-batch in sequences; `world_size` must divide the global batch."""
+        fit = {"micro_batch_sequences": micro_batch, "activation_checkpointing": mode}
+        return cls(config.replaced(fit), world_size, micro_batch, mode)
 
     @property
     def worker_sequences(self) -> int:
@@ -95,7 +51,7 @@ class RunPlan:
     @property
     def micro_batches_per_step(self) -> int:
         """Micro-batches per worker and step."""
-        return self.worker_sequences // self.config.train.micro_batch_sequences
+        return self.worker_sequences // self.micro_batch_sequences
 
 
 def check_shares(config: Config, world_size: int) -> None:
@@ -140,7 +96,7 @@ def sharing_unit(config: Config, world_size: int) -> int:
 
 def for_workers(config: Config, world_size: int) -> Config:
     """Set the micro-batch for a world size."""
-    return config.updated({"micro_batch_sequences": micro_batch_for(config, world_size)})
+    return config.replaced({"micro_batch_sequences": micro_batch_for(config, world_size)})
 
 
 def micro_batch_change(config: Config, world_size: int) -> str | None:
