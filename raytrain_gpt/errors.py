@@ -69,7 +69,7 @@ class TrainingFailed(RaytrainGptError):
 
 
 class Diverged(TrainingFailed):
-    """Weights or a trial's objective that are not finite: a result of a sweep, not its failure."""
+    """Weights or a trial's objective that are not finite. A sweep records this as a result."""
 
 
 class Interrupted(RaytrainGptError):

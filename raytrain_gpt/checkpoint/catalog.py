@@ -247,25 +247,25 @@ class Catalog:
                 checkpoints.append(read_checkpoint(path))
         return checkpoints
 
-    def pick(self, which: Which, on_skip: Log, step: int = 0) -> Checkpoint | None:
+    def pick(self, which: Which, log: Log, step: int = 0) -> Checkpoint | None:
         """Choose a checkpoint to load, whose hashes all match; None if the run has none.
 
         Args:
             which: `newest`; `best` by validation loss, or the newest if none was evaluated; that of a
                 `step`; or the newest `before` a step.
-            on_skip: Logs damaged checkpoints, which are skipped.
+            log: Logs damaged checkpoints, which are skipped.
 
         Raises:
             CheckpointError: all of them are damaged, or one was written by a later version.
         """
         paths = [path for path in reversed(self._paths()) if _is_choice(which, _step(path), step)]
-        found = self._readable(paths, on_skip)
+        found = self._readable(paths, log)
         for checkpoint in _by_preference(found) if which == "best" else found:
             try:
                 checkpoint.verify()
                 return checkpoint
             except CheckpointError as error:
-                on_skip(f"skipped: {error}")
+                log(f"skipped: {error}")
         if paths:
             raise CheckpointError(
                 f"no intact checkpoint in {self._dir} ({len(paths)} damaged); restore one from a copy, "
@@ -274,14 +274,14 @@ class Catalog:
         return None
 
     @staticmethod
-    def _readable(paths: Iterable[Location], on_skip: Log) -> Iterator[Checkpoint]:
+    def _readable(paths: Iterable[Location], log: Log) -> Iterator[Checkpoint]:
         for path in paths:
             try:
                 yield read_checkpoint(path)
             except _NewerVersionError:
                 raise
             except CheckpointError as error:
-                on_skip(f"skipped: {error}")
+                log(f"skipped: {error}")
 
     def _paths(self) -> list[Location]:
         """Return directories named like checkpoints, by step; in an object store only those with hashes."""
@@ -356,13 +356,13 @@ def _is_choice(which: Which, step: int, of_step: int) -> bool:
     return which in ("newest", "best") or (step == of_step if which == "step" else step < of_step)
 
 
-def resolve_checkpoint(path: Location, on_skip: Log = say) -> Checkpoint:
+def resolve_checkpoint(path: Location, log: Log = say) -> Checkpoint:
     """Open the checkpoint at a path, or a run's best one; raises CheckpointError if none is intact."""
     if (path / STATE_FILE).is_file() or path.name.startswith("step="):
         checkpoint = read_checkpoint(path)
         checkpoint.verify()
         return checkpoint
-    if (best := Catalog(path).pick("best", on_skip)) is not None:
+    if (best := Catalog(path).pick("best", log)) is not None:
         return best
     if path.name.endswith((".safetensors", ".bin")) or (path / "config.json").is_file():
         raise CheckpointError(

@@ -101,8 +101,9 @@ def fit_to_process(config: Config, world_size: int, in_node: int, num_gpus: int)
     c = config.cluster
     use_gpu = num_gpus > 0 if c.use_gpu == "auto" else c.use_gpu
     if use_gpu and num_gpus < in_node:
+        needs = "needs" if in_node == 1 else "need"
         raise ClusterError(
-            f"{count(in_node, 'local-mode process', 'local-mode processes')} need{'s' * (in_node == 1)} "
+            f"{count(in_node, 'local-mode process', 'local-mode processes')} {needs} "
             f"{count(in_node, 'GPU')}, but this one sees {num_gpus}; let each see all GPUs of its node (in "
             "Slurm, --gpus-per-node instead of --gpus-per-task), start fewer, or set use_gpu to false"
         )

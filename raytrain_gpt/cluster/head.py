@@ -28,7 +28,7 @@ _CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 
 @dataclass(frozen=True)
 class HeadFacts:
-    """A head's responses to a call without a token, and to an ordinary call of this process.
+    """Result of probing a head without and with our token.
 
     Attributes:
         error: Why there was no response, or empty.

@@ -21,7 +21,7 @@ import psutil  # type: ignore[import-untyped]
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
-_Meeting = str | tuple[str, int]
+Rendezvous = str | tuple[str, int]
 """Rendezvous of a run's ranks: path of rank 0's file on one host, else host and port of its store."""
 
 _FILE_NAME = "raytrain-gpt-ranks"
@@ -30,7 +30,7 @@ _open: list[int] = []
 """Descriptors of rank 0's files and listening sockets, open until the process ends."""
 
 
-def open_meeting(address: str | None = None) -> _Meeting:
+def open_rendezvous(address: str | None = None) -> Rendezvous:
     """Open a rendezvous on rank 0 until its process ends; for several hosts at its cluster address."""
     if address is None:
         descriptor = os.memfd_create(_FILE_NAME)
@@ -45,7 +45,7 @@ def open_meeting(address: str | None = None) -> _Meeting:
 
 
 def join(
-    meeting: _Meeting,
+    rendezvous: Rendezvous,
     backend: str,
     rank: int,
     world_size: int,
@@ -59,15 +59,15 @@ def join(
     """
     # With it, NCCL's ranks would recognize each other by a public number instead of a secret one.
     os.environ.pop("NCCL_COMM_ID", None)
-    if isinstance(meeting, str):
+    if isinstance(rendezvous, str):
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-        store: Store = FileStore(meeting, -1)
+        store: Store = FileStore(rendezvous, -1)
     else:
         if address is not None:
             use_interface_towards(address)
         listener = _open.pop() if rank == 0 else None
         store = TCPStore(
-            *meeting, world_size, rank == 0, wait_for_workers=False, master_listen_fd=listener
+            *rendezvous, world_size, rank == 0, wait_for_workers=False, master_listen_fd=listener
         )
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
@@ -83,7 +83,7 @@ def rendezvous_on_host() -> None:
     backend, rank, world_size = dist.get_backend(), dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
-        _, _, pid, _, descriptor = str(open_meeting()).split("/")
+        _, _, pid, _, descriptor = str(open_rendezvous()).split("/")
         store.set(_FILE_NAME, f"{pid} {descriptor}")
     numbers = store.get(_FILE_NAME).split()
     if len(numbers) != 2 or not all(number.isdigit() for number in numbers):

@@ -65,9 +65,11 @@ def check_shares(config: Config, world_size: int) -> None:
     ways = [
         f"global_batch_tokens {nearest_multiples(tokens, seq_len * sharing_unit(config, world_size))}"
     ]
-    ways += [f"num_workers {nearest(workers, world_size)}"] * bool(workers)
+    if workers:
+        ways.append(f"num_workers {nearest(workers, world_size)}")
     is_auto = config.train.micro_batch_sequences == "auto"
-    ways += [f"micro_batch_sequences {nearest(micros, micro)}"] * bool(micros and not is_auto)
+    if micros and not is_auto:
+        ways.append(f"micro_batch_sequences {nearest(micros, micro)}")
     micro_batch = "" if is_auto else f" × {count(micro, 'sequence')}"
     raise ConfigError(
         f"global_batch_tokens={tokens} ({count(sequences, 'sequence')} of {seq_len}) does not divide over "

@@ -220,7 +220,7 @@ class Muon(AdamW):
 
 
 def _num_maps(model: GPT, name: str, matrix: nn.Parameter, head_group: int) -> int:
-    """Return into how many matrices a weight's rows are split; a group that does not divide is lowered."""
+    """Return the number of matrices in a weight; a head group that does not divide becomes the gcd."""
     fused = model.fused_projections.get(name, 1)
     if not head_group or name not in model.head_projections:
         return fused

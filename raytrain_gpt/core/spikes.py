@@ -50,7 +50,7 @@ class BadStreak:
 
 
 class SpikeDetector:
-    """Judge of steps, in order.
+    """Detector of bad steps; give it every step in order.
 
     Args:
         config: Thresholds; without `spike_detection` only values that are not finite are bad.

@@ -76,14 +76,14 @@ class MixedOrder:
             for weight in weights
         ]
         # Cached per instance; a batch at the end of an epoch reads two windows of a dataset.
-        self._window = lru_cache(maxsize=2 * len(weights))(self._drawn_window)
+        self._window = lru_cache(maxsize=2 * len(weights))(self._shuffled_window)
 
     def _taken(self, dataset: int, batch: int) -> int:
         if dataset < len(self.weights) - 1:
             return floor(self.weights[dataset] * batch * self._batch_sequences)
         return batch * self._batch_sequences - sum(self._taken(i, batch) for i in range(dataset))
 
-    def _drawn_window(self, dataset: int, window: int, epoch: int) -> tuple[int, Ids]:
+    def _shuffled_window(self, dataset: int, window: int, epoch: int) -> tuple[int, Ids]:
         """Return the stream offset and the sequences of a window's slice of an epoch."""
         size, stream = self._window_batches[dataset], self._streams[dataset]
         num = stream.num_sequences

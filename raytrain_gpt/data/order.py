@@ -109,7 +109,7 @@ class Order:
         windows = -(-self.batches_per_epoch * batch_tokens // window_tokens)
         self.windows_per_epoch = min(self.batches_per_epoch, max(1, windows))
         # Cached per instance: consecutive batches share a window.
-        self._window = lru_cache(maxsize=2)(self._drawn_window)
+        self._window = lru_cache(maxsize=2)(self._shuffled_window)
 
     def epoch(self, batch: int) -> int:
         return batch // self.batches_per_epoch
@@ -125,7 +125,7 @@ class Order:
     def _window_of(self, i: int) -> int:
         return ((i + 1) * self.windows_per_epoch - 1) // self.batches_per_epoch
 
-    def _drawn_window(self, epoch: int, window: int) -> Ids:
+    def _shuffled_window(self, epoch: int, window: int) -> Ids:
         size = self._batch_sequences
         last = window == self.windows_per_epoch - 1
         lo = self._bound(window) * size

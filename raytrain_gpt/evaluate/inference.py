@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 
 
 def open_checkpoint(
-    path: LocationLike, device: str | None = None, on_skip: Log = say, average: int = 1
+    path: LocationLike, device: str | None = None, log: Log = say, average: int = 1
 ) -> tuple[Checkpoint, Config, GPT, tiktoken.Encoding, torch.device]:
     """Load a verified checkpoint, with its configuration, model, tokenizer and device.
 
     Args:
         path: A checkpoint or a run; an unreachable object store is retried for a few seconds only.
         device: Best available one if None.
-        on_skip: As in `resolve_checkpoint`.
+        log: As in `resolve_checkpoint`.
         average: Average the weights over this many checkpoints, up to this one, of a run up to the newest.
 
     Raises:
@@ -56,9 +56,9 @@ def open_checkpoint(
         ConfigError: there are fewer checkpoints to average.
     """
     place = Location.of(path, retry_for_s=COMMAND_RETRY_S)
-    newest = Catalog(place).pick("newest", on_skip) if average > 1 else None
-    checkpoint = newest or resolve_checkpoint(place, on_skip)
-    check_executable(checkpoint, on_skip)
+    newest = Catalog(place).pick("newest", log) if average > 1 else None
+    checkpoint = newest or resolve_checkpoint(place, log)
+    check_executable(checkpoint, log)
     config = recorded(checkpoint.state.config, str(checkpoint.path))
     placed = best_device() if device is None else torch.device(device)
     tokenizer, num_ids = read_tokenizer(checkpoint.path), checkpoint.state.vocab_size
@@ -71,7 +71,7 @@ def open_checkpoint(
         model = configured_model(config, num_ids, tokenizer.eot_token)
         load_model(directory, model)
     if average > 1:
-        _average(model, checkpoint, average, on_skip)
+        _average(model, checkpoint, average, log)
     return checkpoint, config, model.to(placed), tokenizer, placed
 
 

@@ -1,1 +1,1 @@
-"""Steps of a run again: the same bits, or what changes them."""
+"""Replay recorded steps and compare the bits."""

@@ -1,6 +1,6 @@
 """A run's steps again, in this process, from the checkpoint before them.
 
-The order is a pure function and a step repeats bit for bit, so a run need not record what may be asked later.
+The order is a pure function and a step repeats bit for bit, so a run need not record everything.
 The weights after each step are those of the run if the software and the number of threads are, and
 if it had one worker, two, or exact sums. Other sums of several workers round differently.
 """
@@ -135,7 +135,7 @@ class Replay:
         setup, config, per_step = self._setup, self._plan.config, self._plan.micro_batches_per_step
         accumulation = setup.strategy.accumulation(setup.model, per_step)
         if self._num_workers > 1 and isinstance(accumulation, FloatAccumulator):
-            accumulation = _InTurn(self.model, per_step, self._num_workers)
+            accumulation = SequentialRanks(self.model, per_step, self._num_workers)
             if isinstance(setup.optimizer, Muon):
                 setup.optimizer.num_shares = self._num_workers
         results = train_steps(
@@ -190,7 +190,7 @@ class Replay:
             yield float(loss.detach()), gradient
 
 
-class _InTurn(FloatAccumulator):
+class SequentialRanks(FloatAccumulator):
     """Float sums of several ranks, one after another, added like DDP's: exactly those of two."""
 
     def __init__(self, model: nn.Module, micro_batches_per_step: int, num_ranks: int) -> None:

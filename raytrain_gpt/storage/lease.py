@@ -304,7 +304,7 @@ class Lease:
 
 
 class _Watch:
-    """Judge of whether a lease is free, over several reads."""
+    """Decides over several reads whether a lease is free."""
 
     def __init__(self, location: Location, what: str, log: Log, expiry_s: float) -> None:
         self.started_at: float | None = None

@@ -263,7 +263,10 @@ def check_unchanged(
         raise ConfigError(
             f"{title} cannot continue with changed {', '.join(changed)}; restore it, or {another}"
         )
-    return [*[change] * bool(change), *(f"{name} {new}" for name, new in facts_changed.items())]
+    return [
+        *([change] if change else []),
+        *(f"{name} {new}" for name, new in facts_changed.items()),
+    ]
 
 
 class CampaignCallback(tune.Callback):  # type: ignore[misc]

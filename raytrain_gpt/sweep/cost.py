@@ -96,7 +96,8 @@ def cost_lines(sweep: Sweep) -> list[str]:
     gpus = ""
     if base.cluster.use_gpu is not False:
         gpus = f", and {base.cluster.gpus_per_worker:g} GPU for each worker"
-        gpus += " where there are GPUs" * (base.cluster.use_gpu == "auto")
+        if base.cluster.use_gpu == "auto":
+            gpus += " where there are GPUs"
     full = number * sweep.budget_tokens
     trials = [one_worker_for_auto(config) for config in configs] if planned else [base] * number
     return [

@@ -36,12 +36,12 @@ _PULLED = (METRICS_FILE, SAMPLES_FILE, CONFIG_FILE, TRACKING_FILE, RUN_ID_FILE, 
 _SAMPLES_HEADER = re.compile(r"^=== step (\d{1,15}) ===$", re.MULTILINE)
 
 
-def read_rows(run_dir: Path, tell: Log | None = None) -> list[Row]:
-    """Read the rows of metrics.jsonl; `tell` gets a warning if damaged rows are skipped."""
+def read_rows(run_dir: Path, log: Log | None = None) -> list[Row]:
+    """Read the rows of metrics.jsonl; `log` gets a warning if damaged rows are skipped."""
     path = run_dir / METRICS_FILE
     rows, num_damaged = parse_rows(path.read_bytes() if path.exists() else b"")
-    if num_damaged and tell:
-        tell(
+    if num_damaged and log:
+        log(
             f"skipped {num_damaged} damaged of {count(len(rows) + num_damaged, 'row')} of {path}; "
             "rows stored in its checkpoints are restored when the run resumes"
         )
@@ -98,12 +98,12 @@ def event_text(row: Row) -> str:
     return event + details
 
 
-def restart(run_dir: Path, step: int, saved_rows: list[Row], tell: Log) -> Row:
+def restart(run_dir: Path, step: int, saved_rows: list[Row], log: Log) -> Row:
     """Rewrite the text files of a run that resumes at `step`, without the rows and samples above it.
 
     Returns `lost_steps` and `lost_s`, the number and duration of the steps to be repeated.
     """
-    rows, samples = read_rows(run_dir, tell), dict(read_samples(run_dir))
+    rows, samples = read_rows(run_dir, log), dict(read_samples(run_dir))
     lost = [row for row in rows if "train/loss" in row and row["step"] > step]
     kept = merge_rows(rows, saved_rows, step)
     texts = [_samples_text(at, text) for at, text in sorted(samples.items()) if at <= step]

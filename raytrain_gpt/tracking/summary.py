@@ -17,7 +17,7 @@ from raytrain_gpt.tracking.run_files import RunSync, read_samples
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Result of a run; `already_finished` by an earlier command."""
+    """Result of a run; `already_finished`: it was complete before this command."""
 
     run_dir: Location
     sync: RunSync

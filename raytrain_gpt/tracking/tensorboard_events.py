@@ -20,7 +20,7 @@ from raytrain_gpt.tracking.trackers import End, TrackedRun, plottable_values
 
 
 class TensorBoard:
-    """Writer of events; earlier ones above the resumed step are marked as replaced.
+    """Writer of events. On resume, TensorBoard hides older events of repeated steps.
 
     Uses tensorboard's writer, since torch's and tensorboardX's import torch, which takes seconds.
     """

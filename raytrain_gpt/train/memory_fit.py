@@ -178,7 +178,7 @@ def fit_memory(
             room = f"{size(max(limit_bytes, 0))} of {gpu.name}"
             fit = search.fit(limit_bytes, room)
             why = f" (about {size(fit.needed_bytes)} of {room})"
-    micro_auto, mode_auto = (" auto:" * (chosen == "auto") for chosen in (micro, mode))
+    micro_auto, mode_auto = (" auto:" if one == "auto" else "" for one in (micro, mode))
     log(
         f"micro_batch_sequences{micro_auto} {fit.sequences} of {config.batch_sequences // world_size}, "
         f"activation_checkpointing{mode_auto} {fit.activation_checkpointing}{why}"

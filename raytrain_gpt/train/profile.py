@@ -30,7 +30,7 @@ _TABLE_ROWS, _NAME_CHARACTERS = 50, 60
 
 
 class StepProfile:
-    """Steps of an attempt to profile.
+    """Steps of an attempt to profile; rank 0 records them.
 
     Args:
         take: Takes the profile after its last step; None on ranks that do not record one.

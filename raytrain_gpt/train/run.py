@@ -272,8 +272,10 @@ class Run:
         except OSError as error:  # a full disk
             return policy.AttemptEnd("failed", error)
         job = self._job(plan, resumed, lease)
-        end = self._settled(books, (yield from self._train(job, books, lease)), resumed, lease)
-        return self._after_lack_of_memory(end, plan) if end.kind == "out_of_memory" else end
+        end = self._finish_attempt(
+            books, (yield from self._train(job, books, lease)), resumed, lease
+        )
+        return self._halve_micro_batch(end, plan) if end.kind == "out_of_memory" else end
 
     def _train(self, job: RankJob, books: Books, lease: Lease) -> NewRows[policy.AttemptEnd]:
         """Train until the ranks have exited or died, entering their events in the books."""
@@ -328,7 +330,7 @@ class Run:
         if any("val/loss" in row for row in new):
             yield self._taken_rows()
 
-    def _after_lack_of_memory(self, end: policy.AttemptEnd, plan: Plan) -> policy.AttemptEnd:
+    def _halve_micro_batch(self, end: policy.AttemptEnd, plan: Plan) -> policy.AttemptEnd:
         """Let the next attempt use half the micro-batch; its checkpoints record that."""
         config, world_size = plan.config, plan.world_size
         micro = plan.micro_batch_sequences
@@ -346,7 +348,7 @@ class Run:
         )
         return replace(end, error=None)  # its traceback would keep the tensors
 
-    def _settled(
+    def _finish_attempt(
         self, books: Books, end: policy.AttemptEnd, resumed: Checkpoint | None, lease: Lease
     ) -> policy.AttemptEnd:
         """Roll back from bad steps, and write the attempt's last files.

@@ -16,7 +16,7 @@ from ray.data import Dataset, ExecutionOptions
 from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBackend
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint
-from raytrain_gpt.cluster.process_groups import host, join, open_meeting
+from raytrain_gpt.cluster.process_groups import host, join, open_rendezvous
 from raytrain_gpt.columns import Row
 from raytrain_gpt.config.plan import Plan
 from raytrain_gpt.config.sections import ClusterSection
@@ -72,12 +72,12 @@ class _Backend(_TorchBackend):  # type: ignore[misc]
         addresses: list[str | None] = [None] * len(worker_group)
         if len({*worker_group.execute(host)}) > 1:
             addresses = worker_group.execute(ray.util.get_node_ip_address)
-        meeting = worker_group.execute_single(0, open_meeting, addresses[0])
+        rendezvous = worker_group.execute_single(0, open_rendezvous, addresses[0])
         worker_group.execute(_set_torch_distributed_env_vars)
         timeout = timedelta(seconds=backend_config.timeout_s)
         ranks = [
             worker_group.execute_single_async(
-                rank, join, meeting, backend, rank, len(addresses), timeout, address
+                rank, join, rendezvous, backend, rank, len(addresses), timeout, address
             )
             for rank, address in enumerate(addresses)
         ]

@@ -17,7 +17,7 @@ import pytest
 
 import raytrain_gpt
 from raytrain_gpt.checkpoint.collectives import Collectives
-from raytrain_gpt.cluster.process_groups import join, open_meeting
+from raytrain_gpt.cluster.process_groups import join, open_rendezvous
 
 WITHIN_S, ANSWERS_TIMEOUT_S = 60, 2
 VALIDATE, MAGIC, PING = 0, 0x3C85F7CE, 13
@@ -37,9 +37,9 @@ def is_store(port: int) -> bool:
 def rank_main(rank: int, address: str | None, pipe: Connection) -> None:
     """Join a group of two and send the gathered values, then where this rank listens."""
     if rank == 0:
-        pipe.send(open_meeting(address))
-    meeting = pipe.recv()
-    join(meeting, "gloo", rank, 2, timedelta(seconds=WITHIN_S), address)
+        pipe.send(open_rendezvous(address))
+    rendezvous = pipe.recv()
+    join(rendezvous, "gloo", rank, 2, timedelta(seconds=WITHIN_S), address)
     gathered = Collectives(rank, 2, WITHIN_S).all_gather_json(f"of rank {rank}", str)
     sockets = psutil.Process().net_connections("tcp")
     listening = [tuple(one.laddr) for one in sockets if one.status == psutil.CONN_LISTEN]
@@ -58,12 +58,12 @@ def test_ranks_listen_on_one_address_and_only_those_of_several_hosts_have_a_stor
             context.Process(target=rank_main, args=(rank, address, theirs), daemon=True).start()
             pipes.append(ours)
     for address, pipes in groups.items():
-        meeting = pipes[0].recv()
+        rendezvous = pipes[0].recv()
         if address is None:
-            status = Path(meeting).stat()
+            status = Path(rendezvous).stat()
             assert (status.st_mode & 0o777, status.st_uid) == (0o600, os.getuid())
         for pipe in pipes:
-            pipe.send(meeting)
+            pipe.send(rendezvous)
     for address, pipes in groups.items():
         found = [pipe.recv() for pipe in pipes]
         ports = [port for _, listening in found for _, port in listening]

@@ -31,7 +31,7 @@ def test_is_the_mean_and_the_same_whatever_wrote_the_checkpoints(
         run_cli.succeeds("export", run, "--out", out, "--average", 3)
         files.append((out / "model.safetensors").read_bytes())
     assert files[0] == files[1]
-    _, _, model, _, _ = open_checkpoint(runs[0], on_skip=str, average=3)
+    _, _, model, _, _ = open_checkpoint(runs[0], log=str, average=3)
     saved = [
         load_file(runs[0] / f"checkpoints/step={step:08d}/model.safetensors")
         for step in (30, 40, 50)
@@ -48,15 +48,15 @@ def test_is_the_mean_and_the_same_whatever_wrote_the_checkpoints(
     until_30 = runs[0] / "checkpoints" / "step=00000030"
     line = f"average=4, but {runs[0]} has 3 good checkpoints up to step 30"
     with raises_line(ConfigError, line, "keep_checkpoints"):
-        open_checkpoint(until_30, on_skip=str, average=4)
+        open_checkpoint(until_30, log=str, average=4)
     damaged = runs[0] / "checkpoints" / "step=00000020"
     (damaged / "model.safetensors").write_bytes(b"damaged")
     said = list[str]()
-    open_checkpoint(until_30, on_skip=said.append, average=2)
+    open_checkpoint(until_30, log=said.append, average=2)
     assert "step=00000020: model.safetensors has 7 bytes" in said[0]
     assert said[1:] == ["averaged: steps 10, 30"]
     (damaged / "hashes.json").unlink()
     shutil.copytree(runs[0] / "checkpoints/step=00000040", runs[0] / "checkpoints/step=00000025")
     said.clear()
-    open_checkpoint(until_30, on_skip=said.append, average=2)
+    open_checkpoint(until_30, log=said.append, average=2)
     assert ["step=00000025" in said[0], "step=00000020" in said[1]] == [True, True]

@@ -56,7 +56,7 @@ def test_any_number_of_workers_has_the_same_bits_and_metrics(
         run = train(config, print)
         assert weights(run.run_dir) == weights(whole.run_dir), num_workers
         assert numbers(run) == numbers(whole), num_workers
-        averages = [open_checkpoint(of.run_dir, on_skip=str, average=3)[2] for of in (run, whole)]
+        averages = [open_checkpoint(of.run_dir, log=str, average=3)[2] for of in (run, whole)]
         for ours, theirs in zip(*(model.parameters() for model in averages), strict=True):
             assert torch.equal(ours, theirs)
 

@@ -239,9 +239,9 @@ def test_without_storage_or_lease_the_files_stay_as_they_are(
     lease: Any = SimpleNamespace(verify=verify)
     if where == "taken":
         with pytest.raises(ClusterError):
-            run._settled(books, end, None, lease)
+            run._finish_attempt(books, end, None, lease)
     else:
-        assert run._settled(books, end, None, lease).user_error is gone
+        assert run._finish_attempt(books, end, None, lease).user_error is gone
     assert asked == ["note", "close"]
     assert not run.run_dir.path.exists()
 
@@ -296,6 +296,6 @@ def test_report_that_cannot_be_drawn_costs_a_line_and_not_the_run(attempts: Atte
     (run.sync.work_dir / "report.html").mkdir()  # a directory blocks the file
     write(run.catalog, 10)
     books: Any = SimpleNamespace(note=lambda *_: None, close=lambda *_: None)
-    run._settled(books, AttemptEnd("finished"), None, SimpleNamespace(verify=lambda: None))
+    run._finish_attempt(books, AttemptEnd("finished"), None, SimpleNamespace(verify=lambda: None))
     assert len(lines) == 1
     assert lines[0].startswith("no report: ")
