@@ -5,11 +5,9 @@ from __future__ import annotations
 import ast
 import sys
 import tomllib
-from collections import Counter
 from functools import cache
 from graphlib import TopologicalSorter
 from importlib.metadata import PackageNotFoundError, distributions, packages_distributions, requires
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -72,12 +70,6 @@ def layer(module: str) -> str:
 
 
 @cache
-def tree_of(module: str) -> ast.Module:
-    """Parse a module, given its path below the package."""
-    return ast.parse((ROOT / module).read_text("utf-8"))
-
-
-@cache
 def imports(module: str, at_import_only: bool = False) -> frozenset[str]:
     """Return the dotted names of all imports in a module, at any level.
 
@@ -87,7 +79,7 @@ def imports(module: str, at_import_only: bool = False) -> frozenset[str]:
     """
     skipped = (ast.FunctionDef, ast.AsyncFunctionDef) if at_import_only else ()
     names: set[str] = set()
-    nodes: list[ast.AST] = [tree_of(module)]
+    nodes: list[ast.AST] = [ast.parse((ROOT / module).read_text("utf-8"))]
     while nodes:
         node = nodes.pop()
         if isinstance(node, skipped):
@@ -175,22 +167,6 @@ def test_processes_that_compute_nothing_start_without_torch(process: str, among:
         packages = {f"{layer(file)}/__init__.py" for file in files if file and "/" in file}
         todo += [file for file in files | packages - seen if file is not None]
     assert among <= seen
-
-
-def test_no_two_modules_or_classes_have_one_name() -> None:
-    """Module names in `commands` are exempt: each is named like the module that does its work."""
-    names = Counter(Path(module).stem for module in MODULES if layer(module) != "commands")
-    assert [name for name, count in names.items() if count > 1 and name != "__init__"] == []
-    nodes = chain.from_iterable(ast.walk(tree_of(module)) for module in MODULES)
-    classes = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
-    assert [name for name, count in classes.items() if count > 1] == []
-
-
-def test_a_folder_has_at_most_20_modules_and_a_module_at_most_450_lines() -> None:
-    folders = Counter(Path(module).parent for module in MODULES)
-    assert max(folders.values()) <= 20, folders
-    lengths = {m: len((ROOT / m).read_text("utf-8").splitlines()) for m in MODULES}
-    assert {m: n for m, n in lengths.items() if n > 450} == {}
 
 
 def installed_with(

@@ -104,7 +104,7 @@ with StopSignals("") as signals:
 """
 
 
-@pytest.mark.fault("Ctrl+C three times")
+@pytest.mark.fault("Ctrl+C three times", "exits unsaved; last checkpoint intact")
 def test_the_third_signal_ends_the_process_after_a_last_act() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", LAST_ACT], cwd=ROOT, timeout=WITHIN_S, capture_output=True, text=True

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from raytrain_gpt.checkpoint.catalog import CODE_FILE, Catalog
@@ -260,20 +259,6 @@ def test_names_of_other_rows_are_refused(name: str) -> None:
     kinds.set_user_code(Code("my.py", START.replace('"mine"', f'"{name}"') + "    pass"))
     with raises_line(ConfigError, "choose another name", "my.py, line 7"):
         kinds.user_kinds()
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"objective": "val/los"}, "must be val/loss, val/bits_per_byte, val/perplexity, or"),
-        ({"objective": "perf/mfu", "objective_mode": "max"}, "EVALUATION/KEY"),
-        ({"objective": "mine/a"}, "set objective_mode to min or max"),
-        ({"objective": "val/loss", "objective_mode": "max"}, "val/loss is minimized"),
-    ],
-)
-def test_objectives_that_cannot_be_compared_are_refused(fields: dict[str, Any], words: str) -> None:
-    with pytest.raises((ConfigError, ValidationError), match=words):
-        sweep_of({"peak_lr": {"grid": [1e-3, 2e-3]}}, **fields)
 
 
 def test_settings_of_the_evaluation_that_is_the_objective_cannot_vary() -> None:

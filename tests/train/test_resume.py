@@ -89,6 +89,7 @@ def test_harmless_changes_are_accepted_and_logged(made: Made) -> None:
         "spike_patience": 3,
         "hang_timeout_s": None,
         "keep_checkpoints": 2,
+        "parallel": "fsdp",
     }
     lines: list[str] = []
     check_changes(config.updated(changes), manifest, checkpoint, lines.append)
