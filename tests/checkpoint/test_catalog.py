@@ -253,8 +253,9 @@ def test_process_that_dies_at_any_moment_leaves_a_whole_newest_checkpoint(tmp_pa
         run_dir = Location.of(tmp_path / f"{last}")
         catalog = written(run_dir, 10)
         replace_10_by_20(run_dir, last)
-        for checkpoint in catalog.complete():
-            checkpoint.verify()
+        for name in names(run_dir):
+            if not name.startswith("unfinished-"):
+                read_checkpoint(run_dir / "checkpoints" / name).verify()
         found.append(newest := newest_step(catalog))
         if names(run_dir) == ["step=00000020"]:  # it died after its work
             break
