@@ -72,7 +72,7 @@ def start(make_config: MakeConfig, tmp_path: Path) -> Start:
     return begin
 
 
-def measured(text: str, world_size: int) -> list[Any]:
+def measured(text: str, world_size: int, *watch: Callable[..., None]) -> list[Any]:
     """Evaluate a small model on ranks that are threads; returns each rank's metrics or error."""
     kinds.set_user_code(Code("my.py", text))
     config = load_preset("quickstart").updated({"evaluations": ["mine"]})
@@ -83,7 +83,7 @@ def measured(text: str, world_size: int) -> list[Any]:
     def metrics(ranks: Any) -> Any:
         try:
             how = (tokenizer, None, ranks, contextlib.nullcontext)
-            return Evaluation(config, model, *how).metrics()
+            return Evaluation(config, model, *how).metrics(*watch)
         except ConfigError as error:
             return str(error)
 
@@ -242,14 +242,10 @@ def test_all_ranks_fail_together(body: str, words: str) -> None:
 
 def test_a_long_evaluation_that_yields_shows_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation, "SHOW_EVERY_S", 0.0)
-    kinds.set_user_code(Code("my.py", START + "    yield {'a': (1, 2)}\n" * 2))
-    config = load_preset("quickstart").updated({"evaluations": ["mine"]})
-    tokenizer, (alone,) = load_tokenizer("bytes"), thread_ranks(1)
-    model = configured_model(config, 257, tokenizer.eot_token)
     lines: list[str] = []
     beats: list[None] = []
-    one = Evaluation(config, model, tokenizer, None, alone, contextlib.nullcontext)
-    one.metrics(lambda: beats.append(None), lines.append)
+    body = "    yield {'a': (1, 2)}\n" * 2
+    measured(START + body, 1, lambda: beats.append(None), lines.append)
     assert (len(beats), lines) == (2, ["mine so far: a 0.5"] * 2)
 
 

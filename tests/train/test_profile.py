@@ -90,7 +90,7 @@ def test_a_run_that_leaves_in_the_middle_stops_the_profiler() -> None:
         (0, 0, 50, []),
     ],
 )
-def test_it_comes_some_steps_after_each_start(
+def test_profile_begins_some_steps_after_each_start(
     num_steps: int, done: int, max_steps: int, steps: list[int]
 ) -> None:
     profile = StepProfile(num_steps, done, max_steps, CPU, pytest.fail)

@@ -53,19 +53,6 @@ def test_one_and_two_workers_train_on_the_same_batches(straight: Straight) -> No
     assert_same_order(straight(2).run_dir, straight(0))
 
 
-@pytest.mark.fault("worker count changed", "same batches and order")
-@ON_RAY
-def test_another_world_size_goes_on_in_the_same_order(
-    straight: Straight, make_config: MakeConfig, storage: Path
-) -> None:
-    """The run had 2 workers and is resumed in the middle of a window."""
-    copy = restarted_from(straight(2), 30, storage, "fewer")
-    lines: list[str] = []
-    train(make_config(num_workers=0, run_name="fewer"), lines.append)
-    assert any("num_workers 2 -> 0" in line for line in lines)
-    assert_same_order(copy, straight(2))
-
-
 @pytest.mark.slow
 @pytest.mark.fault("MLflow down or slow")
 def test_trackers_show_one_curve_after_a_resume(make_config: MakeConfig, storage: Path) -> None:
