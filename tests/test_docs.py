@@ -26,8 +26,6 @@ HISTORY = {"CHANGELOG.md", "docs/notebook/decisions.md"}
 CURRENT = [page for page in PAGES if page.relative_to(ROOT).as_posix() not in HISTORY]
 GUIDES = sorted((ROOT / "docs").glob("*.md"))
 """Pages for readers: all but the notebook."""
-NOTEBOOK = sorted((ROOT / "docs" / "notebook").glob("*.md"))
-
 ROOMS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 NOT_MODULES = {"data/order_hash", "data/stdlib", "train/loss"}
 """Metric keys and data paths that look like modules."""
