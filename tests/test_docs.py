@@ -26,8 +26,6 @@ HISTORY = {"CHANGELOG.md", "docs/notebook/decisions.md"}
 CURRENT = [page for page in PAGES if page.relative_to(ROOT).as_posix() not in HISTORY]
 GUIDES = sorted((ROOT / "docs").glob("*.md"))
 """Pages for readers: all but the notebook."""
-NOTEBOOK = sorted((ROOT / "docs" / "notebook").glob("*.md"))
-
 ROOMS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 NOT_MODULES = {"data/order_hash", "data/stdlib", "train/loss"}
 """Metric keys and data paths that look like modules."""
@@ -45,9 +43,6 @@ CODE = re.compile(r"^ {4}[^\n]*$|^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 COMMAND = re.compile(r"(?:raytrain-gpt|python (?=train\.py)) ?([a-z]\w*)(?:\.py)?([^`#|\n]*)")
 """Command, and the rest of its line."""
-
-MAX_LINE = 120
-"""Longest line of the README, in characters."""
 
 
 @cache
@@ -154,11 +149,6 @@ def test_the_readme_links_every_page_and_the_notebook() -> None:
     links = {link.partition("#")[0] for link in links_of(ROOT / "README.md")}
     assert {f"docs/{page.name}" for page in GUIDES} <= links
     assert any(link.startswith("docs/notebook/") for link in links)
-
-
-def test_no_line_of_the_readme_is_long() -> None:
-    lines = (ROOT / "README.md").read_text("utf-8").splitlines()
-    assert not [n for n, line in enumerate(lines, 1) if len(line) > MAX_LINE]
 
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))

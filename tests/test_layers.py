@@ -70,12 +70,6 @@ def layer(module: str) -> str:
 
 
 @cache
-def tree_of(module: str) -> ast.Module:
-    """Parse a module, given its path below the package."""
-    return ast.parse((ROOT / module).read_text("utf-8"))
-
-
-@cache
 def imports(module: str, at_import_only: bool = False) -> frozenset[str]:
     """Return the dotted names of all imports in a module, at any level.
 
@@ -85,7 +79,7 @@ def imports(module: str, at_import_only: bool = False) -> frozenset[str]:
     """
     skipped = (ast.FunctionDef, ast.AsyncFunctionDef) if at_import_only else ()
     names: set[str] = set()
-    nodes: list[ast.AST] = [tree_of(module)]
+    nodes: list[ast.AST] = [ast.parse((ROOT / module).read_text("utf-8"))]
     while nodes:
         node = nodes.pop()
         if isinstance(node, skipped):
@@ -191,18 +185,23 @@ def installed_with(
             installed_with(canonicalize_name(needed.name), frozenset(needed.extras), seen)
 
 
-def test_packages_that_are_imported_are_installed_with_this_one() -> None:
+def needed_distributions() -> set[str]:
+    """Return the names of all distributions that this one is installed with."""
     project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text("utf-8"))["project"]
     seen: set[tuple[str, frozenset[str]]] = set()
     for needed in map(Requirement, project["dependencies"]):
         installed_with(canonicalize_name(needed.name), frozenset(needed.extras), seen)
-    distributions = {name for name, _ in seen}
+    return {name for name, _ in seen}
+
+
+def test_packages_that_are_imported_are_installed_with_this_one() -> None:
+    needed = needed_distributions()
     imported = {name.split(".")[0] for module in MODULES for name in imports(module)}
     providers = packages_distributions()
     missing = {
         package
         for package in imported - {*sys.stdlib_module_names, "raytrain_gpt"}
-        if distributions.isdisjoint(map(canonicalize_name, providers.get(package, ())))
+        if needed.isdisjoint(map(canonicalize_name, providers.get(package, ())))
     }
     assert missing == {"trackio", "transformers", "wandb"}  # where they are installed
 
@@ -210,12 +209,8 @@ def test_packages_that_are_imported_are_installed_with_this_one() -> None:
 def test_the_demo_installs_the_pinned_runtime_and_no_more() -> None:
     text = (ROOT.parent / "constraints.txt").read_text("utf-8").partition("# Extras")[0]
     pinned = {canonicalize_name(line.split("==")[0]) for line in text.splitlines() if "==" in line}
-    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text("utf-8"))["project"]
-    seen: set[tuple[str, frozenset[str]]] = set()
-    for needed in map(Requirement, project["dependencies"]):
-        installed_with(canonicalize_name(needed.name), frozenset(needed.extras), seen)
     installed = {canonicalize_name(d.name) for d in distributions()}
-    needed_here = {name for name, _ in seen} & installed
+    needed_here = needed_distributions() & installed
     assert {name for name in needed_here - pinned if not name.startswith(("nvidia-", "cuda-"))} <= {
         "triton"
     }

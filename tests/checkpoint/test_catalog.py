@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
+import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -215,6 +218,51 @@ def test_an_unfinished_draft_of_another_attempt_is_never_read_and_is_cleaned(
     catalog.clean(good_until=20)
     assert names(run_dir) == ["step=00000010", "step=00000020"]
     assert steps(catalog) == [10, 20]
+
+
+FILE_OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
+"""Names of Python's audit events."""
+
+
+def replace_10_by_20(run_dir: Location, last: int) -> None:
+    """Write the checkpoint of step 20 and remove that of step 10, in a process that dies before it is done.
+
+    It has no time to clean up, and dies before its `last` operation on files, counted from 0.
+    """
+    if pid := os.fork():
+        os.waitpid(pid, 0)
+        return
+    left = itertools.count(last, -1)
+
+    def die_at_last(operation: str, _: object) -> None:
+        if operation in FILE_OPERATIONS and next(left) == 0:
+            os._exit(0)
+
+    try:
+        sys.addaudithook(die_at_last)
+        write(Catalog(run_dir), 20, 1.0)
+        Catalog(run_dir).prune(1)
+    finally:
+        os._exit(0)
+
+
+@pytest.mark.fault("death during a checkpoint")
+def test_process_that_dies_at_any_moment_leaves_a_whole_newest_checkpoint(tmp_path: Path) -> None:
+    found: list[int | None] = []
+    for last in itertools.count():
+        run_dir = Location.of(tmp_path / f"{last}")
+        catalog = written(run_dir, 10)
+        replace_10_by_20(run_dir, last)
+        for name in names(run_dir):
+            if not name.startswith("unfinished-"):
+                read_checkpoint(run_dir / "checkpoints" / name).verify()
+        found.append(newest := newest_step(catalog))
+        if names(run_dir) == ["step=00000020"]:  # it died after its work
+            break
+        catalog.clean(good_until=newest or 0)
+        assert all(name.startswith("step=") for name in names(run_dir))
+    assert found == [10] * found.count(10) + [20] * found.count(20)
+    assert min(found.count(10), found.count(20)) > 3
 
 
 def test_what_lies_above_the_resumed_step_is_set_aside(run_dir: Location) -> None:

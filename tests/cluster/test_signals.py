@@ -14,6 +14,7 @@ from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import read_rows
 from raytrain_gpt.train.launch import train
+from tests.checkpoint.test_catalog import newest_step
 from tests.faults import gates
 from tests.faults.conftest import ROOT, Command
 from tests.faults.gates import WITHIN_S, Faults, Gate
@@ -40,9 +41,7 @@ def test_a_signal_saves_and_the_same_command_goes_on_bitwise(
     assert "interrupted at step 7, saved" in run.output
     catalog = Catalog(Location.of(storage / changes["run_name"]))
     assert [checkpoint.state.step for checkpoint in catalog.complete()] == [3, 6, 7]
-    saved = catalog.pick("newest", pytest.fail)
-    assert saved is not None
-    assert saved.state.step == 7
+    assert newest_step(catalog) == 7
 
     assert_same(train(make_config(**changes), print).run_dir, straight(2))
 
@@ -104,7 +103,7 @@ with StopSignals("") as signals:
 """
 
 
-@pytest.mark.fault("Ctrl+C three times")
+@pytest.mark.fault("Ctrl+C three times", "exits unsaved; last checkpoint intact")
 def test_the_third_signal_ends_the_process_after_a_last_act() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", LAST_ACT], cwd=ROOT, timeout=WITHIN_S, capture_output=True, text=True

@@ -29,7 +29,7 @@ from raytrain_gpt.core.state import (
 )
 from raytrain_gpt.errors import CheckpointError
 from tests.conftest import raises_line
-from tests.core.conftest import MicroBatches, NewModel
+from tests.core.conftest import MicroBatches
 from tests.training import steps
 
 OPTIM_FILE = "optim-00000.safetensors"
@@ -56,42 +56,6 @@ def trained(model: GPT, micro_batches: MicroBatches) -> Trained:
     optimizer = build_optimizer(model, OptimSection())
     train(model, optimizer, micro_batches(3), 0, 3)
     return model, optimizer
-
-
-@pytest.mark.parametrize("num_parts", [1, 5])
-def test_weights_and_moments_come_back_bitwise_however_many_wrote_them(
-    tmp_path: Path, trained: Trained, new_model: NewModel, num_parts: int
-) -> None:
-    model, optimizer = trained
-    sizes = []
-    for part in range(num_parts):
-        copy = HostSnapshot(model, optimizer, part, num_parts)
-        copy.refresh()
-        for file in copy.files():
-            copy.write(file, tmp_path / file)
-        sizes.append(sum((tmp_path / file).stat().st_size for file in copy.files()))
-    loaded = new_model(seed=9)
-    loaded_optimizer = build_optimizer(loaded, OptimSection())
-    load_model(tmp_path, loaded)
-    load_optimizer(tmp_path, loaded, loaded_optimizer)
-    for a, b in zip(loaded.parameters(), model.parameters(), strict=True):
-        assert torch.equal(a, b)
-        state = loaded_optimizer.state[a]
-        assert all(equal(state[key], tensor) for key, tensor in optimizer.state[b].items())
-    if num_parts == 2:
-        assert max(sizes) < 0.7 * sum(sizes)
-
-
-def test_a_copy_is_not_touched_by_training_that_goes_on(
-    tmp_path: Path, trained: Trained, micro_batches: MicroBatches
-) -> None:
-    model, optimizer = trained
-    save_state(tmp_path, model, optimizer)
-    copy = HostSnapshot(model, optimizer)
-    copy.refresh()
-    train(model, optimizer, micro_batches(6, first_step=3), 3, 6)
-    copy.write(MODEL_FILE, tmp_path / "later")
-    assert (tmp_path / "later").read_bytes() == (tmp_path / MODEL_FILE).read_bytes()
 
 
 def test_files_have_only_the_metadata_that_keeps_their_bytes_the_same(

@@ -125,10 +125,13 @@ def test_every_state_resumes_with_the_same_bits(
     optimizer = build_optimizer(cut, config)
     snapshots = [HostSnapshot(cut, optimizer, part, num_parts) for part in range(num_parts)]
     take_steps(cut, optimizer, range(3))
+    written: list[str] = []
     for snapshot in snapshots:
         snapshot.refresh()
         for file in snapshot.files():
             snapshot.write(file, tmp_path / file)
+            written += load_file(tmp_path / file)
+    assert len(written) == len({*written}), "each is in one share"
     load_model(tmp_path, resumed)
     again = build_optimizer(resumed, config)
     load_optimizer(tmp_path, resumed, again)

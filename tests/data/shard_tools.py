@@ -52,14 +52,6 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 """Ways to damage any file."""
 
 
-def write_damaged_parquet(path: Path) -> None:
-    """Write one row of text in a page that cannot be decompressed, with an intact footer."""
-    pq.write_table(pa.table({"text": [made_text(5000)]}), path, compression="zstd")
-    content = bytearray(path.read_bytes())
-    content[100:160] = bytes(60)
-    path.write_bytes(content)
-
-
 def made_text(num_bytes: int, seed: int = 0) -> str:
     """Return about `num_bytes` of lines of random words, some of them CJK or emoji."""
     words = ["the", "model", "Ray", "0.5", "日本語", "😀", "naïve", "window", "(x)", "  "]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from raytrain_gpt.data.documents import SourcePiece, read_documents
 from raytrain_gpt.data.preparation import finish, start
 from raytrain_gpt.data.prepare_plan import Plan
-from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, read_manifest
+from raytrain_gpt.data.shards import MANIFEST_FILE, read_manifest
 from raytrain_gpt.data.split import SplitRule
 from raytrain_gpt.data.tokenize import run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer, make_encoding, vocab_hash
@@ -40,10 +40,6 @@ from tests.data.shard_tools import (
 )
 
 MANY = [f"document {i}\n日本 " + "x" * (i * 37 % 90) for i in range(300)]
-
-
-def both_splits(directory: Path, manifest: Manifest) -> list[bytes]:
-    return documents(directory, manifest, "train") + documents(directory, manifest, "val")
 
 
 @pytest.fixture

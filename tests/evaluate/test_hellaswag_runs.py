@@ -1,13 +1,9 @@
-"""HellaSwag and the example LAMBADA in runs and in `eval`.
-
-HellaSwag has the same answers as `transformers` on the export, and both are the same in local mode and on two
-workers.
-"""
+"""HellaSwag in a run and in `eval`, with the answers of `transformers` on the export."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -15,25 +11,17 @@ import pytest
 import torch
 
 from raytrain_gpt.columns import Row
-from raytrain_gpt.config import kinds
-from raytrain_gpt.config.code import Code
-from raytrain_gpt.evaluate.hellaswag import batches, choose_endings, encode_example, read_examples
-from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.export.huggingface import export_checkpoint
-from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
 from tests.conftest import RunCli
 from tests.data.shard_tools import prepare_here
-from tests.export.test_huggingface import UNTIED, write_checkpoint
 from tests.runs import MakeConfig, evaluations
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.slow
 
 SEQ_LEN = 256
 NUM_EXAMPLES = 250
-LAMBADA = Path(__file__).parents[2] / "examples" / "lambada.py"
-PASSAGES = ["big cow", "my big cat", "a big cow", "the big cow dog", "the dog"]
 Answers = dict[int, tuple[int, int]]
 """Index of an example -> endings with the smallest summed loss and the smallest loss per token."""
 
@@ -58,40 +46,23 @@ def examples(test_data: Path | None, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def start(make_config: MakeConfig, examples: Path) -> Callable[[int], RunSummary]:
-    """Return a function that trains on a number of workers, with one evaluation."""
-    passages = examples.with_name("passages.txt")
-    passages.write_text("".join(f"{words}\n" for words in PASSAGES))
-    text, data = passages.with_name("text.txt"), passages.with_name("data")
-    text.write_text("big cow\n" * 20_000)  # learned in a few steps
+def run(make_config: MakeConfig, examples: Path) -> RunSummary:
+    """Train on text that is learned in a few steps, with one evaluation."""
+    text, data = examples.with_name("text.txt"), examples.with_name("data")
+    text.write_text("big cow\n" * 20_000)
     prepare_here([str(text)], data, "bytes", val_fraction=0.05)
-
-    def begin(num_workers: int) -> RunSummary:
-        kinds.set_user_code(Code("lambada.py", LAMBADA.read_text("utf-8")))
-        config = make_config(
-            run_name=f"evaluated-{num_workers}",
-            num_workers=num_workers,
-            exact=True,
-            data_path=str(data),
-            max_steps=20,
-            peak_lr=1e-2,
-            embd_size=64,
-            seq_len=SEQ_LEN,
-            global_batch_tokens=12 * SEQ_LEN,
-            eval_every_steps=20,
-            hellaswag_path=str(examples),
-            evaluations=["lambada"],
-            lambada_file=str(passages),
-        )
-        return train(config, print)
-
-    return begin
-
-
-@pytest.fixture(scope="module")
-def run(cluster: str, start: Callable[[int], RunSummary]) -> RunSummary:
-    """Train a run of two workers."""
-    return start(2)
+    config = make_config(
+        run_name="evaluated",
+        data_path=str(data),
+        max_steps=20,
+        peak_lr=1e-2,
+        embd_size=64,
+        seq_len=SEQ_LEN,
+        global_batch_tokens=12 * SEQ_LEN,
+        eval_every_steps=20,
+        hellaswag_path=str(examples),
+    )
+    return train(config, print)
 
 
 def last_evaluation(run: RunSummary) -> Row:
@@ -129,38 +100,13 @@ def scores(answers: Answers, examples: Path) -> tuple[float, float]:
     return sum(right[0]) / len(answers), sum(right[1]) / len(answers)
 
 
-def test_two_workers_score_as_transformers_does(
-    run: RunSummary, examples: Path, tmp_path: Path
-) -> None:
+def test_run_scores_as_transformers_does(run: RunSummary, examples: Path, tmp_path: Path) -> None:
     export = export_checkpoint(run.checkpoint.path, tmp_path / "hf", "fp32", print)
     wanted = answers_of_transformers(export, examples)
     row = last_evaluation(run)
     assert (row["hellaswag/acc"], row["hellaswag/acc_norm"]) == scores(wanted, examples)
     assert row["hellaswag/examples"] == len(wanted)
     assert row["hellaswag/cut"] > 0
-
-
-def test_local_mode_and_two_workers_evaluate_alike(
-    run: RunSummary, start: Callable[[int], RunSummary]
-) -> None:
-    (alone, two) = (last_evaluation(one) for one in (start(0), run))
-    own = [name for name in two if name.startswith(("val/", "hellaswag/", "lambada/"))]
-    assert {name: alone[name] for name in own} == {name: two[name] for name in own}
-    assert two["lambada/acc"] == 2 / 5
-
-
-@pytest.mark.long
-def test_a_qwen3_answers_as_transformers_does(examples: Path, tmp_path: Path) -> None:
-    write_checkpoint(Location.of(tmp_path / "run"), seq_len=SEQ_LEN, **UNTIED)
-    export = export_checkpoint(tmp_path / "run", tmp_path / "hf", "fp32", print)
-    _, _, model, tokenizer, _ = open_checkpoint(tmp_path / "run")
-    choices = [encode_example(example, tokenizer, SEQ_LEN) for example in read_examples(examples)]
-    found = {}
-    for batch, width in batches(choices, "cpu"):
-        chosen = zip(*choose_endings(model.eval(), batch, width), strict=True)
-        answers = [(int(by_sum), int(by_mean)) for by_sum, by_mean in chosen]
-        found |= dict(zip(map(choices.index, batch), answers, strict=True))
-    assert found == answers_of_transformers(export, examples)
 
 
 def test_eval_answers_as_the_run_did(run: RunSummary, examples: Path, run_cli: RunCli) -> None:

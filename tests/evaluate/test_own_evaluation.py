@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from raytrain_gpt.checkpoint.catalog import CODE_FILE, Catalog
@@ -73,7 +72,7 @@ def start(make_config: MakeConfig, tmp_path: Path) -> Start:
     return begin
 
 
-def measured(text: str, world_size: int) -> list[Any]:
+def measured(text: str, world_size: int, *watch: Callable[..., None]) -> list[Any]:
     """Evaluate a small model on ranks that are threads; returns each rank's metrics or error."""
     kinds.set_user_code(Code("my.py", text))
     config = load_preset("quickstart").updated({"evaluations": ["mine"]})
@@ -84,7 +83,7 @@ def measured(text: str, world_size: int) -> list[Any]:
     def metrics(ranks: Any) -> Any:
         try:
             how = (tokenizer, None, ranks, contextlib.nullcontext)
-            return Evaluation(config, model, *how).metrics()
+            return Evaluation(config, model, *how).metrics(*watch)
         except ConfigError as error:
             return str(error)
 
@@ -243,14 +242,10 @@ def test_all_ranks_fail_together(body: str, words: str) -> None:
 
 def test_a_long_evaluation_that_yields_shows_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation, "SHOW_EVERY_S", 0.0)
-    kinds.set_user_code(Code("my.py", START + "    yield {'a': (1, 2)}\n" * 2))
-    config = load_preset("quickstart").updated({"evaluations": ["mine"]})
-    tokenizer, (alone,) = load_tokenizer("bytes"), thread_ranks(1)
-    model = configured_model(config, 257, tokenizer.eot_token)
     lines: list[str] = []
     beats: list[None] = []
-    one = Evaluation(config, model, tokenizer, None, alone, contextlib.nullcontext)
-    one.metrics(lambda: beats.append(None), lines.append)
+    body = "    yield {'a': (1, 2)}\n" * 2
+    measured(START + body, 1, lambda: beats.append(None), lines.append)
     assert (len(beats), lines) == (2, ["mine so far: a 0.5"] * 2)
 
 
@@ -260,20 +255,6 @@ def test_names_of_other_rows_are_refused(name: str) -> None:
     kinds.set_user_code(Code("my.py", START.replace('"mine"', f'"{name}"') + "    pass"))
     with raises_line(ConfigError, "choose another name", "my.py, line 7"):
         kinds.user_kinds()
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"objective": "val/los"}, "must be val/loss, val/bits_per_byte, val/perplexity, or"),
-        ({"objective": "perf/mfu", "objective_mode": "max"}, "EVALUATION/KEY"),
-        ({"objective": "mine/a"}, "set objective_mode to min or max"),
-        ({"objective": "val/loss", "objective_mode": "max"}, "val/loss is minimized"),
-    ],
-)
-def test_objectives_that_cannot_be_compared_are_refused(fields: dict[str, Any], words: str) -> None:
-    with pytest.raises((ConfigError, ValidationError), match=words):
-        sweep_of({"peak_lr": {"grid": [1e-3, 2e-3]}}, **fields)
 
 
 def test_settings_of_the_evaluation_that_is_the_objective_cannot_vary() -> None:

@@ -524,6 +524,11 @@ def test_init_from_refuses_what_does_not_fit(
         check_init_from(config.updated({"num_heads": 4}), manifest)
     with raises_line(ConfigError, "num_layers=1", "set num_layers to 2"):
         check_init_from(config.updated({"num_layers": 1}), manifest)
+    write_checkpoint(Location.of(tmp_path / "untied"), **UNTIED)
+    qwen3 = make_config(init_from=str(tmp_path / "untied"), **UNTIED)
+    for name, ours, theirs in (("tied_embeddings", True, "false"), ("num_kv_heads", None, 2)):
+        with raises_line(ConfigError, f"{name}=", f"set {name} to {theirs}"):
+            check_init_from(qwen3.updated({name: ours}), manifest)
     for source in (exported[1], exported[1] / "model.safetensors"):
         hugging_face = config.updated({"init_from": str(source)})
         with raises_line(

@@ -21,6 +21,7 @@ from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.launch import train
 from tests import forked_worker
+from tests.checkpoint.test_catalog import newest_step
 from tests.conftest import ForksWorkers, RunCli
 from tests.documented_job import job_options
 from tests.faults.conftest import MakeGate
@@ -128,9 +129,7 @@ def test_a_stopped_job_has_saved_and_the_same_command_goes_on_bitwise(
     printed = head.job("logs", "stopped")
     # Two ranks agree on the stop while they train one more step.
     assert "interrupted at step 24, saved" in printed, printed
-    saved = Catalog(Location.of(config.run.storage_path) / "job").pick("newest", pytest.fail)
-    assert saved is not None
-    assert saved.state.step == 24
+    assert newest_step(Catalog(Location.of(config.run.storage_path) / "job")) == 24
 
     summary = train(config, print)
     run_dir = summary.run_dir.path

@@ -269,31 +269,6 @@ def test_a_killed_driver_goes_on_by_the_same_command(
 
 
 @pytest.mark.long
-def test_a_killed_run_goes_on_in_another_mode_each_time(
-    cluster: str,
-    make_config: MakeConfig,
-    gate: MakeGate,
-    start: Start,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """With 4 workers, in local mode and with 3 workers to the end, exact sums keep every bit."""
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    exact = {"exact": True, "micro_batch_sequences": 1, "dropout": 0.1}
-    for num_workers, step in ((4, 13), (0, 36)):
-        place = gate(max(num_workers - 1, 0), step)
-        config = make_config(**exact, run_name="modes", num_workers=num_workers)
-        env = environment(cluster) if num_workers else {}
-        command = start(config, Faults((place,)), env)
-        command.reaches(place)
-        command.process.kill()
-        command.ends()
-    last = train(make_config(**exact, run_name="modes", num_workers=3), print)
-    workers = [row["num_workers"] for row in events(last.run_dir.path, "attempt")]
-    assert workers == [4, 1, 3]
-    assert_same(last.run_dir, train(make_config(**exact, run_name="modes-straight"), print))
-
-
-@pytest.mark.long
 @pytest.mark.fault("head (GCS) killed", "driver exits; same command resumes")
 def test_a_dead_head_ends_the_driver_and_the_same_command_goes_on(
     cluster: str, straight: Straight, make_config: MakeConfig, gate: MakeGate, start: Start
@@ -308,26 +283,3 @@ def test_a_dead_head_ends_the_driver_and_the_same_command_goes_on(
     place.open()
     assert command.ends() not in (0, 2)
     assert_same(train(config, print).run_dir, straight(2))
-
-
-@pytest.mark.long
-@pytest.mark.fault("Ctrl+C three times", "exits unsaved; last checkpoint intact")
-def test_a_third_interrupt_ends_a_run_at_once_with_its_checkpoint_intact(
-    cluster: str, make_config: MakeConfig, gate: MakeGate, start: Start
-) -> None:
-    place = gate(1, 15)  # this rank never returns, so saving cannot succeed
-    config = make_config(num_workers=2, run_name="forced")
-    command = start(config, Faults((place,)), environment(cluster))
-    command.reaches(place)
-    command.process.send_signal(signal.SIGINT)
-    command.prints("saving a checkpoint first")
-
-    def interrupted() -> bool:
-        command.process.send_signal(signal.SIGINT)
-        return command.process.poll() is not None
-
-    wait_until(interrupted, "the exit of the command")
-    assert command.ends() == 130, command.output
-    newest = Catalog(Location.of(config.run.storage_path) / "forced").pick("newest", pytest.fail)
-    assert newest is not None
-    assert newest.state.step == 10

@@ -222,6 +222,7 @@ def test_tasks_read_from_and_write_to_an_object_store(
         (tmp_path / "sources").mkdir(exist_ok=True)
         (tmp_path / "sources" / f"{i}.jsonl").write_text(text)
         (bucket / f"sources/{i}.jsonl").write_text(text)
+    (bucket / "sources/a.txt").write_text("a story\n" * 100)
     local = prepare(
         [str(tmp_path / "sources")], tmp_path / "out", "bytes", PrepareOptions(), log=print
     )

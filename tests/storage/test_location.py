@@ -24,17 +24,13 @@ from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.documents import read_documents
 from raytrain_gpt.data.shards import read_manifest
 from raytrain_gpt.data.sources import find_pieces
-from raytrain_gpt.data.verify import check_shard, check_tokenizer
 from raytrain_gpt.errors import ClusterError, ConfigError, DataError, StorageError
 from raytrain_gpt.storage import location, object_store
 from raytrain_gpt.storage.location import Location
 from tests.conftest import raises_line
 from tests.data.shard_tools import (
     TEXTS,
-    made_text,
-    prepare_here,
     write_jsonl,
-    write_parquet,
 )
 from tests.s3 import ACCESS_KEY, SECRET_KEY, S3Server
 
@@ -433,31 +429,6 @@ def test_wrong_keys_are_one_line_at_once_and_not_in_it(s3: S3Server, remote: Loc
 
 
 # Datasets
-
-
-@pytest.mark.slow
-def test_a_dataset_is_the_same_from_and_to_a_store(remote: Location, tmp_path: Path) -> None:
-    sources = tmp_path / "sources"
-    (sources / "sub").mkdir(parents=True)
-    texts = [made_text(2000, seed) for seed in range(40)] + list(TEXTS.values())
-    (sources / "z.txt").write_text(made_text(5000))
-    write_jsonl(sources / "sub" / "a.jsonl", texts)
-    write_parquet(sources / "sub-b.parquet", texts[:20], rows=7)
-    (sources / "ignored.csv").write_text("x")
-    put_tree(sources, remote / "sources")
-
-    options = {"row_group_tokens": 1025, "shard_tokens": 20_000, "val_fraction": 0.1}
-    local = prepare_here([str(sources)], tmp_path / "out", "bytes", **options)
-    out = remote / "out"
-    stored = prepare_here([str(remote / "sources")], out, "bytes", **options)
-    assert stored.hash == local.hash
-    assert out.names() == sorted(path.name for path in (tmp_path / "out").iterdir())
-    for shard in local.shards:
-        assert (out / shard.path).read_bytes() == (tmp_path / "out" / shard.path).read_bytes()
-        check_shard(out, stored, shard, content=True)
-    check_tokenizer(out, stored)
-    assert read_manifest(out) == stored
-    assert prepare_here([str(remote / "sources")], out, "bytes", **options) == stored
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,6 @@ class FakeRun:
 
     def __init__(self, config: Config, workers: int, data: Any, place: Any, signals: Any, *_: Any):
         self.run_dir, self._signals = "the run", signals
-        self.output = SimpleNamespace(sync=SimpleNamespace(work_dir=None))
 
     def evaluations(self) -> Iterator[list[Row]]:
         new: list[Row] = []

@@ -19,7 +19,7 @@ from raytrain_gpt.tracking.goodput import (
     read_attempts,
     run_speed,
 )
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE, merge_rows
+from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE
 from raytrain_gpt.tracking.runs import runs_command
 
 STARTUP_S, STEP_S, WAIT_S, EVAL_S, BLOCKED_S = 8.0, 0.5, 0.125, 2.0, 0.25
@@ -175,65 +175,15 @@ def test_a_rollback_tells_its_steps_and_batches() -> None:
     assert " | 3 bad steps | 4 batches skipped" in result.summary()
 
 
-@pytest.mark.parametrize(
-    ("end", "same_session", "killed_startups", "lost_steps"),
-    [
-        (None, True, 2, 3),
-        ("failed", False, 0, 0),
-        ("hung", True, 0, 3),
-        ("rolled_back", False, 2, 3),
-    ],
-)
-def test_a_grid_of_attempts_adds_up(
-    end: str | None, same_session: bool, killed_startups: int, lost_steps: int
-) -> None:
-    # 12 attempts keep 10 steps each; the `lost_steps` after these are discarded by the next attempt.
-    num_attempts, gap_s, rows, now_s, number = 12, 5.0, [], 1000.0, 0
-    begun_s, steps_s = now_s, (10 + lost_steps) * STEP_S
-    for done in range(0, num_attempts * 10, 10):
-        lost = lost_steps if done else 0
-        for begins_training in (*[False] * killed_startups, True):
-            number += 1
-            session = "a" if same_session else str(number)
-            rows.append(begin(number, done, now_s, session, lost))
-            lost = 0
-            if begins_training:
-                rows.append(event("start" if done == 0 else "resume", done, now_s + STARTUP_S))
-                now_s += STARTUP_S + steps_s + EVAL_S + BLOCKED_S
-                rows += [*steps(done + 1, done + 10), evaluation(done + 10)]
-                rows.append(checkpoint(done + 10, now_s - steps_s / 2))
-                if end is not None or done == num_attempts * 10 - 10:
-                    rows.append(event(end or "finished", done + 10, now_s))
-            now_s += gap_s
+def test_killed_start_up_has_no_time_of_its_own_in_any_order_of_rows() -> None:
+    rows = [begin(1, 0, 85.0, "b"), begin(2, 0, 90.0), *restarted("failed")]
     random.Random(0).shuffle(rows)
-    result = goodput(merge_rows(rows, [], 10**6))
-
-    between = number - 1
-    lost_last = lost_steps * STEP_S  # no later attempt records the steps that the last one lost
-    # Attempts killed in startup have no recorded duration; only the gaps around them are known.
-    busy_s = num_attempts * (STARTUP_S + steps_s + EVAL_S + BLOCKED_S)
-    assert result.elapsed_s + result.not_running_s == pytest.approx(now_s - gap_s - begun_s)
-    assert result.elapsed_s == pytest.approx(busy_s + same_session * between * gap_s)
-    assert result.not_running_s == pytest.approx((not same_session) * between * gap_s)
-    assert result.effective_s == num_attempts * 10 * (STEP_S - WAIT_S)
-    assert result.lost_to == pytest.approx(
-        {
-            "startup": num_attempts * STARTUP_S,
-            "restarts": same_session * between * gap_s,
-            "repeated_steps": (num_attempts - 1) * lost_last,
-            "evaluation": num_attempts * EVAL_S,
-            "checkpoints": num_attempts * BLOCKED_S,
-            "data_wait": num_attempts * 10 * WAIT_S,
-            "other": lost_last,
-        }
-    )
-    assert result.effective_s + sum(result.lost_to.values()) == pytest.approx(result.elapsed_s)
-    assert result.restarts == between == sum(result.restarts_by_cause.values())
-    expected = {"killed": num_attempts * killed_startups} if killed_startups else {}
-    expected[end or "killed"] = expected.get(end or "killed", 0) + num_attempts - 1
-    assert result.restarts_by_cause == expected
-    assert result.lost_steps == (num_attempts - 1) * lost_steps
-    assert result.rolled_back_steps == (end == "rolled_back") * result.lost_steps
+    result, without = goodput(rows), goodput(restarted("failed"))
+    assert (result.elapsed_s, result.not_running_s) == (60.0, 5.0)
+    assert result.lost_to == {**without.lost_to, "restarts": 20.0}
+    assert result.effective_s + sum(result.lost_to.values()) == result.elapsed_s
+    assert result.restarts_by_cause == {"killed": 2, "failed": 1}
+    assert result.lost_steps == without.lost_steps
 
 
 def test_runs_show_tells_it(tmp_path: Path) -> None:

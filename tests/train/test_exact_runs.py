@@ -13,7 +13,7 @@ from raytrain_gpt.columns import Row
 from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
-from tests.runs import MakeConfig, Straight, evaluations, steps, weights
+from tests.runs import MakeConfig, Straight, evaluations, restarted_from, steps, weights
 
 pytestmark = pytest.mark.slow
 
@@ -28,21 +28,23 @@ def numbers(run: RunSummary) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k != "time" and "perf/" not in k} for row in rows]
 
 
+@pytest.mark.fault("worker count changed", "same batches and order")
 @pytest.mark.ray
 @pytest.mark.parametrize(
     ("fields", "workers"),
     [({}, (2,)), pytest.param(MODERN | MASKED, (3,), marks=pytest.mark.long)],
     ids=["gpt2", "qwen3-muon-bf16-masked-mixture"],
 )
-def test_any_number_of_workers_has_the_same_bits_and_metrics(
+def test_run_that_goes_on_with_more_workers_has_the_same_bits_and_metrics(
     make_config: MakeConfig,
     cluster: str,
+    storage: Path,
     dataset: Path,
     tmp_path: Path,
     fields: dict[str, Any],
     workers: tuple[int, ...],
 ) -> None:
-    """The shared runs are not exact, so this test trains separate ones."""
+    """From step 10 on; the shared runs are not exact, so this test trains separate ones."""
     name = f"exact-{len(fields)}"
     if "data_path" in fields:
         second = shutil.copytree(dataset, tmp_path / "second")
@@ -50,10 +52,10 @@ def test_any_number_of_workers_has_the_same_bits_and_metrics(
     whole = train(make_config(**EXACT, **fields, run_name=name), print)
     assert len(steps(whole.run_dir)) == 60
     for num_workers in workers:
-        config = make_config(
-            **EXACT, **fields, num_workers=num_workers, run_name=f"{name}-{num_workers}"
+        copy = restarted_from(whole, 10, storage, f"{name}-{num_workers}")
+        run = train(
+            make_config(**EXACT, **fields, num_workers=num_workers, run_name=copy.name), print
         )
-        run = train(config, print)
         assert weights(run.run_dir) == weights(whole.run_dir), num_workers
         assert numbers(run) == numbers(whole), num_workers
         averages = [open_checkpoint(of.run_dir, log=str, average=3)[2] for of in (run, whole)]
@@ -61,7 +63,7 @@ def test_any_number_of_workers_has_the_same_bits_and_metrics(
             assert torch.equal(ours, theirs)
 
 
-def test_going_on_with_other_threads_says_that_the_bits_may_be_others(
+def test_exact_run_resumed_with_other_threads_says_that_bits_may_differ(
     make_config: MakeConfig,
 ) -> None:
     fields = {**EXACT, "run_name": "exact-threads", "num_workers": 0}
@@ -73,6 +75,6 @@ def test_going_on_with_other_threads_says_that_the_bits_may_be_others(
 
 
 @pytest.mark.ray
-def test_without_them_bits_differ(straight: Straight) -> None:
+def test_runs_without_exact_sums_differ_in_bits_by_worker_count(straight: Straight) -> None:
     """Otherwise the test of equal bits could not fail."""
     assert len({weights(straight(num).run_dir) for num in (0, 2, 3)}) == 3

@@ -12,7 +12,7 @@ from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
 from tests.conftest import RunCli
 from tests.data.shard_tools import prepare_here
-from tests.runs import MakeConfig, assert_same_order, evaluations, flags, restarted_from, steps
+from tests.runs import MakeConfig, assert_same_order, evaluations, restarted_from, steps
 
 pytestmark = pytest.mark.slow
 
@@ -78,11 +78,3 @@ def test_every_dataset_has_its_share_and_its_loss(one: RunSummary, run_cli: RunC
     alone = json.loads(out.splitlines()[-1])
     assert alone["val/loss"] == pytest.approx(evaluated["val/loss"], abs=1e-4)
     assert alone["val/loss/signs"] == pytest.approx(losses["signs"], abs=1e-4)
-
-
-def test_a_mixture_that_changed_is_refused_on_resume(
-    one: RunSummary, make_config: MakeConfig, data_path: str, run_cli: RunCli
-) -> None:
-    changed = {**RUN, "data_path": data_path.replace("=0.7", "=0.6"), "max_steps": 210}
-    err = run_cli.refuses("train", *flags(make_config(run_name="mix", **changed)))
-    assert "changed data (manifest hash)" in err

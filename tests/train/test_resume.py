@@ -25,7 +25,7 @@ from raytrain_gpt.train.resume import (
     keep_start,
     read_skipped,
 )
-from tests.checkpoint.test_catalog import names, state, steps, write
+from tests.checkpoint.test_catalog import names, newest_step, state, steps, write
 from tests.conftest import raises_line
 from tests.runs import MakeConfig
 
@@ -89,6 +89,7 @@ def test_harmless_changes_are_accepted_and_logged(made: Made) -> None:
         "spike_patience": 3,
         "hang_timeout_s": None,
         "keep_checkpoints": 2,
+        "parallel": "fsdp",
     }
     lines: list[str] = []
     check_changes(config.updated(changes), manifest, checkpoint, lines.append)
@@ -196,8 +197,7 @@ def rollbacks(run_dir: Location, skip_before: int = 0, log: Log = print) -> Roll
 def go_back(made: Rollbacks, run: Location, started_at: int, books: Any) -> int | None:
     """Roll back; return the step from which the run resumes."""
     made.go_back(BAD, started_at, books)
-    newest = Catalog(run).pick("newest", pytest.fail)
-    return newest.state.step if newest else None
+    return newest_step(Catalog(run))
 
 
 def test_the_checkpoint_before_the_bad_steps_is_gone_back_to(run: Location, books: Any) -> None:

@@ -16,6 +16,11 @@ from tests.runs import MakeConfig, assert_same, evaluations, restarted_from, ste
 
 pytestmark = pytest.mark.slow
 
+MASKED_QWEN3 = {
+    "architecture": "qwen3", "num_heads": 4, "num_kv_heads": 2, "mlp_size": 96,
+    "tied_embeddings": False, "rope_theta": 5000.0, "document_mask": True,
+}  # fmt: skip
+
 
 @pytest.fixture(scope="module")
 def many_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -34,7 +39,7 @@ def many_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"optimizer": "muon", "architecture": "gpt2", "precision": "fp32"},
         {"optimizer": "muon", "architecture": "qwen3", "precision": "bf16"},
         {"precision": "fp16"},
-        {"document_mask": True},
+        MASKED_QWEN3,
     ],
     ids=lambda changes: "-".join(map(str, changes.values())),
 )

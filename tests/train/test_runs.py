@@ -53,42 +53,6 @@ def test_one_and_two_workers_train_on_the_same_batches(straight: Straight) -> No
     assert_same_order(straight(2).run_dir, straight(0))
 
 
-@ON_RAY
-def test_validation_is_the_same_at_every_world_size(straight: Straight) -> None:
-    per_run = [evaluations(straight(workers).run_dir) for workers in (0, 2, 3)]
-    for rows in zip(*per_run, strict=True):
-        assert len({row["val/tokens"] for row in rows}) == 1
-        assert max(row["val/loss"] for row in rows) - min(row["val/loss"] for row in rows) < 1e-4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [0, pytest.param(3, marks=ON_RAY)])
-def test_a_resumed_run_ends_with_the_same_bits(
-    straight: Straight, make_config: MakeConfig, storage: Path, num_workers: int
-) -> None:
-    whole = straight(num_workers)
-    name = f"resumed-{num_workers}"
-    copy = restarted_from(whole, 20, storage, name)
-    lines: list[str] = []
-    summary = train(make_config(num_workers=num_workers, run_name=name), lines.append)
-    assert any(line.startswith("resuming from step 20") for line in lines)
-    assert summary.step == 50
-    assert_same(copy, whole)
-
-
-@pytest.mark.fault("worker count changed", "same batches and order")
-@ON_RAY
-def test_another_world_size_goes_on_in_the_same_order(
-    straight: Straight, make_config: MakeConfig, storage: Path
-) -> None:
-    """The run had 2 workers and is resumed in the middle of a window."""
-    copy = restarted_from(straight(2), 30, storage, "fewer")
-    lines: list[str] = []
-    train(make_config(num_workers=0, run_name="fewer"), lines.append)
-    assert any("num_workers 2 -> 0" in line for line in lines)
-    assert_same_order(copy, straight(2))
-
-
 @pytest.mark.slow
 @pytest.mark.fault("MLflow down or slow")
 def test_trackers_show_one_curve_after_a_resume(make_config: MakeConfig, storage: Path) -> None:
