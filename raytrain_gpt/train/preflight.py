@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
-from raytrain_gpt.checkpoint.catalog import resolve_checkpoint
+from raytrain_gpt.checkpoint.catalog import CHECKPOINTS_DIR, resolve_checkpoint
 from raytrain_gpt.checkpoint.code_check import code_of, compare
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.call_options import PrepareOptions
@@ -129,7 +129,7 @@ def absolute_paths(config: Config, log: Log = lambda line: None) -> Config:
     """Return the configuration with every path absolute; `log` is that of `find`, for `init_from`.
 
     Raises a ConfigError if one is relative in a submitted job, whose working directory is deleted
-    afterwards, or a store or tracker cannot be used.
+    afterwards, or a store or tracker cannot be used; a CheckpointError for a start that is not there.
     """
     check_packages(config)
     run_location(config)
@@ -148,7 +148,8 @@ def absolute_paths(config: Config, log: Log = lambda line: None) -> Config:
     changes = {"data_path": map_paths(values["data_path"], partial(absolute, "data_path"))}
     paths = {"storage_path": values["storage_path"]}
     if (start := values["init_from"]) is not None:
-        with suppress(CheckpointError):  # a run that has begun needs it no more
+        has_begun = (run_location(config) / CHECKPOINTS_DIR).names()  # then it needs no start
+        with suppress(CheckpointError) if has_begun else nullcontext():
             found = find_in(config, start, log)
             paths["init_from"] = start if found.url == Location.of(start).url else found.url
     if values["hellaswag_path"] not in (None, DOWNLOAD):

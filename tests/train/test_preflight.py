@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
 
 import pytest
 
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.errors import CheckpointError, ClusterError, ConfigError
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.preflight import (
     absolute_paths,
     check_disk,
-    check_init_from,
     expected_vocab_size,
     prepare_default_data,
 )
@@ -47,10 +44,11 @@ def test_a_start_that_is_gone_is_a_matter_of_new_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    config = absolute_paths(Config().updated({"init_from": "gone"}))
-    assert config.model.init_from == "gone"
+    config = Config().updated({"init_from": "gone", "run_name": "tuned"})
     with raises_line(CheckpointError, f"no run gone in {tmp_path}/runs, which has none, and no "):
-        check_init_from(config, cast(Mixture, None))
+        absolute_paths(config)
+    write(Catalog(Location.of(tmp_path / "runs" / "tuned")), 10)
+    assert absolute_paths(config).model.init_from == "gone"
 
 
 @pytest.mark.parametrize(("max_steps", "said"), [(1, "1 checkpoint of"), (3, "3 checkpoints of")])
