@@ -129,15 +129,16 @@ def batch_at(
     """List the sequences that a run trained on at a step.
 
     Args:
-        run: Its directory, or its name in `storage_path`.
+        run: Its name in `storage_path`, or its path.
         data: Its dataset, as in `data_path`, or None for the one recorded by the run.
 
     Raises:
         UserError: the run, step or dataset does not exist.
     """
+    from raytrain_gpt.storage.find import find
     from raytrain_gpt.train.provenance import RunProvenance
 
-    return RunProvenance(str(run), storage_path, data).step(step)
+    return RunProvenance(find(run, storage_path), data).step(step)
 
 
 def replay(
@@ -166,9 +167,10 @@ def replay(
     """
     from raytrain_gpt.data.locations import read_code
     from raytrain_gpt.replays.steps import Replay, sha256, undisturbed
+    from raytrain_gpt.storage.find import find
     from raytrain_gpt.train.provenance import RunProvenance
 
-    source = RunProvenance(str(run), storage_path, data)
+    source = RunProvenance(find(run, storage_path), data)
 
     def steps() -> list[tuple[dict[str, Any], dict[str, str]]]:
         changed = {**change, "new_code": read_code(new_code)}

@@ -28,7 +28,12 @@ from raytrain_gpt.data.verify import check_shards, check_tokenizer
 from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.runs import runs_command
+from raytrain_gpt.tracking.runs import (
+    describe_checkpoints,
+    describe_run,
+    describe_runs,
+    write_page,
+)
 from tests.checkpoints import write_checkpoint
 from tests.data.shard_tools import prepare_here
 
@@ -133,10 +138,15 @@ class Makers:
         (place / "code.py").write_text(text)
 
         def read(place: Path) -> None:
-            for action in ("list", "show", "checkpoints", "report"):
+            silent, run_dir = (lambda line: None), Location.of(place)
+            describe_runs(str(place.parent), silent)
+            for show in (
+                describe_run,
+                describe_checkpoints,
+                lambda one, say: write_page([one], say),
+            ):
                 with contextlib.suppress(RaytrainGptError):
-                    names = [] if action == "list" else [place.name]
-                    runs_command(action, names, Location.of(place.parent), True, lambda line: None)
+                    json.dumps(show(run_dir, silent), default=str)
             Catalog(Location.of(place)).pick("newest", lambda line: None)
             read_checkpoint(Location.of(directory)).verify()
             open_checkpoint(place)

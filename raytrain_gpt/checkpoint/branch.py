@@ -15,7 +15,6 @@ from functools import partial
 from pydantic import TypeAdapter
 
 from raytrain_gpt.checkpoint.catalog import (
-    CHECKPOINTS_DIR,
     CODE_FILE,
     ROWS_FILE,
     STATE_FILE,
@@ -28,7 +27,7 @@ from raytrain_gpt.checkpoint.code_check import check_unchanged, code_hash, repla
 from raytrain_gpt.config.plan import for_workers
 from raytrain_gpt.config.schema import Config, changed_fields
 from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS, SHAPE_FIELDS
-from raytrain_gpt.data.locations import location, run_location
+from raytrain_gpt.data.locations import find_in, run_location
 from raytrain_gpt.data.mixture import Mixture, check_vocabulary
 from raytrain_gpt.data.order import ORDER_VERSION
 from raytrain_gpt.errors import CheckpointError, ConfigError, damage_as
@@ -125,16 +124,15 @@ def create_branch(config: Config, data: Mixture, log: Log) -> Checkpoint | None:
 def find_origin(config: Config, source: str, log: Log) -> Checkpoint:
     """Open and verify the checkpoint given as RUN@STEP or a path; a CheckpointError lists the steps."""
     match = _RUN_AT_STEP.fullmatch(source)
-    if not match and ((path := location(config, source)) / STATE_FILE).is_file():
-        return resolve_checkpoint(path)
     run, step = match.groups() if match else (source, "")
-    named = location(config, config.run.storage_path) / run
-    run_dir = named if (named / CHECKPOINTS_DIR).names() else location(config, run)
-    catalog = Catalog(run_dir)
+    place = find_in(config, run, log)
+    if not step and (place / STATE_FILE).is_file():
+        return resolve_checkpoint(place)
+    catalog = Catalog(place)
     if step and (origin := catalog.pick("step", log, int(step))):
         return origin
     steps = ", ".join(str(checkpoint.state.step) for checkpoint in catalog.complete()) or "none"
     raise CheckpointError(
-        f"branch_from={source}: {run_dir} has checkpoints of steps {steps}; give RUN@STEP, or a "
+        f"branch_from={source}: {place} has checkpoints of steps {steps}; give RUN@STEP, or a "
         "checkpoint's directory"
     )

@@ -51,7 +51,7 @@ class FindOptions(DataOptions):
     text: Annotated[str, Metavar("TEXT", positional=True)]
     """Text to find in documents."""
     run: Annotated[str, Metavar("RUN", positional=True)]
-    """Name or directory of a run."""
+    """Name, path or s3:// URL of a run."""
 
 
 @command("prepare", PrepareFlags)

@@ -8,10 +8,9 @@ import types
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, cast
 
-from pydantic import Field, field_validator
+from pydantic import Field
 from pydantic.fields import FieldInfo
 
 from raytrain_gpt.config import kinds
@@ -24,6 +23,7 @@ from raytrain_gpt.format import Log, shell
 from raytrain_gpt.redact import say
 
 if TYPE_CHECKING:
+    from raytrain_gpt.storage.location import Location
     from raytrain_gpt.train.provenance import RunProvenance
 
 OptionsT = TypeVar("OptionsT", bound=Options)
@@ -54,10 +54,21 @@ class ChangedCodeOptions(CodeOptions):
     """Use --code, or none, although it differs from what trained the checkpoints; they record both hashes."""
 
 
-class CheckpointOptions(ChangedCodeOptions):
+class StorageOptions(Options):
+    storage_path: str = "runs"
+    """Directory or s3:// URL of all runs."""
+
+    def find(self, name: str) -> Location:
+        """Return the place of a name or path; raises CheckpointError if a name is nowhere."""
+        from raytrain_gpt.storage.find import find  # slow to import
+
+        return find(name, self.storage_path)
+
+
+class CheckpointOptions(StorageOptions, ChangedCodeOptions):
     checkpoint: Annotated[str, Metavar("CHECKPOINT", positional=True)]
-    """Path or s3:// URL of a checkpoint or run, or the name of a run in ./runs; a run means its best
-    checkpoint, or its newest if none was evaluated."""
+    """Name of a run, or path or s3:// URL of a run or checkpoint; a run means its best checkpoint, or its
+    newest if none was evaluated."""
     average: int = Field(1, ge=1)
     """Average the weights over this many checkpoints, the last of a run or up to the given one."""
 
@@ -65,13 +76,6 @@ class CheckpointOptions(ChangedCodeOptions):
     def code_flags(self) -> tuple[str, ...]:
         flags = ["--accept_changed_code"] * self.accept_changed_code
         return *super().code_flags, *flags, *[f"--average={self.average}"] * (self.average > 1)
-
-    @field_validator("checkpoint")
-    @classmethod
-    def _find_in_runs(cls, path: str) -> str:
-        """Resolve a run's name to its directory in ./runs, unless the path itself exists."""
-        in_runs = Path(Config().run.storage_path, path)
-        return str(in_runs) if not Path(path).exists() and in_runs.is_dir() else path
 
 
 class JsonOptions(Options):
@@ -84,17 +88,16 @@ class JsonOptions(Options):
             say(json.dumps(facts))
 
 
-class StorageOptions(JsonOptions):
-    storage_path: str = "runs"
-    """Directory or s3:// URL of all runs."""
+class RunsOptions(StorageOptions, JsonOptions):
+    """Options of `runs`, on the runs of a storage."""
 
 
-class RunOptions(StorageOptions):
+class RunOptions(RunsOptions):
     run: Annotated[str, Metavar("RUN", positional=True)]
-    """Name or directory of a run."""
+    """Name, path or s3:// URL of a run."""
 
 
-class DataOptions(StorageOptions):
+class DataOptions(RunsOptions):
     data: Annotated[str | None, Metavar("DIR")] = None
     """Dataset of the run (default: the one it was trained on)."""
 
@@ -102,7 +105,7 @@ class DataOptions(StorageOptions):
         """Read the files of a run; raises UserError if it or its data does not exist."""
         from raytrain_gpt.train.provenance import RunProvenance  # slow to import
 
-        return RunProvenance(name, self.storage_path, self.data)
+        return RunProvenance(self.find(name), self.data)
 
 
 class ProgressOptions(Options):

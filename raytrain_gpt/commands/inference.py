@@ -50,7 +50,8 @@ def evaluate(options: _EvalOptions) -> None:
     from raytrain_gpt.evaluate.inference import evaluate_checkpoint
 
     how = options.model_dump(exclude={*CheckpointOptions.model_fields, "as_json"} - {"average"})
-    path, metrics = evaluate_checkpoint(options.checkpoint, say, **how, settings=options.fields)
+    place = options.find(options.checkpoint)
+    path, metrics = evaluate_checkpoint(place, say, **how, settings=options.fields)
     _say_metrics(path, metrics, options.code_flags)
     options.say_json({"checkpoint": str(path), **metrics})
 
@@ -92,9 +93,10 @@ def sample(options: SampleOptions) -> None:
 
     how = options.model_dump(include={*SamplingOptions.model_fields}, exclude_unset=True)
     how |= options.model_dump(include={"num_samples", "average"})
-    for text in sample_checkpoint(options.checkpoint, options.prompt, say, **how):
+    place = options.find(options.checkpoint)
+    for text in sample_checkpoint(place, options.prompt, say, **how):
         say(f"{text}\n{'-' * 40}")
-    say(f"next: {shell('raytrain-gpt', 'eval', options.checkpoint, *options.code_flags)}")
+    say(f"next: {shell('raytrain-gpt', 'eval', place, *options.code_flags)}")
 
 
 class _ExportOptions(CheckpointOptions):
@@ -118,7 +120,7 @@ class ImportOptions(Options):
 @command("export", _ExportOptions)
 def export(options: _ExportOptions) -> None:
     """Export a checkpoint as a directory for transformers, or as a file for llama.cpp."""
-    what = options.checkpoint, options.out, options.dtype
+    what = options.find(options.checkpoint), options.out, options.dtype
     if options.format == "gguf":
         from raytrain_gpt.export.gguf import export_gguf
 

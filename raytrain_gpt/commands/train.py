@@ -20,7 +20,7 @@ from raytrain_gpt.commands.flags import (
     JsonOptions,
     ProgressOptions,
     RunOptions,
-    StorageOptions,
+    RunsOptions,
     command,
     section_fields,
 )
@@ -207,9 +207,9 @@ def scale(options: ScaleOptions) -> None:
     say(next_line(results[-1], train_best))
 
 
-class ReportOptions(StorageOptions):
+class ReportOptions(RunsOptions):
     runs: Annotated[list[str], Metavar("RUN", positional=True)]
-    """Names or directories of runs."""
+    """Names, paths or s3:// URLs of runs."""
 
 
 class WhyOptions(CodeOptions, DataOptions, RunOptions):
@@ -228,32 +228,41 @@ class DiffOptions(CodeOptions, DataOptions):
     """Steps to replay with a change."""
 
 
-@command("list", StorageOptions)
-def list_runs(options: StorageOptions) -> None:
+@command("list", RunsOptions)
+def list_runs(options: RunsOptions) -> None:
     """List all runs."""
-    _runs("list", [], options)
+    from raytrain_gpt.tracking.runs import describe_runs
+
+    options.say_json(describe_runs(options.storage_path, say))
 
 
 @command("show", RunOptions)
 def show_run(options: RunOptions) -> None:
     """Show the state, speed and configuration of a run."""
-    _runs("show", [options.run], options)
+    from raytrain_gpt.tracking.runs import describe_run
+
+    options.say_json(describe_run(options.find(options.run), say))
 
 
 @command("checkpoints", RunOptions)
 def checkpoints(options: RunOptions) -> None:
     """List the checkpoints of a run."""
-    _runs("checkpoints", [options.run], options)
+    from raytrain_gpt.tracking.runs import describe_checkpoints
+
+    options.say_json(describe_checkpoints(options.find(options.run), say))
 
 
 @command("report", ReportOptions)
 def report(options: ReportOptions) -> None:
     """Write the report of a run or a sweep, or a page that compares several runs."""
-    from raytrain_gpt.sweep.sweep_page import report_sweep
+    from raytrain_gpt.sweep.sweep_page import write_sweep_page
+    from raytrain_gpt.tracking.runs import write_page
 
-    one = options.runs[0] if len(options.runs) == 1 else None
-    if one is None or not report_sweep(one, options.storage_path, options.as_json, say):
-        _runs("report", options.runs, options)
+    first, *others = places = [*map(options.find, options.runs)]
+    page = (None if others else write_sweep_page(first)) or write_page(places, say)
+    say(f"report {page}")
+    say("next: open it in a browser")
+    options.say_json({"report": str(page)})
 
 
 @command("why", WhyOptions)
@@ -287,14 +296,6 @@ def diff(options: DiffOptions) -> None:
     options.say_json(facts)
     if facts.get("recorded") or "step" in facts or not facts["as_recorded"]:
         sys.exit(1)
-
-
-def _runs(action: str, names: list[str], options: StorageOptions) -> None:
-    from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location
-    from raytrain_gpt.tracking.runs import runs_command
-
-    storage = Location.of(options.storage_path, retry_for_s=COMMAND_RETRY_S)
-    runs_command(action, names, storage, options.as_json, say)
 
 
 runs = CommandGroup(

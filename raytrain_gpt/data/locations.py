@@ -15,7 +15,8 @@ from raytrain_gpt.config.sections import EvalSection, TrackingSection
 from raytrain_gpt.data.mixture import BatchOrder, Mixture, parse_data_path, read_mixture
 from raytrain_gpt.data.shards import MANIFEST_FILE
 from raytrain_gpt.errors import ConfigError, DataError
-from raytrain_gpt.format import shell
+from raytrain_gpt.format import Log, shell
+from raytrain_gpt.storage.find import find
 from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location, is_url
 
 
@@ -101,3 +102,8 @@ def recorded_data(config: Config, holder: Location) -> Mixture:
 
 def run_location(config: Config) -> Location:
     return location(config, config.run.storage_path) / config.run.run_name
+
+
+def find_in(config: Config, name: str, log: Log = lambda line: None) -> Location:
+    """Find the place of a name or path in the run's storage; see `find`."""
+    return location(config, find(name, location(config, config.run.storage_path), log).url)

@@ -125,7 +125,7 @@ def examine(config: Config, log: Log) -> Examination:
         Interrupted: Ctrl+C or SIGTERM.
     """
     is_default = config.data.data_path == DEFAULT_DATA
-    config = preflight.absolute_paths(config.updated({"retry_for_s": _RETRY_FOR_S}))
+    config = preflight.absolute_paths(config.updated({"retry_for_s": _RETRY_FOR_S}), log)
     exam = Examination(config, log)
     with StopSignals("interrupted; nothing is left behind"), contextlib.ExitStack() as stack:
         stack.callback(end_own_cluster)

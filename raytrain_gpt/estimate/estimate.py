@@ -66,7 +66,7 @@ def estimate_run(
         config, num_workers = plan.config, plan.world_size
         gpu = gpu or gpu_spec(device_name)
     else:
-        config = preflight.absolute_paths(config)
+        config = preflight.absolute_paths(config, log)
     train_tokens = given.train_tokens
     if data_is_there(config):
         train_tokens = train_tokens or read_data(config).split_tokens("train")

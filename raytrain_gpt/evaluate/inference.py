@@ -102,7 +102,7 @@ def _average(model: GPT, newest: Checkpoint, num: int, log: Log) -> None:
 
 
 def evaluate_checkpoint(
-    path: str | Path,
+    path: LocationLike,
     log: Log,
     *,
     data: str | Path | None = None,
@@ -208,7 +208,7 @@ def _validation_feed(
 
 
 def sample_checkpoint(
-    path: str | Path, prompt: str, log: Log, *, num_samples: int, average: int = 1, **options: Any
+    path: LocationLike, prompt: str, log: Log, *, num_samples: int, average: int = 1, **options: Any
 ) -> list[str]:
     """Return continuations of a prompt, which may be empty, with the prompt.
 

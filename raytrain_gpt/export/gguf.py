@@ -27,13 +27,13 @@ from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.export.hf_weights import mapping_of, unpadded
 from raytrain_gpt.export.huggingface import DType, shape_line, staging_dir
 from raytrain_gpt.format import Log
-from raytrain_gpt.storage.location import Location, force_to_disk, is_url
+from raytrain_gpt.storage.location import Location, LocationLike, force_to_disk, is_url
 
 _SUFFIX = ".gguf"
 
 
 def export_gguf(
-    path: str | Path, out: str | Path, dtype: DType, log: Log, average: int = 1
+    path: LocationLike, out: str | Path, dtype: DType, log: Log, average: int = 1
 ) -> Path:
     """Write a file that llama.cpp loads, including the tokenizer; return its path.
 

@@ -48,7 +48,7 @@ from raytrain_gpt.export.hf_weights import (
 )
 from raytrain_gpt.export.model_card import CARD_FILE, IMPORT_EVENT, model_card
 from raytrain_gpt.format import Log, amount, count, listed
-from raytrain_gpt.storage.location import Location, force_to_disk, is_url
+from raytrain_gpt.storage.location import Location, LocationLike, force_to_disk, is_url
 from raytrain_gpt.tracking.mlflow_run import track_export
 
 UNFINISHED = ".unfinished-"
@@ -63,7 +63,7 @@ _TOKENIZERS = re.compile(r"(?i).*(token|vocab|merges|tekken|spiece|\.(model|spm|
 
 
 def export_checkpoint(
-    path: str | Path, out: str | Path, dtype: DType, log: Log, average: int = 1
+    path: LocationLike, out: str | Path, dtype: DType, log: Log, average: int = 1
 ) -> Path:
     """Write a directory that transformers loads, with tokenizer and model card; return its path.
 

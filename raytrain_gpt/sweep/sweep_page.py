@@ -6,7 +6,6 @@ Losses above the first ones are omitted from the charts, so that one trial does 
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from raytrain_gpt.errors import CheckpointError
-from raytrain_gpt.format import Log
 from raytrain_gpt.parsing import parse_yaml
-from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location, is_url
+from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.history import (
     HISTORY_FILE,
     History,
@@ -37,24 +35,16 @@ _MAX_NAMED_CURVES = 10
 _BATCH = "global_batch_tokens"
 
 
-def report_sweep(name: str, storage_path: str, as_json: bool, say: Log) -> bool:
-    """Write the page of a sweep, given by its name or path; return False if there is none."""
-    storage = Location.of(storage_path, retry_for_s=COMMAND_RETRY_S)
-    places = [Location.of(name)] if is_url(name) else [storage / name, Location.of(name)]
-    files = SWEEP_FILE, HISTORY_FILE
-    path = next((one for one in places if all((one / file).is_file() for file in files)), None)
-    if path is None:
-        return False
+def write_sweep_page(path: Location) -> Location | None:
+    """Write the page of a sweep; None if there is no sweep. Raises CheckpointError before its first trial."""
+    if not all((path / file).is_file() for file in (SWEEP_FILE, HISTORY_FILE)):
+        return None
     sweep = parse_yaml((path / SWEEP_FILE).read_text())
     history = History(path, sweep["objective_mode"] == "max")
     if not history.events:
         raise CheckpointError(f"{path} has no trial yet; wait for the first one")
     (path / REPORT_FILE).write_text(sweep_page(history, sweep))
-    say(f"report {path / REPORT_FILE}")
-    say("next: open it in a browser")
-    if as_json:
-        say(json.dumps({"report": str(path / REPORT_FILE)}))
-    return True
+    return path / REPORT_FILE
 
 
 def sweep_page(history: History, sweep: Mapping[str, Any]) -> str:

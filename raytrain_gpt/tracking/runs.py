@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,45 +12,30 @@ from raytrain_gpt.checkpoint.catalog import HASHES_FILE, Catalog, best_by_loss
 from raytrain_gpt.checkpoint.code_check import code_flags
 from raytrain_gpt.errors import CheckpointError, RaytrainGptError, reason
 from raytrain_gpt.format import Log, duration, sample_command, shell, size, table
-from raytrain_gpt.storage.location import Location, is_url
+from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location
 from raytrain_gpt.tracking.report import RunHistory, write_comparison, write_report
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, RunSync
 from raytrain_gpt.tracking.summary import loss_text, run_facts
 
 
-def find_run(name: str, storage: Location) -> RunSync:
-    """Find a run by its name in `storage`, or by its path; raises a CheckpointError if there is none."""
-    for path in (Location.of(name),) if is_url(name) else (storage / name, Location.of(name)):
-        if (path / CONFIG_FILE).is_file():
-            return RunSync(path).pull()
-    names = ", ".join(path.name for path in _run_dirs(storage)) or "none"
-    raise CheckpointError(f"no run {name} in {storage} (set --storage_path); runs there: {names}")
+def open_run(run_dir: Location) -> RunSync:
+    """Fetch the files of a run; raises a CheckpointError if it is not one."""
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise CheckpointError(f"{run_dir} is not a run: it has no {CONFIG_FILE}; give another")
+    return RunSync(run_dir).pull()
 
 
-def _run_dirs(storage: Location) -> list[Location]:
-    runs = [storage / name for name in storage.names()]
-    return [run for run in runs if (run / CONFIG_FILE).is_file()]
-
-
-def runs_command(action: str, names: list[str], storage: Location, as_json: bool, say: Log) -> None:
-    """Run one action of `runs` on one run, or `report` on several; may raise CheckpointError."""
-    if action == "list":
-        content = _list(storage, say)
-    else:
-        runs = [find_run(name, storage) for name in names]
-        content = {"show": _show, "checkpoints": _checkpoints, "report": _report}[action](runs, say)
-    if as_json:
-        say(json.dumps(content))
-
-
-def _list(storage: Location, say: Log) -> dict[str, Any]:
+def describe_runs(storage_path: str, say: Log) -> dict[str, Any]:
+    """Print a table of all runs, and return it; raises a CheckpointError without the storage."""
+    storage = Location.of(storage_path, retry_for_s=COMMAND_RETRY_S)
     if not storage.exists():
         raise CheckpointError(
             f"no runs: {storage} does not exist; set --storage_path to that of train, or start a run: "
             "raytrain-gpt train"
         )
     rows = []
-    for path in _run_dirs(storage):
+    paths = [storage / name for name in storage.names()]
+    for path in [path for path in paths if (path / CONFIG_FILE).is_file()]:
         try:
             rows.append(run_facts(RunHistory(RunSync(path).pull(), say)))
         except (OSError, RaytrainGptError) as error:
@@ -61,21 +46,22 @@ def _list(storage: Location, say: Log) -> dict[str, Any]:
     return {"runs": rows}
 
 
-def _show(runs: list[RunSync], say: Log) -> dict[str, Any]:
-    run = RunHistory(runs[0], say)
+def describe_run(run_dir: Location, say: Log) -> dict[str, Any]:
+    """Print state, speed and configuration of a run, and return them; raises like `open_run`."""
+    run = RunHistory(open_run(run_dir), say)
     facts = run_facts(run)
     for name, value in facts.items():
         say(f"{name:12} {loss_text(value) if isinstance(value, float) else value}")
     say(run.speed.summary())
     say(run.goodput.summary())
-    say((runs[0].work_dir / CONFIG_FILE).read_text("utf-8", "replace").rstrip())
+    say((run.work_dir / CONFIG_FILE).read_text("utf-8", "replace").rstrip())
     say(f"next: {shell('raytrain-gpt', 'runs', 'checkpoints', run.dir)}")
     return {**facts, "speed": asdict(run.speed), "goodput": asdict(run.goodput)}
 
 
-def _checkpoints(runs: list[RunSync], say: Log) -> dict[str, Any]:
-    run_dir = runs[0].run_dir
-    checkpoints = Catalog(run_dir).complete()
+def describe_checkpoints(run_dir: Location, say: Log) -> dict[str, Any]:
+    """Print a table of a run's checkpoints, and return it; raises like `open_run`."""
+    checkpoints = Catalog(open_run(run_dir).run_dir).complete()
     best = best_by_loss(checkpoints)
     rows: list[dict[str, Any]] = [
         {
@@ -97,17 +83,15 @@ def _checkpoints(runs: list[RunSync], say: Log) -> dict[str, Any]:
     return {"run": run_dir.name, "checkpoints": rows}
 
 
-def _report(runs: list[RunSync], say: Log) -> dict[str, Any]:
-    if len(runs) == 1:
-        path = str(runs[0].run_dir / write_report(runs[0], say).name)
-        runs[0].push()
-    else:
-        first = runs[0].run_dir
-        out = first.path.parent if first.is_local else Path.cwd()
-        path = str(write_comparison(runs, out / "comparison.html", say))
-    say(f"report {path}")
-    say("next: open it in a browser")
-    return {"report": path}
+def write_page(run_dirs: Sequence[Location], say: Log) -> Location:
+    """Write the report of a run, or a page that compares several; raises like `open_run`."""
+    runs = [*map(open_run, run_dirs)]
+    if len(runs) > 1:
+        out = run_dirs[0].path.parent if run_dirs[0].is_local else Path.cwd()
+        return Location.of(write_comparison(runs, out / "comparison.html", say))
+    page = runs[0].run_dir / write_report(runs[0], say).name
+    runs[0].push()
+    return page
 
 
 def _say_table(rows: list[dict[str, Any]], columns: tuple[str, ...], say: Log) -> None:

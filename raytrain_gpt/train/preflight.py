@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
-from raytrain_gpt.checkpoint.catalog import resolve_checkpoint
+from raytrain_gpt.checkpoint.catalog import CHECKPOINTS_DIR, resolve_checkpoint
 from raytrain_gpt.checkpoint.code_check import code_of, compare
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.call_options import PrepareOptions
@@ -18,7 +19,7 @@ from raytrain_gpt.core.model import GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.registry import count_model, new_model, resolved_shape
 from raytrain_gpt.core.state import load_model
 from raytrain_gpt.data.documents import STDLIB
-from raytrain_gpt.data.locations import data_is_there, location, make_order, read_data, run_location
+from raytrain_gpt.data.locations import data_is_there, find_in, make_order, read_data, run_location
 from raytrain_gpt.data.mixed_order import MixedOrder
 from raytrain_gpt.data.mixture import Mixture, check_val_split, check_vocabulary, map_paths
 from raytrain_gpt.data.tokenizer import load_tokenizer
@@ -51,10 +52,10 @@ def prepare_default_data(config: Config, log: Log) -> None:
 
     Of the processes of `torchrun` only rank 0 does; the others wait for it in `train_locally`.
     """
-    absolute = absolute_paths(config)
     is_first = os.environ.get("RANK", "0") == "0"
+    absolute = absolute_paths(config, *[log] * is_first)
     if config.data.data_path == DEFAULT_DATA and is_first and not data_is_there(absolute):
-        data = location(absolute, absolute.data.data_path)
+        data = Location.of(absolute.data.data_path)
         log(f"preparing {data} from the Python standard library's source")
         prepare([STDLIB], data, _DEFAULT_TOKENIZER, PrepareOptions(), log=log, in_process=True)
 
@@ -79,18 +80,11 @@ def check_data(config: Config, data: Mixture) -> None:
     check_val_split(data, config.data.seq_len)
 
 
-def start_path(config: Config, init_from: str) -> str:
-    """Return the path in `init_from`; a run's name means its directory in storage_path."""
-    if "/" in init_from or Path(init_from).exists():
-        return init_from
-    return f"{config.run.storage_path}/{init_from}"
-
-
 def check_init_from(config: Config, data: Mixture, log: Log = say) -> Config:
     """Resolve `init_from` to one checkpoint; raises a UserError if there is none that fits the model."""
     if config.model.init_from is None:
         return config
-    checkpoint = resolve_checkpoint(location(config, config.model.init_from), log)
+    checkpoint = resolve_checkpoint(find_in(config, config.model.init_from), log)
     check_vocabulary(data, checkpoint.state.vocab_hash, str(checkpoint.path))
     theirs = checkpoint.config
     if config.data.seq_len > theirs.data.seq_len:
@@ -130,11 +124,11 @@ def check_disk(config: Config, run_dir: Location, vocab_size: int, existing: int
         )
 
 
-def absolute_paths(config: Config) -> Config:
-    """Return the configuration with every path absolute.
+def absolute_paths(config: Config, log: Log = lambda line: None) -> Config:
+    """Return the configuration with every path absolute; `log` is that of `find`, for `init_from`.
 
     Raises a ConfigError if one is relative in a submitted job, whose working directory is deleted
-    afterwards, or a store or tracker cannot be used.
+    afterwards, or a store or tracker cannot be used; a CheckpointError for a start that is not there.
     """
     check_packages(config)
     run_location(config)
@@ -152,8 +146,11 @@ def absolute_paths(config: Config) -> Config:
 
     changes = {"data_path": map_paths(values["data_path"], partial(absolute, "data_path"))}
     paths = {"storage_path": values["storage_path"]}
-    if values["init_from"] is not None:
-        paths["init_from"] = start_path(config, values["init_from"])
+    if (start := values["init_from"]) is not None:
+        has_begun = (run_location(config) / CHECKPOINTS_DIR).names()  # then it needs no start
+        with suppress(CheckpointError) if has_begun else nullcontext():
+            found = find_in(config, start, log)
+            paths["init_from"] = start if found.url == Location.of(start).url else found.url
     if values["hellaswag_path"] not in (None, DOWNLOAD):
         paths["hellaswag_path"] = values["hellaswag_path"]
     changes |= {name: absolute(name, path) for name, path in paths.items()}

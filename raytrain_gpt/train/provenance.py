@@ -28,7 +28,7 @@ from raytrain_gpt.format import count, preview
 from raytrain_gpt.storage.location import Location, LocationLike
 from raytrain_gpt.tracking.goodput import read_attempts
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, read_rows
-from raytrain_gpt.tracking.runs import find_run
+from raytrain_gpt.tracking.runs import open_run
 from raytrain_gpt.train.resume import read_skipped
 
 _SHOWN_CHARACTERS = 100
@@ -57,7 +57,7 @@ class RunProvenance:
     """A run's steps and their data.
 
     Args:
-        name: Run name in `storage`, or path.
+        place: Its directory or URL.
         data: Dataset as in `data_path`, or None for the one recorded in the run's files.
 
     Attributes:
@@ -68,8 +68,8 @@ class RunProvenance:
         UserError: there is no such run, it is damaged, or its dataset is missing or has changed.
     """
 
-    def __init__(self, name: str, storage: LocationLike, data: str | None = None) -> None:
-        sync = find_run(name, Location.of(storage))
+    def __init__(self, place: LocationLike, data: str | None = None) -> None:
+        sync = open_run(Location.of(place))
         self.dir = sync.run_dir
         stored = load_config_file(sync.work_dir / CONFIG_FILE)
         self.newest = newest = next(reversed(Catalog(self.dir).complete()), None)

@@ -57,8 +57,8 @@ def keep_start(config: Config, resumed: Checkpoint) -> Config:
     started = resumed.config.field_values()
     for name in _START_FIELDS:
         given, original = config.field_values()[name], started[name]
-        # A run's directory was resolved to one of its checkpoints.
-        if given in (None, original) or f"{original}".startswith(f"{given}/checkpoints/"):
+        # A run was resolved to one of its checkpoints; the name of a run that is gone, to nothing.
+        if given is None or f"/{given}/checkpoints/" in f"/{original}/checkpoints/":
             continue
         original = "null" if original is None else original
         raise CheckpointError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from raytrain_gpt.config.load import describe, given_fields, load_config_file, start_of
 from raytrain_gpt.config.schema import FIELDS, Config, check_kinds
 from raytrain_gpt.config.sections import SHAPE_FIELDS, TrackingSection
-from raytrain_gpt.data.locations import file_on_disk, location, run_location
+from raytrain_gpt.data.locations import file_on_disk, find_in, run_location
 from raytrain_gpt.errors import CheckpointError, ConfigError
 from raytrain_gpt.format import shell
 from raytrain_gpt.redact import say
@@ -54,16 +55,15 @@ def _existing_run(fields: Mapping[str, Any]) -> Location | None:
     if "run_name" not in fields:
         return None
     config = Config().updated({name: fields[name] for name in _PLACE if name in fields})
-    runs = [run_location(config)]
-    if origin := fields.get("branch_from"):
-        path = location(config, str(origin))  # of a run or checkpoint
-        runs += [runs[0].parent / str(origin).partition("@")[0], path, path.parent.parent]
-    begun = (one for one in runs if (one / CONFIG_FILE).is_file() or (one / "checkpoints").names())
-    if (run := next(begun, None)) is None and origin:
-        from raytrain_gpt.checkpoint.branch import find_origin  # slow to import
 
-        find_origin(config, str(origin), say)
-    return run
+    def places() -> Iterator[Location]:
+        yield run_location(config)
+        if origin := fields.get("branch_from"):
+            yield (place := find_in(config, re.sub(r"@\d+$", "", str(origin))))
+            yield place.parent.parent  # of a checkpoint
+
+    has_begun = (p for p in places() if (p / CONFIG_FILE).is_file() or (p / "checkpoints").names())
+    return next(has_begun, None)
 
 
 def _remembered(run: Location, fields: Mapping[str, Any]) -> tuple[Config, str]:
@@ -117,7 +117,6 @@ def fields_of_init_from(
     from the run that started from it; raises a CheckpointError if there is none.
     """
     from raytrain_gpt.checkpoint.catalog import Catalog, resolve_checkpoint  # slow to import
-    from raytrain_gpt.train.preflight import start_path
 
     # Other fields may be valid only with these sizes.
     named = {name: fields[name] for name in ("init_from", *_PLACE) if name in fields}
@@ -130,9 +129,7 @@ def fields_of_init_from(
     if config.model.init_from is None or not open_fields:
         return {}
     try:
-        checkpoint = resolve_checkpoint(
-            location(config, start_path(config, config.model.init_from))
-        )
+        checkpoint = resolve_checkpoint(find_in(config, config.model.init_from))
     except CheckpointError:
         if (own := Catalog(run_location(config)).pick("newest", say)) is None:
             raise

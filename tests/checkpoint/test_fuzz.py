@@ -17,7 +17,7 @@ from raytrain_gpt.data.tokenizer_file import TOKENIZER_FILE
 from raytrain_gpt.evaluate.inference import open_checkpoint, sample_checkpoint
 from raytrain_gpt.export.model_card import model_card
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.runs import runs_command
+from raytrain_gpt.tracking.runs import describe_checkpoints, describe_runs
 from tests.export.test_huggingface import write_checkpoint
 from tests.fuzz import Damage, bounded_work, damages, works_or_says_why
 
@@ -74,8 +74,8 @@ def test_a_damaged_checkpoint_is_used_or_refused(
     works_or_says_why(lambda: Catalog(Location.of(run)).pick("newest", print))
     for checkpoint in Catalog(Location.of(run)).complete():
         assert all("step" in row for row in checkpoint.rows())
-    for action in ("list", "checkpoints"):
-        runs_command(action, ["run"], Location.of(run.parent), True, lambda line: None)
+    describe_runs(str(run.parent), lambda line: None)
+    describe_checkpoints(Location.of(run), lambda line: None)
 
 
 def card(directory: Path) -> str:

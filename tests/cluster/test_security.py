@@ -94,7 +94,7 @@ def test_what_libraries_print_is_filtered(run_cli: RunCli, monkeypatch: pytest.M
         raise ValueError(PASSWORD)
 
     monkeypatch.setenv("A_PASSWORD", PASSWORD)
-    monkeypatch.setattr("raytrain_gpt.tracking.runs.runs_command", show)
+    monkeypatch.setattr("raytrain_gpt.tracking.runs.describe_runs", show)
     code, out, errors = run_cli("runs", "list")
     assert (code, out) == (1, "out ***\n")
     assert errors.startswith("log ***\nTraceback")

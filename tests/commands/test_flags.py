@@ -13,7 +13,7 @@ import yaml
 from raytrain_gpt.commands.flags import (
     Command,
     ConfigOptions,
-    StorageOptions,
+    RunsOptions,
     section_fields,
 )
 from raytrain_gpt.commands.inference import SampleOptions
@@ -44,7 +44,7 @@ def test_flags_have_the_type_and_default_of_their_field() -> None:
     assert (options.checkpoint, options.prompt, options.seed) == ("runs/a", "null", 7)
     assert options.top_k is None, "null must be parsed as None"
     assert parsed(SampleOptions, "runs/a", "--prompt", "a").top_k == EvalSection().top_k
-    assert parsed(StorageOptions, "--json").as_json
+    assert parsed(RunsOptions, "--json").as_json
     assert parsed(ReportOptions, "a", "b").runs == ["a", "b"]
 
 
@@ -111,14 +111,30 @@ def test_the_help_has_every_field_but_not_in_the_usage_line(command: str, run_cl
     assert len(shown.split("\n\n")[0]) < 200
 
 
-def test_the_name_of_a_run_is_its_directory_in_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("runs show RUN", "runs checkpoints RUN", "runs report RUN", "runs why RUN"),
+        *("runs diff RUN --setting seed=1", "data at RUN --step 1", "data find text RUN"),
+        *("sample RUN --prompt a --max_new_tokens 1", "eval RUN", "export RUN --out out"),
+    ],
+)
+def test_a_command_takes_a_run_of_its_storage_before_a_directory_of_the_same_name(
+    words: str, run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for path in ("runs/book", "runs/both", "both"):
-        Path(path).mkdir(parents=True)
-    for given, meant in (("book", "runs/book"), ("both", "both"), ("s3://b/book", "s3://b/book")):
-        assert parsed(SampleOptions, given, "--prompt", "a").checkpoint == meant
+    for directory in ("store/book", "book", "twin"):
+        Path(directory).mkdir(parents=True)
+    storage = ("--storage_path", "store")
+    _, shown, _ = run_cli(*words.replace("RUN", "book").split(), *storage)
+    book = f"{tmp_path}/store/book"
+    assert shown.splitlines() == [f"book is run {book}; for {tmp_path}/book write ./book"]
+    for path in ("./book", "twin"):
+        code, shown, error = run_cli(*words.replace("RUN", path).split(), *storage)
+        assert (code, shown) == (2, "")
+        assert f"{tmp_path / path} is " in error
+    no_run = f"no run gone in {tmp_path}/store, which has book, and no {tmp_path}/gone; "
+    assert no_run in run_cli.refuses(*words.replace("RUN", "gone").split(), *storage)
 
 
 @pytest.mark.parametrize(

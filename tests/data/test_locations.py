@@ -8,7 +8,7 @@ import pytest
 
 from raytrain_gpt.config.load import start_of
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.data.locations import file_on_disk, location
+from raytrain_gpt.data.locations import file_on_disk, find_in, location
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.summary import next_line
@@ -21,6 +21,7 @@ def test_the_endpoint_of_a_run_is_for_s3_alone() -> None:
     config = Config().updated({"s3_endpoint": ENDPOINT})
     assert location(config, "s3://b/runs").endpoint == ENDPOINT
     assert location(config, "gs://b/data").endpoint is None
+    assert find_in(config, "s3://b/runs/x").endpoint == ENDPOINT
 
 
 def test_the_next_command_names_an_endpoint_that_only_the_configuration_has(

@@ -11,7 +11,6 @@ import pytest
 from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.replays.diff import diff_change
-from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.provenance import RunProvenance
@@ -86,7 +85,7 @@ def own_run(make_config: MakeConfig) -> RunSummary:
 
 @pytest.fixture
 def own(own_run: RunSummary) -> Iterator[RunProvenance]:
-    yield RunProvenance(str(own_run.run_dir), Location.of("runs"))
+    yield RunProvenance(own_run.run_dir)
     assert kinds.used_code() is None
 
 

@@ -188,7 +188,7 @@ def test_rows_of_a_strangers_run_are_used_or_refused_in_one_line(make_config: Ma
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     ways = [n for n, row in enumerate(rows) if row.get("event") in ("attempt", "start")]
     chosen = [*ways, next(n for n, row in enumerate(rows) if row.get("train/loss"))]
-    known, refused = RunProvenance(str(run.run_dir), "runs").attempt_of(1), list[str]()
+    known, refused = RunProvenance(run.run_dir).attempt_of(1), list[str]()
     for number, key, value in product(
         chosen, {k for n in chosen for k in rows[n]}, [*NASTY, "gone"]
     ):
@@ -199,7 +199,7 @@ def test_rows_of_a_strangers_run_are_used_or_refused_in_one_line(make_config: Ma
             changed[number][key] = value
         file.write_text("".join(json.dumps(row) + "\n" for row in changed))
         try:
-            if RunProvenance(str(run.run_dir), "runs").attempt_of(1) != known:
+            if RunProvenance(run.run_dir).attempt_of(1) != known:
                 replay(run.run_dir.path, 1, 2)
         except UserError as error:
             refused.append(str(error))

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.provenance import RunProvenance
 from tests.conftest import RunCli
@@ -38,7 +37,7 @@ def test_a_garbage_sequence_ranks_first(
     run = train(
         make_config(run_name=f"why-{kind}", data_path=str(tmp_path / "data"), peak_lr=2e-2), str
     )
-    provenance = RunProvenance(str(run.run_dir), Location.of(tmp_path))
+    provenance = RunProvenance(run.run_dir)
     having = [
         (step, sequence.id)
         for step, _ in provenance.batches()

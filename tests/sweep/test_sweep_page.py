@@ -13,7 +13,7 @@ import pytest
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.history import History
 from raytrain_gpt.sweep.spec import SWEEP_FILE, Sweep
-from raytrain_gpt.sweep.sweep_page import report_sweep, sweep_page
+from raytrain_gpt.sweep.sweep_page import sweep_page, write_sweep_page
 from raytrain_gpt.tracking.report import REPORT_FILE
 from tests.conftest import RunCli
 
@@ -69,12 +69,10 @@ def test_the_page_has_the_trials_and_what_stopping_saved(directory: Path, sweep:
     assert "stopping early saved 19%" in page
 
 
-def test_the_command_finds_a_sweep_by_name_and_leaves_runs_to_others(
-    directory: Path, run_cli: RunCli
-) -> None:
+def test_the_command_finds_a_sweep_by_name(directory: Path, run_cli: RunCli) -> None:
     storage = str(directory.parent)
     said = run_cli.succeeds("runs", "report", "small", "--storage_path", storage, "--json")
     path = json.loads(said.splitlines()[-1])["report"]
     assert Path(path) == directory / REPORT_FILE
     assert Path(path).read_text().startswith("<!DOCTYPE html>")
-    assert not report_sweep("other", storage, as_json=False, say=print)
+    assert write_sweep_page(Location.of(storage)) is None

@@ -20,7 +20,7 @@ from raytrain_gpt.tracking.goodput import (
     run_speed,
 )
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE
-from raytrain_gpt.tracking.runs import runs_command
+from raytrain_gpt.tracking.runs import describe_run
 
 STARTUP_S, STEP_S, WAIT_S, EVAL_S, BLOCKED_S = 8.0, 0.5, 0.125, 2.0, 0.25
 
@@ -193,9 +193,9 @@ def test_runs_show_tells_it(tmp_path: Path) -> None:
     rows = restarted("failed")
     (run_dir / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     lines: list[str] = []
-    runs_command("show", ["run"], Location.of(tmp_path), True, lines.append)
+    facts = describe_run(Location.of(run_dir), lines.append)
     assert goodput(rows).summary() in lines
-    assert json.loads(lines[-1])["goodput"] == asdict(goodput(rows))
+    assert facts["goodput"] == asdict(goodput(rows))
     assert run_speed(rows).summary() in lines
 
 

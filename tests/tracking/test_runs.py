@@ -1,4 +1,4 @@
-"""The `runs` command finds a run by its name, path or URL, and shows its undamaged content."""
+"""The `runs` command shows the undamaged content of a run."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.report import RunHistory
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE, RunSync
-from raytrain_gpt.tracking.runs import find_run, runs_command
+from raytrain_gpt.tracking.runs import (
+    describe_checkpoints,
+    describe_run,
+    describe_runs,
+    open_run,
+    write_page,
+)
 from raytrain_gpt.tracking.summary import run_facts
 from tests.checkpoints import write_checkpoint
 from tests.conftest import raises_line
 
 
-def test_a_run_is_found_by_its_name_and_by_its_place(run_dir: Location, tmp_path: Path) -> None:
+def test_a_run_has_a_configuration(run_dir: Location) -> None:
+    with raises_line(CheckpointError, f"{run_dir} is not a run: it has no config.yaml"):
+        open_run(run_dir)
     (run_dir / CONFIG_FILE).write_text(Config().to_yaml())
-    for name, storage in ((run_dir.name, run_dir.parent), (str(run_dir), Location.of(tmp_path))):
-        found = find_run(name, storage)
-        assert found.run_dir.url == run_dir.url
-        assert (found.work_dir / CONFIG_FILE).read_text() == Config().to_yaml()
-
-
-def test_a_run_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
-    (Location.of(tmp_path) / "known" / CONFIG_FILE).write_text(Config().to_yaml())
-    with pytest.raises(CheckpointError, match=r"no run other in .*; runs there: known"):
-        find_run("other", Location.of(tmp_path))
+    assert (open_run(run_dir).work_dir / CONFIG_FILE).read_text() == Config().to_yaml()
 
 
 @pytest.mark.fault("metrics.jsonl, config.yaml or samples.txt damaged")
@@ -38,12 +37,11 @@ def test_a_damaged_configuration_is_told_and_the_run_is_shown(tmp_path: Path) ->
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / CONFIG_FILE).write_bytes(b"model: \xef")
     (tmp_path / "run" / METRICS_FILE).write_text('{"step": 1, "train/loss": 2.0}\n')
-    for action in ("list", "show", "report"):
-        lines: list[str] = []
-        names = [] if action == "list" else ["run"]
-        runs_command(action, names, Location.of(tmp_path), True, lines.append)
-        assert f"skipped the configuration of {tmp_path / 'run'}: " in lines[0]
-    assert run_facts(RunHistory(RunSync(Location.of(tmp_path / "run"))))["train_loss"] == 2.0
+    lines, run_dir = list[str](), Location.of(tmp_path / "run")
+    describe_runs(str(tmp_path), lines.append)
+    write_page([run_dir], lines.append)
+    assert describe_run(run_dir, lines.append)["train_loss"] == 2.0
+    assert [f"skipped the configuration of {run_dir}: " in line for line in lines].count(True) == 3
 
 
 def test_a_run_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
@@ -51,9 +49,9 @@ def test_a_run_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
         (Location.of(tmp_path) / name / CONFIG_FILE).write_text(Config().to_yaml())
     (tmp_path / "damaged" / METRICS_FILE).mkdir()
     lines: list[str] = []
-    runs_command("list", [], Location.of(tmp_path), True, lines.append)
+    facts = describe_runs(str(tmp_path), lines.append)
     assert lines[0].startswith(f"skipped run {tmp_path / 'damaged'}: ")
-    assert [run["run"] for run in json.loads(lines[-1])["runs"]] == ["whole"]
+    assert [run["run"] for run in facts["runs"]] == ["whole"]
 
 
 def test_a_live_run_is_shown_by_its_newest_step_and_a_stopped_one_by_its_checkpoint(
@@ -78,18 +76,17 @@ def test_checkpoints_are_shown_for_people_and_for_programs(tmp_path: Path) -> No
     (Location.of(run_dir) / CONFIG_FILE).write_text(Config().to_yaml())
     places = [write_checkpoint(run_dir, 10, 3.0), write_checkpoint(run_dir, 20, 2.5)]
     lines: list[str] = []
-    runs_command("checkpoints", [str(run_dir)], Location.of(tmp_path), True, lines.append)
+    rows = describe_checkpoints(Location.of(run_dir), lines.append)["checkpoints"]
     assert lines[0].split() == ["step", "tokens_seen", "val_loss", "size", "age", "best", "path"]
     for line, place, best in zip(lines[1:3], places, ("-", "best"), strict=True):
         step, _, _, number, unit, *_, mark, path = line.split()
         assert (mark, path) == (best, str(place))
         assert (step, unit) == (str(int(place.name.removeprefix("step="))), "kB")
         assert float(number) > 1
-    rows = json.loads(lines[-1])["checkpoints"]
     assert [row["best"] for row in rows] == [False, True]
     assert all(isinstance(row["size_bytes"], int) for row in rows)
 
 
 def test_a_storage_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     with raises_line(CheckpointError, "no runs", "nowhere does not exist", "--storage_path"):
-        runs_command("list", [], Location.of(tmp_path / "nowhere"), False, print)
+        describe_runs(str(tmp_path / "nowhere"), print)

@@ -8,7 +8,7 @@ import pytest
 
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.errors import ClusterError, ConfigError
+from raytrain_gpt.errors import CheckpointError, ClusterError, ConfigError
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.preflight import (
     absolute_paths,
@@ -31,16 +31,24 @@ def test_init_from_takes_the_name_of_a_run(
     assert config.model.init_from == str(tmp_path / storage / "first")
     assert absolute_paths(config) == config
     Path("first").mkdir()
-    assert absolute_paths(Config().updated(fields)).model.init_from == str(tmp_path / "first")
+    told: list[str] = []
+    assert absolute_paths(Config().updated(fields), told.append) == config
+    assert told == [
+        f"first is run {tmp_path / storage / 'first'}; for {tmp_path}/first write ./first"
+    ]
+    path = Config().updated({**fields, "init_from": "./first"})
+    assert absolute_paths(path).model.init_from == str(tmp_path / "first")
 
 
-def test_a_path_in_init_from_is_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_is_gone_is_a_matter_of_new_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    write(Catalog(Location.of(tmp_path / "runs" / "models" / "gpt2")), 10)
-    config = absolute_paths(Config().updated({"init_from": "models/gpt2"}))
-    assert config.model.init_from == str(tmp_path / "models" / "gpt2")
-    remote = Config().updated({"init_from": "gpt2", "storage_path": "s3://bucket/runs"})
-    assert absolute_paths(remote).model.init_from == "s3://bucket/runs/gpt2"
+    config = Config().updated({"init_from": "gone", "run_name": "tuned"})
+    with raises_line(CheckpointError, f"no run gone in {tmp_path}/runs, which has none, and no "):
+        absolute_paths(config)
+    write(Catalog(Location.of(tmp_path / "runs" / "tuned")), 10)
+    assert absolute_paths(config).model.init_from == "gone"
 
 
 @pytest.mark.parametrize(("max_steps", "said"), [(1, "1 checkpoint of"), (3, "3 checkpoints of")])

@@ -84,7 +84,7 @@ def plain(make_config: MakeConfig, stories: Path) -> tuple[RunSummary, Given]:
 
 def told(run: RunSummary) -> Given:
     """Return the same mapping, computed from the run's files."""
-    data = RunProvenance(str(run.run_dir), run.run_dir)
+    data = RunProvenance(run.run_dir)
     return {step: [one.id for one in data.step(step)] for step in range(1, data.last_step + 1)}
 
 
@@ -96,7 +96,7 @@ def test_of_a_plain_run_with_text_shard_and_row(
     assert len(given) == 60
     assert len({i for ids in given.values() for i in ids}) < 60 * 12, "several epochs"
     tokenizer = read_tokenizer(stories)
-    for one in RunProvenance("told", run.run_dir.parent).step(7):
+    for one in RunProvenance(run.run_dir).step(7):
         tokens = pq.read_table(stories / one.shard)["tokens"].to_numpy()
         assert one.text == tokenizer.decode(tokens[one.row : one.row + 33].tolist())
     assert batch_at("told", 7, str(run.run_dir.parent)) == batch_at(str(run.run_dir), 7)
@@ -107,7 +107,7 @@ def test_of_a_mixture(make_config: MakeConfig, stories: Path, dataset: Path) -> 
     with recording() as given:
         run = train(make_config(run_name="told-mixed", data_path=mixed, **SMALL_DATA), print)
     assert told(run) == given
-    named = [one.dataset for one in RunProvenance(str(run.run_dir), run.run_dir).step(5)]
+    named = [one.dataset for one in RunProvenance(run.run_dir).step(5)]
     assert set(named) == {stories.name, dataset.name}
 
 
@@ -119,7 +119,7 @@ def test_after_a_rollback(make_config: MakeConfig) -> None:
     with recording() as given:
         run = train(config, print, gated(Faults(spiked_batches=spiked)))
     assert told(run) == given
-    data = RunProvenance(str(run.run_dir), run.run_dir)
+    data = RunProvenance(run.run_dir)
     assert [data.batch_of(step) for step in (22, 23, 50)] == [21, 34, 61]
     skipped = data.batch(24)
     assert not {one.id for one in skipped} & {i for ids in given.values() for i in ids}
@@ -129,7 +129,7 @@ def test_a_text_is_found_at_every_step_that_had_it_and_in_no_other(
     plain: tuple[RunSummary, Given], run_cli: RunCli
 ) -> None:
     run, _ = plain
-    data = RunProvenance(str(run.run_dir), run.run_dir)
+    data = RunProvenance(run.run_dir)
     had = {
         step: {one.id for one in data.step(step) if PLANTED in one.text} for step in range(1, 61)
     }
@@ -169,4 +169,4 @@ def test_other_data_than_the_runs_is_refused(
     """Otherwise the wrong sequences would be reported for the steps."""
     run_dir = plain[0].run_dir
     with raises_line(DataError, "was trained on different data", "restore the old dataset"):
-        RunProvenance(str(run_dir), run_dir, str(dataset))
+        RunProvenance(run_dir, str(dataset))

@@ -161,9 +161,10 @@ def test_a_run_keeps_the_start_that_it_had(
 
 def test_a_start_may_be_named_differently(made: Made, tmp_path: Path) -> None:
     run = "/runs/other"
-    given = made[0].updated({"init_from": run})
-    kept = keep_start(given, started(made, tmp_path, "init_from", A_POINT))
-    assert kept.model.init_from == A_POINT
+    for name in (run, "other"):
+        given = made[0].updated({"init_from": name})
+        kept = keep_start(given, started(made, tmp_path, "init_from", A_POINT))
+        assert kept.model.init_from == A_POINT
     with pytest.raises(CheckpointError, match="init_from=/runs, but"):
         keep_start(given.updated({"init_from": "/runs"}), started(made, tmp_path, "init_from", run))
 
