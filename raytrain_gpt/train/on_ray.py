@@ -21,7 +21,6 @@ from raytrain_gpt.cluster.connection import cluster_resources, draining_nodes
 from raytrain_gpt.cluster.orphans import kill_controllers, kill_process, remove_orphaned_groups
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.format import Log, count
-from raytrain_gpt.ingest.ray_dataset import ingest_dataset
 from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.tracking.events import (
     Command,
@@ -36,12 +35,7 @@ from raytrain_gpt.tracking.events import (
 )
 from raytrain_gpt.tracking.goodput import FIRST_STEP_EVENTS
 from raytrain_gpt.train.mailbox import RankState, push_events, start_mailbox
-from raytrain_gpt.train.worker_group import (
-    RankJob,
-    TorchConfig,
-    TrainLoop,
-    start_fit,
-)
+from raytrain_gpt.train.worker_group import RankJob, TrainLoop, start_fit
 
 POLL_S = 0.5
 WATCH_EVERY_S = 2.0
@@ -87,16 +81,8 @@ class OnRay:
         return wait_for_workers(config, current, cluster_resources, pause, log)
 
     def events(self, job: RankJob, train_loop: TrainLoop, lease: Lease) -> Events:
-        config, mailbox = job.plan.config, start_mailbox()
-        thread, raised = start_fit(
-            partial(push_events, train_loop, job, mailbox),
-            config.cluster,
-            job.plan.world_size,
-            name=f"{job.attempt:03d}",
-            directory=job.run_dir / "ray",
-            dataset=ingest_dataset(job.ingest, config.train.max_steps - resume_step(job.resumed)),
-            torch_config=TorchConfig(timeout_s=config.cluster.torch_timeout_s),
-        )
+        mailbox = start_mailbox()
+        thread, raised = start_fit(partial(push_events, train_loop, job, mailbox), job)
         watch = _FitWatch(job, mailbox, lease, self.discards)
         try:
             while thread.is_alive() and not watch.is_over:

@@ -1,7 +1,7 @@
 """Four steps of a configuration by a real run, in a hidden directory of its storage that is then removed.
 
-Connecting the workers, data, steps and checkpoint are those of `train`. Trackers, evaluations, retries and
-the report are off, and the console gets no line.
+Workers, data, steps and the checkpoint are those of `train`. Trackers, samples, retries and the report are
+off, and nothing is printed.
 """
 
 from __future__ import annotations
