@@ -22,26 +22,26 @@ class DoctorOptions(JsonOptions, ConfigOptions):
 def doctor(options: DoctorOptions) -> None:
     """Check a cluster, or your own code, before training.
 
-    Checks everything that `train` with the same flags needs, on the cluster that it would use. With --code,
-    instead checks the kinds that the file declares, in this process. Each check is one line: PASS, FAIL with
-    what to do, or SKIP with the reason. The exit code is 1 if one fails.
+    Checks everything that `train` with the same flags needs, on the cluster that it would use, by four steps
+    that leave nothing behind. With --code, instead checks the kinds that the file declares, in this process.
+    Each check is one line: PASS, FAIL with what to do, or SKIP with the reason. The exit code is 1 if one
+    fails.
     """
     config, _ = options.resolved()
     if not options.code:
         from raytrain_gpt.doctor.cluster_checks import examine
 
-        exam = examine(config, say)
-        checks, facts = exam.checks, {"all_reduce_bytes_per_s": exam.all_reduce_bytes_per_s}
+        checks = examine(config, say)
     else:
         from raytrain_gpt.doctor.code_checks import check_code
 
-        checks, facts = check_code(config, say), {}
+        checks = check_code(config, say)
         chosen = dict(reversed(kinds.user_kinds()))
         options = options.model_copy(update={"fields": {**chosen, **options.fields}})
     ok = all(check.status != "FAIL" for check in checks)
     fix = "fix the FAIL lines, then run this command again"
     say(f"next: {options.train_command() if ok else fix}")
-    options.say_json({"ok": ok, "checks": [asdict(check) for check in checks], **facts})
+    options.say_json({"ok": ok, "checks": [asdict(check) for check in checks]})
     sys.exit(0 if ok else 1)
 
 

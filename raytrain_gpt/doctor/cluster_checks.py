@@ -1,15 +1,14 @@
-"""Ten checks of the cluster that `train` would use, and of what its configuration needs.
+"""Eight checks of the cluster that `train` would use, and of what its configuration needs.
 
 Each check is one function from an `Examination` to a line: what it found, or what to do. The facts of all
-nodes and of the run's worker group are gathered once, when a check first asks for them. A check that an
-earlier failure makes impossible is skipped, with the reason.
+nodes are gathered once, when a check first asks for them. A check that an earlier failure makes impossible is
+skipped, with the reason. The last check is a short run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -33,30 +32,22 @@ from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.head import ask_head
 from raytrain_gpt.cluster.private_cluster import end_own_cluster
 from raytrain_gpt.cluster.signals import StopSignals
-from raytrain_gpt.config.plan import Plan
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import DEFAULT_DATA
 from raytrain_gpt.data.locations import data_is_there, location, read_data, run_location
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.shards import SPLITS, read_manifest
 from raytrain_gpt.doctor.check import Check, Failed, Skipped, checked
-from raytrain_gpt.doctor.rank_probe import (
-    NUM_BATCHES,
-    GroupFacts,
-    ask_ranks,
-)
 from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.format import Log, amount, count, size
-from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.tracking import mlflow_run
 from raytrain_gpt.train import preflight
+from raytrain_gpt.train.probe import NUM_STEPS, probe_run
 
 _RETRY_FOR_S = 10.0
 """Seconds to retry, few because an unreachable object store is a result."""
-_BETWEEN_NODES = (
-    "let all nodes reach each other on all ports, and if a node has several interfaces, set "
-    "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
-)
+_NOT_OF_TRAINING = {"cluster", "tracking"}
+"""Checks that may fail before a short run, which neither asks for a token nor logs."""
 
 
 @dataclass
@@ -68,7 +59,6 @@ class Examination:
         data: Training data, or None if it is missing or damaged.
         fitted: Configuration and world size, or None if the workers do not fit the cluster.
         storage_error: Why the driver cannot write the storage, or empty.
-        all_reduce_bytes_per_s: Tensor bytes -> algorithm bandwidth; empty if none was measured.
     """
 
     config: Config
@@ -78,7 +68,6 @@ class Examination:
     data: Mixture | None = None
     fitted: tuple[Config, int] | None = None
     storage_error: str = ""
-    all_reduce_bytes_per_s: dict[int, float] = field(default_factory=dict)
 
     @cached_property
     def nodes(self) -> list[NodeFacts]:
@@ -99,25 +88,8 @@ class Examination:
         found = {node.name: problem(node) for node in self.nodes}
         return ", ".join(f"{name}: {text}" for name, text in found.items() if text)
 
-    @cached_property
-    def ingest(self) -> IngestSpec | None:
-        """What the ranks read, or None without data that all nodes can read."""
-        if self.fitted is None or self.data is None or any(node.data for node in self.nodes):
-            return None
-        # Any micro-batch reads the same data.
-        return IngestSpec(Plan.of(*self.fitted, 1, "none"), self.data, self.data.start)
 
-    @cached_property
-    def group(self) -> GroupFacts:
-        """Facts of the run's worker group; raises Skipped if it cannot start."""
-        if self.fitted is None:
-            raise Skipped("no workers can be started")
-        if any(node.error for node in self.nodes):
-            raise Skipped("a node does not respond")
-        return ask_ranks(Plan.of(*self.fitted, 1, "none"), self.ingest)
-
-
-def examine(config: Config, log: Log) -> Examination:
+def examine(config: Config, log: Log) -> list[Check]:
     """Check everything that a run of this configuration needs, and log a line for each check.
 
     Raises:
@@ -127,7 +99,10 @@ def examine(config: Config, log: Log) -> Examination:
     is_default = config.data.data_path == DEFAULT_DATA
     config = preflight.absolute_paths(config.updated({"retry_for_s": _RETRY_FOR_S}), log)
     exam = Examination(config, log)
-    with StopSignals("interrupted; nothing is left behind"), contextlib.ExitStack() as stack:
+    with (
+        StopSignals("interrupted; nothing is left behind") as signals,
+        contextlib.ExitStack() as stack,
+    ):
         stack.callback(end_own_cluster)
         checks: dict[str, Callable[[Examination], str]] = {
             "cluster": check_cluster,
@@ -137,14 +112,12 @@ def examine(config: Config, log: Log) -> Examination:
             "storage": check_storage_path,
             "tracking": check_tracking,
             "disk": check_disk,
-            "devices": check_devices,
-            "all_reduce": check_all_reduce,
-            "sequences": check_sequences,
+            "training": partial(check_training, signals=signals),
         }
         for name, check in checks.items():
             exam.checks.append(checked(name, partial(check, exam)))
             log(exam.checks[-1].line)
-    return exam
+    return exam.checks
 
 
 def check_cluster(exam: Examination) -> str:
@@ -272,70 +245,16 @@ def check_disk(exam: Examination) -> str:
     return f"{storage}: {room}, enough for the run's checkpoints"
 
 
-def check_devices(exam: Examination) -> str:
-    """Check that each rank has a separate GPU if GPUs are requested."""
-    group = exam.group
-    if not group.ranks:
-        raise Failed(
-            f"the workers did not connect to each other: {group.error}; check that no other job holds the "
-            f"cluster's resources, and {_BETWEEN_NODES}"
-        )
-    if group.device_problem:
-        raise Failed(group.device_problem)
-    return group.devices
-
-
-def check_all_reduce(exam: Examination) -> str:
-    """Check that all-reduce sums are correct, and show how fast they are."""
-    group, ranks = exam.group, exam.group.ranks
-    if group.world_size == 1:
-        raise Skipped("one worker")
-    if not ranks or group.device_problem:
-        raise Skipped("not all ranks have a device")
-    if not ranks[0].all_reduce_s:
-        raise Failed(f"did not finish: {group.error}; {_BETWEEN_NODES}")
-    # By the slowest rank's time.
-    speeds = {n: n / max(rank.all_reduce_s[n] for rank in ranks) for n in ranks[0].all_reduce_s}
-    exam.all_reduce_bytes_per_s = speeds
-    each = ", ".join(f"{size / 1e6:g} MB {speed / 1e9:.2f} GB/s" for size, speed in speeds.items())
-    seen = f"{count(len(ranks), 'rank')} over {ranks[0].backend}, tensor bytes / time: {each}"
-    if wrong := sum(rank.wrong_sums for rank in ranks):
-        raise Failed(
-            f"{wrong} sums are wrong ({seen}); a device, its driver or a network card is broken: remove "
-            "nodes one by one to find it"
-        )
-    return f"sums are correct; {seen}"
-
-
-def check_sequences(exam: Examination) -> str:
-    """Check that the ranks together read each planned sequence once, in its step."""
-    group, ranks, ingest = exam.group, exam.group.ranks, exam.ingest
-    if ingest is None:
-        raise Skipped("no data that all nodes can read")
-    if not ranks or group.device_problem:
-        raise Skipped("not all ranks have a device")
-    if group.world_size > 1 and not ranks[0].all_reduce_s:
-        raise Skipped("all_reduce failed")
-    if not ranks[0].has_read:
-        raise Failed(f"reading did not finish: {group.error}")
-    order, val = ingest.order(), ingest.eval_ids()[0]
-    plans = {"the validation": val[val >= 0]}
-    actual = {"the validation": [[i for i in rank.val if i >= 0] for rank in ranks]}
-    for batch in range(NUM_BATCHES):
-        plans[f"global batch {batch}"] = order.batch_ids(batch)
-        actual[f"global batch {batch}"] = [rank.train.get(batch, []) for rank in ranks]
-    for name, plan in plans.items():
-        # A mixture's batch may repeat a sequence where a small dataset's epochs meet.
-        planned = Counter(plan.tolist())
-        read = Counter(i for ids in actual[name] for i in ids)
-        if planned != read:
-            raise Failed(
-                f"{(planned - read).total()} of {count(len(plan), 'sequence')} of {name} were not read, and "
-                f"{(read - planned).total()} were read twice or unplanned; do not train with this setup: "
-                "compare the installed versions with constraints.txt"
-            )
-    total = sum(len(plan) for plan in plans.values())
+def check_training(exam: Examination, signals: StopSignals) -> str:
+    """Check that a short run trains on all workers, and that its checkpoint can be read."""
+    failed = {check.name for check in exam.checks if check.status == "FAIL"} - _NOT_OF_TRAINING
+    if failed or exam.fitted is None:
+        raise Skipped("another check failed")
+    if exam.data is None:
+        raise Skipped("no data")
+    config, world_size = exam.fitted
+    start, step_s = probe_run(config, world_size, exam.data, signals)
     return (
-        f"{count(len(ranks), 'rank')} read {count(total, 'sequence')} of {NUM_BATCHES} global "
-        "batches and the validation, each as planned"
+        f"{count(world_size, 'worker')} on {start['device']} in {start['precision']}: {NUM_STEPS} steps, "
+        f"{step_s:.3g} s per step, with the sequences of the plan; a checkpoint was written and read"
     )

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from raytrain_gpt.cluster.compilers import check_compiler
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.plan import Plan, micro_batch_change
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.config.sections import DEFAULT_DATA
+from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS, DEFAULT_DATA
 from raytrain_gpt.core.device import (
     GPU_SPECS,
     GpuSpec,
@@ -19,14 +18,14 @@ from raytrain_gpt.core.device import (
     gpu_specs_matching,
 )
 from raytrain_gpt.data.locations import data_is_there, read_data
-from raytrain_gpt.doctor.rank_probe import ask_ranks
-from raytrain_gpt.errors import ConfigError, TrainingFailed
+from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.estimate.cost_model import Estimate, Facts, estimate
 from raytrain_gpt.format import Log, amount, count, duration, size
 from raytrain_gpt.tracking.configured import tracker_warnings
 from raytrain_gpt.train import preflight
 from raytrain_gpt.train.launch import training_session
 from raytrain_gpt.train.memory_fit import fit_memory
+from raytrain_gpt.train.probe import probe_run
 
 _SPEED_SOURCES = {
     "probe": "measured by the probe",
@@ -89,27 +88,20 @@ def estimate_run(
 
 
 def _probe_speed(config: Config, log: Log) -> tuple[Plan, float, str]:
-    """Time steps of the configuration's training loop on its data, and discard the model.
+    """Time steps of a short run of the configuration.
 
     Returns:
         The timed plan, tokens/s over all workers, and the name of rank 0's device.
     """
-    with StopSignals("interrupted; nothing is left behind"):
+    with StopSignals("interrupted; nothing is left behind") as signals:
         preflight.prepare_default_data(config, log)
         with training_session(config, log) as (fitted, world_size, data):
             plan = fit_memory(fitted, world_size, data.vocab_size, log)
-            preflight.check_data(fitted, data)
-            if not fitted.cluster.use_gpu:  # GPU workers check this themselves
-                check_compiler(fitted, on_gpu=False, where="a CPU")
             log(f"timing steps on {count(world_size, 'worker')}")
-            group = ask_ranks(plan, None, data.vocab_size)
-    if not all(rank.step_s for rank in group.ranks) or not group.ranks:
-        raise TrainingFailed(
-            f"no step was timed: {group.error}; set micro_batch_sequences to auto if memory is short, or "
-            "run: raytrain-gpt doctor"
-        )
-    tokens_per_s = fitted.train.global_batch_tokens / max(rank.step_s for rank in group.ranks)
-    return plan, tokens_per_s, group.ranks[0].device
+            start, step_s = probe_run(plan.config, world_size, data, signals)
+    fit = (start[name] for name in AUTO_MEMORY_FIELDS)  # smaller after a lack of memory
+    plan = Plan.of(plan.config, world_size, *fit)
+    return plan, fitted.train.global_batch_tokens / step_s, start["device"]
 
 
 def _device(text: str, log: Log) -> GpuSpec:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 from statistics import fmean
 
@@ -10,9 +11,21 @@ import torch
 
 from raytrain_gpt.cluster.capacity import DATA_CPUS, Resources, usable_cores
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.device import matmul_dtype, resolve_precision
+from raytrain_gpt.core.accumulation import FloatAccumulator
+from raytrain_gpt.core.device import (
+    make_autocast,
+    matmul_dtype,
+    resolve_precision,
+    synchronize,
+)
+from raytrain_gpt.core.loop import train_steps
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.core.registry import step_flops
+from raytrain_gpt.core.registry import (
+    build_optimizer,
+    configured_model,
+    init_weights,
+    step_flops,
+)
 from raytrain_gpt.format import amount, count, duration, table
 from raytrain_gpt.sweep.history import value_text
 from raytrain_gpt.sweep.spec import Sweep
@@ -30,9 +43,7 @@ from raytrain_gpt.train.memory_fit import (
     gpu_here,
     gpu_limit_bytes,
 )
-from raytrain_gpt.train.model_setup import Strategy
 from raytrain_gpt.train.preflight import expected_vocab_size
-from raytrain_gpt.train.probe import probe_steps
 
 _PROBE_S, _MAX_STEPS = 3.0, 1000
 """Duration of the speed measurement, which takes at least two steps."""
@@ -156,11 +167,38 @@ def _seconds_per_flop(configs: Sequence[Config], vocab_size: int) -> float | Non
     flops = _step_flops(config, vocab_size, fit.sequences * config.data.seq_len)
     if not on_gpu and flops > _MAX_CPU_FLOPS:
         return None
-    dtype = matmul_dtype(resolve_precision(config.train.precision, device))
-    how = fit.sequences, fit.activation_checkpointing, Strategy(device, dtype)
     times: list[float] = []
-    for seconds in probe_steps(eager, vocab_size, *how, repeat(1, _MAX_STEPS)):
+    for seconds in _timed_steps(eager, vocab_size, fit, device):
         times.append(seconds)  # the first step fills caches
         if len(times) > 1 and sum(times) > _PROBE_S:
             break
     return fmean(times[1:]) / flops / share
+
+
+def _timed_steps(
+    config: Config, vocab_size: int, fit: MemoryFit, device: torch.device
+) -> Iterator[float]:
+    """Train a new model on made-up tokens, and yield the seconds of each step of one micro-batch."""
+    precision = resolve_precision(config.train.precision, device)
+    # The choice of end-of-text token affects neither sizes nor times.
+    model = configured_model(config, vocab_size, vocab_size - 1, fit.activation_checkpointing)
+    init_weights(model, config.train.seed)
+    model.to(device)
+    tokens = torch.randint(vocab_size, (fit.sequences, config.data.seq_len + 1), device=device)
+    synchronize(device)
+    started = time.perf_counter()
+    for _ in train_steps(
+        model,
+        build_optimizer(model, config.optim, matmul_dtype(precision), None),
+        repeat((tokens[:, :-1], tokens[:, 1:])),
+        FloatAccumulator(model, 1, 0),
+        first_step=0,
+        max_steps=_MAX_STEPS,
+        learning_rate=lambda _: config.optim.peak_lr,
+        grad_clip=config.optim.grad_clip,
+        autocast=make_autocast(precision, device),
+        seed=config.train.seed,
+    ):
+        synchronize(device)
+        yield time.perf_counter() - started
+        started = time.perf_counter()

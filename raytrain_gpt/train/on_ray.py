@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -20,7 +21,6 @@ from raytrain_gpt.cluster.connection import cluster_resources, draining_nodes
 from raytrain_gpt.cluster.orphans import kill_controllers, kill_process, remove_orphaned_groups
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.format import Log, count
-from raytrain_gpt.ingest.ray_dataset import ingest_dataset
 from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.tracking.events import (
     Command,
@@ -35,16 +35,12 @@ from raytrain_gpt.tracking.events import (
 )
 from raytrain_gpt.tracking.goodput import FIRST_STEP_EVENTS
 from raytrain_gpt.train.mailbox import RankState, push_events, start_mailbox
-from raytrain_gpt.train.worker_group import (
-    RankJob,
-    TorchConfig,
-    TrainLoop,
-    start_fit,
-)
+from raytrain_gpt.train.worker_group import RankJob, TrainLoop, start_fit
 
 POLL_S = 0.5
 WATCH_EVERY_S = 2.0
 _STACKS_TIMEOUT_S = 5.0
+_CONTROLLER_GRACE_S = 10.0
 START_TIMEOUT_S = 300.0
 """Longest time until every rank's process has reported; Ray grants resources within 60 s or not at all."""
 END_TIMEOUT_S = 120.0
@@ -68,9 +64,16 @@ def deadline_s(phase: Phase, hang_timeout_s: float | None) -> float | None:
     return hang_timeout_s
 
 
+@dataclass(frozen=True)
 class OnRay:
-    """The connected Ray cluster as a `Place`."""
+    """The connected Ray cluster as a `Place`.
 
+    Attributes:
+        discards: Whether the run is not kept: a stop kills its ranks at once. Ray Train's controller gets
+            time to exit, since Ray would warn the command, which goes on, of a kill.
+    """
+
+    discards: bool = False
     retries = True
     check_storage = staticmethod(check_storage)
 
@@ -78,17 +81,9 @@ class OnRay:
         return wait_for_workers(config, current, cluster_resources, pause, log)
 
     def events(self, job: RankJob, train_loop: TrainLoop, lease: Lease) -> Events:
-        config, mailbox = job.plan.config, start_mailbox()
-        thread, raised = start_fit(
-            partial(push_events, train_loop, job, mailbox),
-            config.cluster,
-            job.plan.world_size,
-            name=f"{job.attempt:03d}",
-            directory=job.run_dir / "ray",
-            dataset=ingest_dataset(job.ingest, config.train.max_steps - resume_step(job.resumed)),
-            torch_config=TorchConfig(timeout_s=config.cluster.torch_timeout_s),
-        )
-        watch = _FitWatch(job, mailbox, lease)
+        mailbox = start_mailbox()
+        thread, raised = start_fit(partial(push_events, train_loop, job, mailbox), job)
+        watch = _FitWatch(job, mailbox, lease, self.discards)
         try:
             while thread.is_alive() and not watch.is_over:
                 yield from watch.taken(POLL_S)
@@ -100,7 +95,7 @@ class OnRay:
             thread.join(END_TIMEOUT_S)
             raised.append(error)
         finally:
-            kill_controllers()
+            kill_controllers(_CONTROLLER_GRACE_S if self.discards else 0.0)
             remove_orphaned_groups()
             ray.kill(mailbox)
         if raised and not (watch.is_over or watch.controller_hung):
@@ -111,11 +106,12 @@ class _FitWatch:
     """The driver's watch over one `fit()`.
 
     Attributes:
-        is_over: Whether the ranks were killed before their first step, because of a stop.
+        is_over: Whether a stop killed the ranks, before their first step or as the run is not kept.
     """
 
-    def __init__(self, job: RankJob, mailbox: Any, lease: Lease) -> None:
+    def __init__(self, job: RankJob, mailbox: Any, lease: Lease, discards: bool) -> None:
         self._job, self._mailbox, self._lease = job, mailbox, lease
+        self._discards = discards
         self._plan, self._stop = job.plan, job.link.stop
         self._phase: Phase = "starting"
         self._since = self._looked_at = time.monotonic()
@@ -145,7 +141,7 @@ class _FitWatch:
     def look(self) -> Iterator[Event]:
         """Act on a stop signal at once, and on everything else every two seconds."""
         if self._stop.is_set() and not self._asked_to_stop:
-            if self._phase in ("starting", "compiling"):
+            if self._discards or self._phase in ("starting", "compiling"):
                 self._kill_ranks(self._ranks())
                 self.is_over = True
                 return

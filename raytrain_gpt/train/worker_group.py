@@ -1,4 +1,4 @@
-"""The worker group that Ray Train starts, for a run or for the doctor, and the ranks' job."""
+"""The worker group that Ray Train starts for an attempt, and the ranks' job."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ import ray
 import ray.train
 import ray.train.torch
 from pydantic import ConfigDict, Field, InstanceOf
-from ray.data import Dataset, ExecutionOptions
+from ray.data import ExecutionOptions
 from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBackend
 
-from raytrain_gpt.checkpoint.catalog import Checkpoint
+from raytrain_gpt.checkpoint.catalog import Checkpoint, resume_step
 from raytrain_gpt.cluster.process_groups import host, join, open_rendezvous
 from raytrain_gpt.columns import Row
 from raytrain_gpt.config.plan import Plan
-from raytrain_gpt.config.sections import ClusterSection
 from raytrain_gpt.core.device import set_cuda_defaults
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.order import Position
-from raytrain_gpt.ingest.ray_dataset import IngestSpec
+from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.events import Events, Link
 
@@ -68,7 +67,7 @@ class _Backend(_TorchBackend):  # type: ignore[misc]
         """Create the group; Ray's backend would use a store that listens on all addresses."""
         uses_gpus = worker_group.get_resources_per_worker().get("GPU", 0) > 0
         worker_group.execute(set_cuda_defaults)
-        backend = backend_config.backend or ("nccl" if uses_gpus else "gloo")
+        backend = "nccl" if uses_gpus else "gloo"
         addresses: list[str | None] = [None] * len(worker_group)
         if len({*worker_group.execute(host)}) > 1:
             addresses = worker_group.execute(ray.util.get_node_ip_address)
@@ -84,42 +83,32 @@ class _Backend(_TorchBackend):  # type: ignore[misc]
         ray.get(ranks)
 
 
-class TorchConfig(ray.train.torch.TorchConfig):  # type: ignore[misc]
+class _TorchConfig(ray.train.torch.TorchConfig):  # type: ignore[misc]
     """Ray Train's torch configuration, with a process group that other users cannot join."""
 
     backend_cls = _Backend
 
 
 def start_fit(
-    train_loop: Callable[[], None],
-    cluster: ClusterSection,
-    world_size: int,
-    *,
-    name: str,
-    directory: Location,
-    dataset: Dataset | None,
-    torch_config: TorchConfig,
+    train_loop: Callable[[], None], job: RankJob
 ) -> tuple[threading.Thread, list[Exception]]:
-    """Start workers once, in a thread; returns it and a list that receives its exception.
+    """Start the workers of an attempt once, in a thread; returns it and a list that receives its exception.
 
     In the main thread Ray Train aborts on Ctrl+C without a checkpoint, and on SIGTERM Python would not run
     our handler while the main thread waits inside Ray.
-
-    Args:
-        name: Ray's name for the `fit()`, unique in `directory`.
-        dataset: Distributed to the ranks row by row, in its order, or None.
     """
-    filesystem, path = directory.ray_filesystem()
+    train, cluster = job.plan.config.train, job.plan.config.cluster
+    filesystem, path = (job.run_dir / "ray").ray_filesystem()
     trainer = ray.train.torch.TorchTrainer(
         train_loop,
-        torch_config=torch_config,
+        torch_config=_TorchConfig(timeout_s=cluster.torch_timeout_s),
         scaling_config=ray.train.ScalingConfig(
-            num_workers=world_size,
+            num_workers=job.plan.world_size,
             use_gpu=cluster.use_gpu,
             resources_per_worker={"CPU": cluster.num_cpus, "GPU": cluster.num_gpus},
         ),
         run_config=ray.train.RunConfig(
-            name=name,
+            name=f"{job.attempt:03d}",
             storage_filesystem=filesystem,
             storage_path=path,
             # Retries are those of `policy`.
@@ -127,7 +116,7 @@ def start_fit(
                 max_failures=0, max_preemption_failures=0, controller_failure_limit=0
             ),
         ),
-        datasets={} if dataset is None else {"train": dataset},
+        datasets={"train": ingest_dataset(job.ingest, train.max_steps - resume_step(job.resumed))},
         # Otherwise blocks go to the ranks in the order in which they become ready.
         dataset_config=ray.train.DataConfig(
             execution_options=ExecutionOptions(preserve_order=True)

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.ray
 def test_a_probe_times_steps_of_the_run_and_keeps_nothing(
     cluster: str, make_config: MakeConfig, dataset: Path, tmp_path: Path
 ) -> None:
-    config = make_config(num_workers=2, storage_path=str(tmp_path / "runs"))
+    config = make_config(
+        num_workers=2, micro_batch_sequences=1, storage_path=str(tmp_path / "runs")
+    )
     config, found = estimate_run(config, Facts(), print, probe=True)
     assert found.num_workers == 2
     assert found.speed is not None

@@ -148,7 +148,7 @@ def test_doctor_and_a_probe_time_steps_on_both_gpus(
     flags = ["--preset=quickstart", "--data_path=data", "--num_workers=2"]
     shown = run(*CLI, "doctor", *flags)
     assert "FAIL" not in shown
-    assert "nccl" in shown
+    assert "PASS training: 2 workers on NVIDIA" in shown
     shown = run(*CLI, "estimate", "--probe", *flags, "--parallel=fsdp")
     assert "(measured by the probe)" in shown
     assert "ranks [0, 1]" in assert_same_calls(tmp_path / "calls")
