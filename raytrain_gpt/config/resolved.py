@@ -84,7 +84,8 @@ class RunPlan:
         `world_size` must divide the global batch, and `micro_batch_sequences` a worker's share of it.
         """
         fit = {"micro_batch_sequences": micro_batch_sequences, "activation_checkpointing": mode}
-        resolved = ResolvedConfig.model_validate(config.updated(fit).model_dump())
+        tree = config.updated(fit).model_dump()
+        resolved = ResolvedConfig.model_validate(tree, context=config.registry)
         return cls(resolved, world_size)
 
     @property

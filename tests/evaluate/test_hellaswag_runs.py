@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from raytrain_gpt.columns import Row
-from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.evaluate.hellaswag import batches, choose_endings, encode_example, read_examples
 from raytrain_gpt.evaluate.inference import open_checkpoint
@@ -67,8 +66,8 @@ def start(make_config: MakeConfig, examples: Path) -> Callable[[int], RunSummary
     prepare_here([str(text)], data, "bytes", val_fraction=0.05)
 
     def begin(num_workers: int) -> RunSummary:
-        kinds.set_user_code(Code("lambada.py", LAMBADA.read_text("utf-8")))
         config = make_config(
+            code=Code.read(LAMBADA),
             run_name=f"evaluated-{num_workers}",
             num_workers=num_workers,
             exact=True,
