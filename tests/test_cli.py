@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from raytrain_gpt import cli
+from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ConfigError
 from tests.checkpoints import write_checkpoint
@@ -57,8 +58,7 @@ def test_code_is_read_before_the_flags_that_it_declares(
     sample = ["sample", "--prompt", "a"]
     for more in ([], ["--accept_changed_code"]):
         code = cli._registry([*sample, *words, *more]).code
-        assert code is not None
-        assert (code.file_name, code.may_differ) == ("my.py", bool(more))
+        assert code == Code.read(Path("my.py"), may_differ=bool(more))
     with raises_line(ConfigError, "executed"):
         cli._registry(["train", "--max_steps", "7", *words])
     assert cli._registry(sample).code is None

@@ -120,16 +120,15 @@ class ImportOptions(Options):
 def export(options: _ExportOptions) -> None:
     """Export a checkpoint as a directory for transformers, or as a file for llama.cpp."""
     what = options.checkpoint, options.out, options.dtype, say
-    how: dict[str, Any] = {"average": options.average, "registry": options.registry}
     if options.format == "gguf":
         from raytrain_gpt.export.gguf import export_gguf
 
-        file = export_gguf(*what, **how)
+        file = export_gguf(*what, average=options.average, registry=options.registry)
         say(f'next: {shell("llama-completion", "-m", file)} -no-cnv --prompt "Hello"')
     else:
         from raytrain_gpt.export.huggingface import export_checkpoint
 
-        directory = export_checkpoint(*what, **how)
+        directory = export_checkpoint(*what, average=options.average, registry=options.registry)
         say(f"next: AutoModelForCausalLM.from_pretrained({str(directory)!r})")
 
 

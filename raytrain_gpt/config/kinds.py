@@ -180,8 +180,9 @@ class Registry:
         """Return the section and field of a name; raises ConfigError for an unknown one."""
         if name in SECTION_FIELDS:
             return SECTION_FIELDS[name]
-        own = (one for one in self.user_kinds().values() if name in one.settings.model_fields)
-        for owner in self.owners(name) or own:
+        if not self.owners(name):
+            self.user_kinds()
+        for owner in self.owners(name):
             return SECTIONS[owner.selector], owner.settings.model_fields[name]
         hint = suggestion(name, self.fields) or "; a setting of your own code needs --code FILE"
         raise ConfigError(f"unknown configuration key {name}{hint}")

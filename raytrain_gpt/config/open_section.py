@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, ValidationError, model_val
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from raytrain_gpt.config import built_in as built_in  # declares the built-in kinds
-from raytrain_gpt.config.kinds import Kind, Registered, Registry, Selector, Settings
+from raytrain_gpt.config.kinds import Kind, Registered, Selector, Settings
 from raytrain_gpt.config.wording import MAX_SHOWN
 from raytrain_gpt.format import preview
 
@@ -67,20 +67,14 @@ class OpenSection(Registered, extra="allow"):
                     del values[name]
         return values
 
-    @classmethod
-    def applicable(
-        cls, values: Mapping[str, Any], keep: Iterable[str], registry: Registry
-    ) -> dict[str, Any]:
+    def applicable(self, values: Mapping[str, Any], keep: Iterable[str]) -> dict[str, Any]:
         """Drop settings of kinds that the values do not choose, except those in `keep`."""
-        chosen = [
-            registry.find(selector, name)
-            for selector in cls.selectors
-            for name in _names_of(values[selector])
-        ]
+        named = [(one, name) for one in self.selectors for name in _names_of(values[one])]
+        chosen = [self.registry.find(*one) for one in named]
         found = [one.settings.model_fields for one in chosen if one]
         if len(found) < len(chosen):
             return dict(values)  # the settings of an unknown kind are unknown too
-        names = set(chain(cls.model_fields, keep, *found))
+        names = set(chain(type(self).model_fields, keep, *found))
         return {name: value for name, value in values.items() if name in names}
 
     @model_validator(mode="after")

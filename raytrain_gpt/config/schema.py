@@ -134,9 +134,8 @@ class Config(Registered):
         tree |= {title: section.set_values() for title, section in opened.items()}
         for name, value in values.items():
             tree[self.registry.field(name)[0]][name] = value
-        keep = values if given is None else given
         for title, section in opened.items():
-            tree[title] = section.applicable(tree[title], keep, self.registry)
+            tree[title] = section.applicable(tree[title], values if given is None else given)
         return _parsed(type(self), tree, "command line", self.registry)
 
     def to_yaml(self) -> str:
@@ -183,6 +182,8 @@ def _parsed(
             hint = f"; it belongs to section {registry.fields[name][0]}"
         return f"unknown configuration key {path} in {where}{hint or '; see: raytrain-gpt train --help'}"
 
+    # All sections, since the defaults have another registry.
+    tree = dict.fromkeys(Config.model_fields) | dict(tree)
     tree = {section: {} if fields is None else fields for section, fields in tree.items()}
     try:
         return kind.model_validate(prepare(tree), context=registry)

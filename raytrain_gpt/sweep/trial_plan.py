@@ -90,13 +90,12 @@ def check_sweep(sweep: Sweep, num_workers: int) -> list[Config]:
 
 def _settled(sweep: Sweep, fields: Mapping[str, Any], values: Mapping[str, Any]) -> Config:
     """Add a trial's values, steps and expressions to the fields, and validate them."""
-    fields = {**fields, **values}
+    fields = {**fields, **values, "budget_tokens": sweep.budget_tokens}
     batch = fields["global_batch_tokens"]
     try:
         steps = _steps(sweep, "budget_tokens", batch)
         every = _steps(sweep, "report_every_tokens", batch)
         fields |= {"max_steps": steps, "eval_every_steps": every, "checkpoint_every_steps": every}
-        fields |= {"budget_tokens": sweep.budget_tokens}
         fields = with_expressions(sweep.space, fields, sweep.registry)
         given, known = {*sweep.overrides, *sweep.space}, sweep.registry.fields
         fields = {name: value for name, value in fields.items() if name in known}

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from raytrain_gpt.config.kinds import BUILT_IN, Registry
+from raytrain_gpt.config.kinds import Registry
 from raytrain_gpt.config.load import describe, given_fields, load_config_file, start_of
 from raytrain_gpt.config.schema import Config, check_kinds
 from raytrain_gpt.config.sections import SHAPE_FIELDS, TrackingSection
@@ -24,10 +24,7 @@ FINE_TUNING_LR = 5e-5
 
 
 def run_config(
-    preset: str | None,
-    file: str | Path | None,
-    fields: Mapping[str, Any],
-    registry: Registry = BUILT_IN,
+    preset: str | None, file: str | Path | None, fields: Mapping[str, Any], registry: Registry
 ) -> tuple[Config, str]:
     """Return the checked configuration of a call, and a line that says where it comes from.
 

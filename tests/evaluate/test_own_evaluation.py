@@ -64,10 +64,9 @@ def start(make_config: MakeConfig, tmp_path: Path) -> Start:
     """Return a function that runs with an evaluation of this body."""
 
     def begin(body: str | None, name: str = "run", may_differ: bool = False, **fields: Any) -> Any:
-        if body is not None:
-            fields["code"] = Code("my.py", START + body, may_differ)
-            fields["evaluations"] = ["mine"]
-        fields = {"max_steps": 8, "eval_every_steps": 4, "run_name": name, **fields}
+        code = None if body is None else Code("my.py", START + body, may_differ)
+        fields = {"evaluations": ["mine"] * bool(code), "run_name": name, **fields}
+        fields = {"code": code, "max_steps": 8, "eval_every_steps": 4, **fields}
         return train(make_config(storage_path=str(tmp_path), **fields), print)
 
     return begin
@@ -120,8 +119,8 @@ def test_the_example_measures_accuracy_in_a_run_its_report_and_its_checkpoints(
     out = run_cli.succeeds("eval", run.path, "--code", ACCURACY, "--json", *as_in_run)
     assert json.loads(out.splitlines()[-1])["accuracy/top5"] == rows[-1]["accuracy/top5"]
 
-    opened = open_checkpoint(run.path, registry=Registry(Code.read(ACCURACY)))
-    _, config, model, tokenizer, _ = opened
+    registry = Registry(Code.read(ACCURACY))
+    _, config, model, tokenizer, _ = open_checkpoint(run.path, registry=registry)
     ids = torch.tensor(tokenizer.encode_ordinary(file.read_text()))
     right, size = 0, config.data.seq_len
     for i in range(len(ids) - 1):  # the context of a token starts with its window

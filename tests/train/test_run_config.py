@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,12 @@ from raytrain_gpt.config.kinds import BUILT_IN
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import CheckpointError, ConfigError
-from raytrain_gpt.train.run_config import fields_of_init_from, run_config
+from raytrain_gpt.train import run_config as module
+from raytrain_gpt.train.run_config import fields_of_init_from
 from tests.checkpoints import write_checkpoint
 from tests.conftest import raises_line
+
+run_config = partial(module.run_config, registry=BUILT_IN)
 
 
 @pytest.fixture(autouse=True)
