@@ -2,7 +2,7 @@
 
 Built-in ones are declared in `config.built_in` by the path of their implementation, because reading a
 configuration must not import torch. Others are registered by `raytrain_gpt.extend` when the file of `--code`
-is executed, which happens in each process when it first looks up a name that is not built in.
+is executed, which happens in each process when a registry first looks up a name that is not built in.
 """
 
 from __future__ import annotations
@@ -165,7 +165,8 @@ class Registry:
 
     def owners(self, name: str) -> list[Kind]:
         """Return the kinds known so far that have a setting of this name."""
-        return [one for one in self.known() if name in one.settings.model_fields]
+        known = () if name in SECTION_FIELDS else self.known()  # spares the help 10 ms
+        return [one for one in known if name in one.settings.model_fields]
 
     @property
     def fields(self) -> dict[str, tuple[str, FieldInfo]]:

@@ -47,11 +47,7 @@ class OpenSection(Registered, extra="allow"):
 
     def chosen_names(self) -> list[tuple[Selector, str]]:
         """Return (selector, name) of each choice."""
-        chosen = []
-        for selector in self.selectors:
-            value = getattr(self, selector)
-            chosen += [(selector, one) for one in ([value] if isinstance(value, str) else value)]
-        return chosen
+        return [(one, name) for one in self.selectors for name in _names_of(getattr(self, one))]
 
     def settings(self, kind: type[S]) -> S:
         """Return the settings of one kind, by their class."""

@@ -217,6 +217,5 @@ def _shown(values: Mapping[str, Any], name: str) -> str:
 
 def check_kinds(config: Config) -> None:
     """Raise a ConfigError for a kind that is neither built in nor in the user code."""
-    for section in config.open_sections():
-        for selector, name in section.chosen_names():
-            config.registry.kind(selector, name)
+    for choice in chain(*(section.chosen_names() for section in config.open_sections())):
+        config.registry.kind(*choice)
