@@ -106,8 +106,7 @@ Kinds = dict[tuple[Selector, str], Kind]
 
 SECTION_FIELDS: dict[str, tuple[str, FieldInfo]] = {}
 """Name of a section's own field -> (section, pydantic field); filled by `schema`."""
-_DECLARED: Kinds = {}
-"""Built-in kinds."""
+_BUILT_IN_KINDS: Kinds = {}
 _EXECUTED: dict[str, Kinds] = {}
 """SHA-256 of user code -> its kinds, so that each process has only one class of a kind."""
 _LOCK = threading.RLock()
@@ -117,7 +116,7 @@ _registering: Kinds | None = None
 
 def declare(kinds: Iterable[Kind]) -> None:
     """Add built-in kinds."""
-    _DECLARED.update({(kind.selector, kind.name): kind for kind in kinds})
+    _BUILT_IN_KINDS.update({(kind.selector, kind.name): kind for kind in kinds})
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ class Registry:
 
     def find(self, selector: Selector, name: str) -> Kind | None:
         """Return the kind of this name, or None if there is none."""
-        return _DECLARED.get((selector, name)) or self.user_kinds().get((selector, name))
+        return _BUILT_IN_KINDS.get((selector, name)) or self.user_kinds().get((selector, name))
 
     def kind(self, selector: Selector, name: str) -> Kind:
         """Return the kind of this name; raises ConfigError if there is none."""
@@ -161,7 +160,7 @@ class Registry:
     def known(self) -> list[Kind]:
         """Return the kinds known so far, without executing the user code."""
         own = _EXECUTED.get(self.code.sha256, {}) if self.code else {}
-        return [*_DECLARED.values(), *own.values()]
+        return [*_BUILT_IN_KINDS.values(), *own.values()]
 
     def owners(self, name: str) -> list[Kind]:
         """Return the kinds known so far that have a setting of this name."""
@@ -213,7 +212,7 @@ def register(one: Kind) -> None:
     """
     if _registering is None:
         return
-    if (one.selector, one.name) in {**_DECLARED, **_registering}:
+    if (one.selector, one.name) in {**_BUILT_IN_KINDS, **_registering}:
         raise ConfigError(f"{one.selector} {one.name} already exists; choose another name")
     if not one.name.isidentifier():
         raise ConfigError(f"{one.name!r} is not a valid name; use letters, digits and _")
@@ -233,7 +232,7 @@ def _check_setting(one: Kind, name: str, field: FieldInfo) -> None:
         owner = f"a field of {section}" if section else "an option of train"
         raise ConfigError(f"{where} is already {owner}; choose another name")
     declared = _declaring_class(one.settings, name)
-    for other in (*_DECLARED.values(), *(_registering or {}).values()):
+    for other in (*_BUILT_IN_KINDS.values(), *(_registering or {}).values()):
         if name not in other.settings.model_fields:
             continue
         theirs = _declaring_class(other.settings, name)
