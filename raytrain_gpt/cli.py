@@ -16,11 +16,14 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from raytrain_gpt.errors import Interrupted, RaytrainGptError, UserError, reason
 from raytrain_gpt.redact import printable, redacted_output, show
 from raytrain_gpt.version import VERSION
+
+if TYPE_CHECKING:
+    from raytrain_gpt.config.kinds import Registry
 
 _NO_USABLE_PATH = {
     errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM, errno.EROFS
@@ -84,8 +87,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def _run(argv: Sequence[str] | None) -> NoReturn:
     try:
         arguments = _underscored(sys.argv[1:] if argv is None else argv)
-        _use_code(arguments)
-        args = _parser().parse_args(arguments)
+        args = _parser(_registry(arguments)).parse_args(arguments)
         args.command(args)
     except RaytrainGptError as error:
         kind = "error: " if error.exit_code != Interrupted.exit_code else ""
@@ -136,13 +138,12 @@ def _underscored(argv: Sequence[str]) -> list[str]:
     return [*flags, *argv[stop:]]
 
 
-def _use_code(argv: Sequence[str]) -> None:
+def _registry(argv: Sequence[str]) -> Registry:
     """Read the file of `--code` before flags are parsed, as it declares more; may raise ConfigError."""
-    from raytrain_gpt.config import kinds
+    from raytrain_gpt.config.kinds import BUILT_IN, Registry
 
-    kinds.set_user_code(None)
     if not argv or argv[0] not in (*CODE_DECLARES_FLAGS, *CODE_OF_CHECKPOINT):
-        return
+        return BUILT_IN
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--code", nargs="?", action="append", default=[])
     parser.add_argument("--evaluations", nargs="?")
@@ -151,15 +152,17 @@ def _use_code(argv: Sequence[str]) -> None:
         given, _ = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise UserError(f"{error}") from None
-    if None not in given.code and (given.code or given.accept_changed_code):
-        from raytrain_gpt.data.locations import use_code  # slow to import
+    if None in given.code or not (given.code or given.accept_changed_code):
+        return BUILT_IN
+    from raytrain_gpt.data.locations import read_code  # slow to import
 
-        use_code(given.code, given.accept_changed_code)
-        if argv[0] in CODE_DECLARES_FLAGS or given.evaluations is not None:
-            kinds.user_kinds()
+    registry = Registry(read_code(given.code, given.accept_changed_code))
+    if argv[0] in CODE_DECLARES_FLAGS or given.evaluations is not None:
+        registry.user_kinds()
+    return registry
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(registry: Registry) -> argparse.ArgumentParser:
     from raytrain_gpt.commands import cluster, data, inference, train  # imports for half a second
 
     parser = _Parser(
@@ -174,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
         inference.evaluate, inference.sample, inference.export, inference.import_,
         cluster.doctor, cluster.node,
     ):  # fmt: skip
-        command.add_parser(commands)
+        command.add_parser(commands, registry)
     return parser
 
 

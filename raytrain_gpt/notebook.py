@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raytrain_gpt.config.kinds import BUILT_IN, Registry
 from raytrain_gpt.redact import say
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class TrainedRun:
         best: Checkpoint with the lowest validation loss, or None without an evaluation.
         val_loss: Last validation loss in nats per token, or None without an evaluation.
         metrics: Rows of metrics.jsonl: training steps, evaluations and events.
+        registry: Has the user code of the run.
     """
 
     run_dir: str
@@ -41,6 +43,7 @@ class TrainedRun:
     val_loss: float | None
     report: str
     metrics: list[dict[str, Any]] = field(repr=False)
+    registry: Registry = field(default=BUILT_IN, repr=False)
 
     def curve(self, key: str) -> tuple[list[int], list[float]]:
         """Return steps and values of a metric, for `plt.plot(*run.curve("val/loss"))`; raises KeyError."""
@@ -62,6 +65,7 @@ class TrainedRun:
         from raytrain_gpt.evaluate.inference import sample_checkpoint
 
         path = self.best or self.checkpoint
+        options |= {"registry": self.registry}
         return sample_checkpoint(path, prompt, print, num_samples=num_samples, **options)
 
 
@@ -87,11 +91,12 @@ def train(
         StorageError: the storage was unreachable for too long.
         TrainingFailed: the run failed.
     """
-    from raytrain_gpt.data.locations import use_code  # slow to import
+    from raytrain_gpt.data.locations import read_code  # slow to import
     from raytrain_gpt.train.run_config import run_config
 
-    use_code([code] if isinstance(code, str | Path) else code or (), accept_changed_code)
-    resolved, source = run_config(preset, config, fields)
+    files = [code] if isinstance(code, str | Path) else code or ()
+    registry = Registry(read_code(files, accept_changed_code))
+    resolved, source = run_config(preset, config, fields, registry)
     # Ray and tqdm warn about missing ipywidgets, but the displays that use them are disabled here.
     logging.getLogger("ray.widgets").setLevel(logging.WARNING)
     with warnings.catch_warnings():
@@ -120,6 +125,7 @@ def train(
         val_loss=losses[-1] if losses else None,
         report=str(summary.run_dir / REPORT_FILE),
         metrics=rows,
+        registry=registry,
     )
 
 

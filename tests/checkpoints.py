@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from raytrain_gpt.checkpoint.catalog import Catalog
-from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.code import Code
+from raytrain_gpt.config.kinds import Registry
+from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.state import MODEL_FILE
@@ -22,11 +24,11 @@ SEQ_LEN = 128
 RUN_NAME = "small"
 
 
-def small_config(seq_len: int) -> Config:
+def small_config(seq_len: int, code: Code | None = None) -> Config:
     """Return a configuration of a small model with two layers."""
     model = {"num_layers": 2, "num_heads": 2, "embd_size": 32, "seq_len": seq_len}
     run = {"global_batch_tokens": 4 * seq_len, "micro_batch_sequences": 4, "run_name": RUN_NAME}
-    return Config().updated({**model, **run})
+    return parse_config({}, "defaults", Registry(code)).updated({**model, **run})
 
 
 def write_checkpoint(
@@ -35,6 +37,7 @@ def write_checkpoint(
     val_loss: float,
     seq_len: int = SEQ_LEN,
     manifest_hash: str = "m",
+    code: Code | None = None,
     **fields: object,
 ) -> Path:
     """Write a checkpoint with weights seeded by its step; return its directory.
@@ -42,7 +45,7 @@ def write_checkpoint(
     Args:
         fields: Changed fields of the configuration.
     """
-    config, tokenizer = small_config(seq_len).updated(fields), load_tokenizer("bytes")
+    config, tokenizer = small_config(seq_len, code).updated(fields), load_tokenizer("bytes")
     model = GPT2(GPTShape.of(config, tokenizer.n_vocab))
     model.init_weights(step)
     with torch.no_grad():

@@ -20,8 +20,9 @@ from hypothesis import settings
 from ray._private import ray_constants
 
 from raytrain_gpt import cli
-from raytrain_gpt.config import kinds
-from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.code import Code
+from raytrain_gpt.config.kinds import Registry
+from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.summary import RunSummary
@@ -262,12 +263,12 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 @pytest.fixture(scope="session")
 def make_config(dataset: Path, storage: Path) -> MakeConfig:
-    """Return a function that makes a small run's configuration with some fields changed."""
+    """Return a function that makes a small run's configuration with some fields changed, or with code."""
 
-    def make(**changes: object) -> Config:
+    def make(code: Code | None = None, **changes: object) -> Config:
         values = {**SMALL, "data_path": str(dataset), "storage_path": str(storage), **changes}
         values.setdefault("mlflow_uri", None)
-        return Config().updated(values)
+        return parse_config({}, "defaults", Registry(code)).updated(values)
 
     return make
 
@@ -291,14 +292,6 @@ def straight(request: pytest.FixtureRequest, make_config: MakeConfig) -> Straigh
         return made[num_workers]
 
     return run
-
-
-@pytest.fixture(autouse=True)
-def no_own_code() -> Iterator[None]:
-    """No test sees the code that another one used."""
-    kinds.set_user_code(None)
-    yield
-    kinds.set_user_code(None)
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_gpt.checkpoint.catalog import Catalog, read_checkpoint
-from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
+from raytrain_gpt.config.kinds import Registry
 from raytrain_gpt.data.mixture import read_mixture
 from raytrain_gpt.data.verify import check_shards, check_tokenizer
 from raytrain_gpt.errors import RaytrainGptError
@@ -209,10 +209,8 @@ def main(directory: Path) -> None:
     result = {**outcomes, "events": [*events], "loaded": loaded, "ran": marker.exists()}
     events.clear()
     watching = True
-    kinds.set_user_code(
-        Code.read(evil)
-    )  # only this executes it: the hook and the marker must notice
-    kinds.user_kinds()
+    # Only this executes it: the hook and the marker must notice.
+    Registry(Code.read(evil)).user_kinds()
     watching = False
     seen = sorted({event.split()[0] for event in events})
     print(json.dumps({**result, "seen_if_executed": seen, "ran_if_executed": marker.exists()}))

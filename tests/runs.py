@@ -10,8 +10,10 @@ from pathlib import Path
 
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.columns import Row
+from raytrain_gpt.config.code import Code
+from raytrain_gpt.config.kinds import Registry
 from raytrain_gpt.config.plan import Plan
-from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location
@@ -48,6 +50,11 @@ SMALL = {
 MakeConfig = Callable[..., Config]
 Straight = Callable[[int], RunSummary]
 """Function that returns the uninterrupted run of 50 steps on a number of workers."""
+
+
+def own_config(text: str, **fields: object) -> Config:
+    """Return the defaults with some fields changed, and with user code."""
+    return parse_config({}, "defaults", Registry(Code("my.py", text))).updated(fields)
 
 
 def steps(run_dir: Path | Location) -> list[Row]:

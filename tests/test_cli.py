@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from raytrain_gpt import cli
-from raytrain_gpt.config import kinds
+from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ConfigError
 from tests.checkpoints import write_checkpoint
@@ -55,17 +55,13 @@ def test_code_is_read_before_the_flags_that_it_declares(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("my.py").write_text("raise ValueError('executed')")
-    cli._use_code(["sample", *words, "--prompt", "a"])
-    code = kinds.used_code()
-    assert code is not None
-    assert (code.file_name, code.may_differ) == ("my.py", False)
+    sample = ["sample", "--prompt", "a"]
+    for more in ([], ["--accept_changed_code"]):
+        code = cli._registry([*sample, *words, *more]).code
+        assert code == Code.read(Path("my.py"), may_differ=bool(more))
     with raises_line(ConfigError, "executed"):
-        cli._use_code(["train", "--max_steps", "7", *words, "--accept_changed_code"])
-    code = kinds.used_code()
-    assert code is not None
-    assert code.may_differ
-    cli._use_code(["sample", "--prompt", "a"])
-    assert kinds.used_code() is None
+        cli._registry(["train", "--max_steps", "7", *words])
+    assert cli._registry(sample).code is None
 
 
 IN_ONE_PROCESS = """

@@ -13,6 +13,7 @@ import pytest
 
 import raytrain_gpt
 from raytrain_gpt import cli
+from raytrain_gpt.config.kinds import BUILT_IN
 
 from .test_layers import ORDER
 
@@ -179,7 +180,7 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
 
 @pytest.mark.parametrize("page", CURRENT, ids=by_name)
 def test_commands_that_are_named_have_these_flags(page: Path) -> None:
-    flags = {name: flags_of(parser) for name, parser in parsers_of(cli._parser()).items()}
+    flags = {name: flags_of(parser) for name, parser in parsers_of(cli._parser(BUILT_IN)).items()}
     text = re.sub(r"\\\n\s*", "", page.read_text("utf-8"))
     unknown = [
         f"{command} {flag}"

@@ -76,7 +76,8 @@ def create_branch(config: Config, data: Mixture, log: Log) -> Checkpoint | None:
     if config.run.branch_from is None:
         return None
     origin = find_origin(config, config.run.branch_from, log)
-    state, before, now = origin.state, origin.config.field_values(), config.field_values()
+    state, now = origin.state, config.field_values()
+    before = origin.config(config.registry).field_values()
     for name in (*_FIXED_ON_BRANCH, *(config.model.model_extra or ())):
         if before.get(name) != now[name]:
             raise ConfigError(

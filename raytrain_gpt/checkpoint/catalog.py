@@ -30,6 +30,7 @@ from pydantic import Field, TypeAdapter
 
 from raytrain_gpt.checkpoint.checkpoint_state import STATE_VERSION, CheckpointState
 from raytrain_gpt.columns import parse_rows
+from raytrain_gpt.config.kinds import Registry
 from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.errors import CheckpointError, damage_as, is_full, reason
 from raytrain_gpt.format import Log, shell
@@ -80,10 +81,9 @@ class Checkpoint:
     def run_dir(self) -> Location:
         return self.path.parent.parent
 
-    @property
-    def config(self) -> Config:
-        """The configuration; fields that it lacks had the effect of their defaults."""
-        return parse_config(self.state.config, str(self.path))
+    def config(self, registry: Registry) -> Config:
+        """Return the configuration; fields that it lacks had the effect of their defaults."""
+        return parse_config(self.state.config, str(self.path), registry)
 
     def verify(self) -> None:
         """Check every file's size and hash; CheckpointError names the first missing or changed file."""

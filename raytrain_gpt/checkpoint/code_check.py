@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from raytrain_gpt.checkpoint.catalog import CODE_FILE, Checkpoint
-from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
+from raytrain_gpt.config.kinds import BUILT_IN
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import CheckpointError, ConfigError
 from raytrain_gpt.format import Log, shell
@@ -61,10 +61,10 @@ def check_unchanged(checkpoint: Checkpoint, used: Code | None, log: Log) -> None
         log(f"changed since that checkpoint: {change}")
 
 
-def check_executable(checkpoint: Checkpoint, log: Log) -> None:
+def check_executable(checkpoint: Checkpoint, used: Code | None, log: Log) -> None:
     """Check, before it is executed, the user code that builds a checkpoint's model; see `check_unchanged`."""
-    if not kinds.is_built_in("architecture", _architecture(checkpoint)):
-        check_unchanged(checkpoint, kinds.used_code(), log)
+    if not BUILT_IN.find("architecture", _architecture(checkpoint)):
+        check_unchanged(checkpoint, used, log)
 
 
 def compare(sha256: str | None, before: Code | None, used: Code | None) -> tuple[str, bool]:
@@ -99,7 +99,7 @@ def code_of(checkpoint: Checkpoint) -> Code | None:
 
 def code_flags(checkpoint: Checkpoint | None) -> tuple[str, ...]:
     """Return the flags that a checkpoint's commands need: its code, if its architecture comes from it."""
-    if checkpoint is None or kinds.is_built_in("architecture", _architecture(checkpoint)):
+    if checkpoint is None or BUILT_IN.find("architecture", _architecture(checkpoint)):
         return ()
     return ("--code", str(checkpoint.path / CODE_FILE))
 

@@ -70,13 +70,13 @@ class Collectives:
         dist.all_gather([*rows], row, group=self._group)
         return rows
 
-    def all_gather_json(self, value: T, kind: Any) -> list[T]:
+    def all_gather_json(self, value: T, kind: Any, context: Any = None) -> list[T]:
         """Gather the value of every rank, in rank order.
 
         Values travel as validated JSON, because unpickling would execute the sender's code.
 
         Args:
-            kind: The values' type, for pydantic.
+            kind: The values' type, for pydantic, as is the `context` of their validation.
 
         Raises:
             ValueError: a rank sent a value of the wrong type, or more than MAX_JSON_BYTES.
@@ -94,7 +94,7 @@ class Collectives:
         padded[: len(text)] = torch.frombuffer(text, dtype=torch.uint8)
         rows = self.all_gather_rows(padded)
         return [
-            adapter.validate_json(bytes(row[:n].numpy()))
+            adapter.validate_json(bytes(row[:n].numpy()), context=context)
             for row, n in zip(rows, sizes, strict=True)
         ]
 

@@ -9,7 +9,6 @@ from typing import Annotated
 from pydantic import Field
 
 from raytrain_gpt.commands.flags import ConfigOptions, JsonOptions, command, section_fields
-from raytrain_gpt.config import kinds
 from raytrain_gpt.config.call_options import Metavar, Options
 from raytrain_gpt.redact import say
 
@@ -36,7 +35,7 @@ def doctor(options: DoctorOptions) -> None:
         from raytrain_gpt.doctor.code_checks import check_code
 
         checks = check_code(config, say)
-        chosen = dict(reversed(kinds.user_kinds()))
+        chosen = dict(reversed(config.registry.user_kinds()))
         options = options.model_copy(update={"fields": {**chosen, **options.fields}})
     ok = all(check.status != "FAIL" for check in checks)
     fix = "fix the FAIL lines, then run this command again"

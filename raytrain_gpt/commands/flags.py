@@ -8,16 +8,17 @@ import types
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, cast
 
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
-from raytrain_gpt.config import kinds
 from raytrain_gpt.config.call_options import Metavar, Options
+from raytrain_gpt.config.kinds import BUILT_IN, SECTIONS, Registry, Selector
 from raytrain_gpt.config.load import preset_names
 from raytrain_gpt.config.plan import check_shares
-from raytrain_gpt.config.schema import FIELDS, Config
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.redact import say
@@ -30,10 +31,10 @@ OptionsT = TypeVar("OptionsT", bound=Options)
 Groups = dict[str, dict[str, FieldInfo]]
 
 
-def section_fields() -> Groups:
+def section_fields(registry: Registry) -> Groups:
     """Return section -> its fields, each a flag, with the settings of all kinds."""
     groups: Groups = {title: {} for title in Config.model_fields}
-    for name, (section, field) in FIELDS.items():
+    for name, (section, field) in registry.fields.items():
         groups[section][name] = field
     return groups
 
@@ -42,6 +43,7 @@ class CodeOptions(Options):
     code: Annotated[list[str], Metavar("FILE")] = Field(default_factory=list)
     """Python file that registers your own models, optimizers, schedules, evaluations or trackers; may be
     repeated (default: only built-in ones)."""
+    registry: Registry = Field(BUILT_IN, exclude=True)
 
     @property
     def code_flags(self) -> tuple[str, ...]:
@@ -138,7 +140,7 @@ class ConfigOptions(CodeOptions):
         """
         from raytrain_gpt.train.run_config import run_config  # slow to import
 
-        config, source = run_config(self.preset, self.config, self.fields)
+        config, source = run_config(self.preset, self.config, self.fields, self.registry)
         if isinstance(config.cluster.num_workers, int):
             check_shares(config, max(1, config.cluster.num_workers))
         return config, source
@@ -157,14 +159,14 @@ class Command(Generic[OptionsT]):
 
     name: str
     options: type[OptionsT]
-    groups: Callable[[], Groups]
+    groups: Callable[[Registry], Groups]
     """Returns more fields by help group; those set go to `options.fields`, as text."""
     run: Callable[[OptionsT], None]
     """Function that runs the command; its docstring is the help."""
 
-    def add_parser(self, commands: Any) -> None:
+    def add_parser(self, commands: Any, registry: Registry) -> None:
         parser = _add_parser(commands, self.name, self.run.__doc__ or "")
-        groups = self.groups()
+        groups = self.groups(registry)
         if groups:  # a usage line with all fields would fill a page
             of = self.options.model_fields.items()
             file = "".join(f" {name.upper()}" for name, field in of if _mark(field).positional)
@@ -172,18 +174,18 @@ class Command(Generic[OptionsT]):
         for name, field in self.options.model_fields.items():
             if not field.exclude:
                 _add(parser, field.alias or name, field)
-        parser.set_defaults(command=self)
+        parser.set_defaults(command=partial(self, registry))
         for title, fields in groups.items():
             group = parser.add_argument_group(title)
             for name, field in fields.items():
                 try:
-                    _add(group, name, field, is_own=False)
+                    _add(group, name, field, registry)
                 except argparse.ArgumentError:
                     raise ConfigError(
                         f"setting {name} of --code is already a flag of {self.name}; choose another name"
                     ) from None
 
-    def __call__(self, args: argparse.Namespace) -> None:
+    def __call__(self, registry: Registry, args: argparse.Namespace) -> None:
         """Run the command with parsed arguments; raises ConfigError for values out of range."""
         values = {name: value for name, value in vars(args).items() if name != "command"}
         options = {field.alias or name: field for name, field in self.options.model_fields.items()}
@@ -192,8 +194,8 @@ class Command(Generic[OptionsT]):
             if value == "null" and not is_text:
                 values[name] = None
         fields = {name: values.pop(name) for name in [*values] if name not in options}
-        more = {"fields": fields} if "fields" in self.options.model_fields else {}
-        self.run(self.options(**values, **more))
+        more = {"fields": fields, "registry": registry}
+        self.run(self.options(**values, **{name: more[name] for name in more if name in options}))
 
 
 @dataclass(frozen=True)
@@ -204,11 +206,11 @@ class CommandGroup:
     help: str
     actions: tuple[Command[Any], ...]
 
-    def add_parser(self, commands: Any) -> None:
+    def add_parser(self, commands: Any, registry: Registry) -> None:
         parser = _add_parser(commands, self.name, self.help)
         subparsers = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
         for action in self.actions:
-            action.add_parser(subparsers)
+            action.add_parser(subparsers, registry)
 
 
 def _add_parser(commands: Any, name: str, doc: str) -> argparse.ArgumentParser:
@@ -224,22 +226,22 @@ def _add_parser(commands: Any, name: str, doc: str) -> argparse.ArgumentParser:
 
 
 def command(
-    name: str, options: type[OptionsT], groups: Callable[[], Groups] = dict
+    name: str, options: type[OptionsT], groups: Callable[[Registry], Groups] = lambda _: {}
 ) -> Callable[[Callable[[OptionsT], None]], Command[OptionsT]]:
     """Make a function a `Command`."""
     return lambda run: Command(name, options, groups, run)
 
 
-def _add(group: Any, name: str, field: FieldInfo, is_own: bool = True) -> None:
+def _add(group: Any, name: str, field: FieldInfo, registry: Registry | None = None) -> None:
     """Add a flag, absent from the parsed arguments unless set, or a positional argument.
 
     Args:
-        is_own: Whether it is an option of the command; a field of a file is never a switch or required.
+        registry: That of a field of a file, which is never a switch or required; None for an option.
     """
     text = (field.description or "").rstrip(".").replace("%", "%%")
     mark = _mark(field)
-    selects = name in kinds.SECTIONS and not is_own
-    kind = mark.text or (_names(name) if selects else _kind(field.annotation))
+    names = _names(name, registry) if registry and name in SECTIONS else ""
+    kind = names or mark.text or _kind(field.annotation)
     how: dict[str, Any] = {"metavar": kind}
     if mark.positional:
         if typing.get_origin(field.annotation) is list:
@@ -248,14 +250,14 @@ def _add(group: Any, name: str, field: FieldInfo, is_own: bool = True) -> None:
         return
     if typing.get_origin(field.annotation) is list:
         how["action"] = "append"
-    if is_own and field.annotation is bool:
+    if not registry and field.annotation is bool:
         how = {"action": "store_true"}
     elif "default:" in text:  # the description states the default
         how["metavar"] = kind.removesuffix("|null")
-    elif is_own and field.is_required():
+    elif not registry and field.is_required():
         how["required"] = True
-    elif is_own or not field.is_required():
-        owners = [] if is_own else kinds.owners(name)
+    elif not registry or not field.is_required():
+        owners = registry.owners(name) if registry else []
         if owners:
             text += f" ({'|'.join(one.name for one in owners)})"
         text += f" (default: {json.dumps(field.default)}".replace('"', "")
@@ -266,11 +268,11 @@ def _add(group: Any, name: str, field: FieldInfo, is_own: bool = True) -> None:
     group.add_argument(f"--{name}", help=text, default=argparse.SUPPRESS, **how)
 
 
-def _names(selector: str) -> str:
+def _names(selector: str, registry: Registry) -> str:
     """Return the names to choose from, or `NAME,…` for a list of names."""
     if selector in ("evaluations", "trackers"):
         return "NAME,…"
-    return "|".join(kinds.names(cast(kinds.Selector, selector)))
+    return "|".join(registry.names(cast(Selector, selector)))
 
 
 def _mark(field: FieldInfo) -> Metavar:

@@ -9,8 +9,8 @@ from pydantic import Field
 
 from raytrain_gpt.columns import own_scores
 from raytrain_gpt.commands.flags import CheckpointOptions, Groups, JsonOptions, command
-from raytrain_gpt.config import kinds
 from raytrain_gpt.config.call_options import Metavar, Options, SamplingOptions
+from raytrain_gpt.config.kinds import Registry
 from raytrain_gpt.format import count, number, sample_command, shell
 from raytrain_gpt.redact import say
 
@@ -39,8 +39,8 @@ class SampleOptions(SamplingOptions, CheckpointOptions):
     """Tokens generated per sample (default: as in the run's evaluations)."""
 
 
-def _settings() -> Groups:
-    own = [kind.settings.model_fields for kind in kinds.known() if kind.selector == "evaluations"]
+def _settings(registry: Registry) -> Groups:
+    own = [one.settings.model_fields for one in registry.known() if one.selector == "evaluations"]
     return {"eval": dict(ChainMap(*own))} if own else {}
 
 
@@ -50,8 +50,9 @@ def evaluate(options: _EvalOptions) -> None:
     from raytrain_gpt.evaluate.inference import evaluate_checkpoint
 
     how = options.model_dump(exclude={*CheckpointOptions.model_fields, "as_json"} - {"average"})
+    how |= {"settings": options.fields, "registry": options.registry}
     place = options.find(options.checkpoint)
-    path, metrics = evaluate_checkpoint(place, say, **how, settings=options.fields)
+    path, metrics = evaluate_checkpoint(place, say, **how)
     _say_metrics(path, metrics, options.code_flags)
     options.say_json({"checkpoint": str(path), **metrics})
 
@@ -92,7 +93,7 @@ def sample(options: SampleOptions) -> None:
     from raytrain_gpt.evaluate.inference import sample_checkpoint
 
     how = options.model_dump(include={*SamplingOptions.model_fields}, exclude_unset=True)
-    how |= options.model_dump(include={"num_samples", "average"})
+    how |= options.model_dump(include={"num_samples", "average"}) | {"registry": options.registry}
     place = options.find(options.checkpoint)
     for text in sample_checkpoint(place, options.prompt, say, **how):
         say(f"{text}\n{'-' * 40}")
@@ -120,16 +121,16 @@ class ImportOptions(Options):
 @command("export", _ExportOptions)
 def export(options: _ExportOptions) -> None:
     """Export a checkpoint as a directory for transformers, or as a file for llama.cpp."""
-    what = options.find(options.checkpoint), options.out, options.dtype
+    what = options.find(options.checkpoint), options.out, options.dtype, say
     if options.format == "gguf":
         from raytrain_gpt.export.gguf import export_gguf
 
-        file = export_gguf(*what, say, options.average)
+        file = export_gguf(*what, average=options.average, registry=options.registry)
         say(f'next: {shell("llama-completion", "-m", file)} -no-cnv --prompt "Hello"')
     else:
         from raytrain_gpt.export.huggingface import export_checkpoint
 
-        directory = export_checkpoint(*what, say, options.average)
+        directory = export_checkpoint(*what, average=options.average, registry=options.registry)
         say(f"next: AutoModelForCausalLM.from_pretrained({str(directory)!r})")
 
 

@@ -25,6 +25,7 @@ from raytrain_gpt.commands.flags import (
     section_fields,
 )
 from raytrain_gpt.config.call_options import Metavar
+from raytrain_gpt.config.kinds import Registry
 from raytrain_gpt.errors import ConfigError, TrainingFailed
 from raytrain_gpt.format import shell
 from raytrain_gpt.redact import say
@@ -130,13 +131,13 @@ class PlannedOptions(ProgressOptions, ChangedCodeOptions):
     fields: dict[str, str | None] = Field({}, exclude=True)
 
 
-def _fields_of(file: type[CampaignFile]) -> Callable[[], Groups]:
+def _fields_of(file: type[CampaignFile]) -> Callable[[Registry], Groups]:
     """Return the file's fields that are flags, and the configuration's that the file does not set."""
 
-    def groups() -> Groups:
+    def groups(registry: Registry) -> Groups:
         sections = {
             section: {name: field for name, field in fields.items() if name not in file.set_by_file}
-            for section, fields in section_fields().items()
+            for section, fields in section_fields(registry).items()
         }
         return {file.kind(): {name: file.model_fields[name] for name in file.flags}, **sections}
 
@@ -150,7 +151,7 @@ def tune(options: PlannedOptions) -> None:
     Runs the trials of a sweep file, compares them at equal token counts, and writes the best
     configuration. Flags override the file.
     """
-    sweep = Sweep.load(options.file, options.fields)
+    sweep = Sweep.load(options.file, options.fields, options.registry)
     if options.dry_run:
         from raytrain_gpt.sweep.cost import cost_lines
 
@@ -189,7 +190,7 @@ def scale(options: ScaleOptions) -> None:
     Trains the runs of a study file, fits the loss to size and tokens, and writes the best configuration for
     the target. Flags override the file.
     """
-    study = Study.load(options.file, options.fields)
+    study = Study.load(options.file, options.fields, options.registry)
     if options.dry_run:
         from raytrain_gpt.scaling.plan import cost_lines
 

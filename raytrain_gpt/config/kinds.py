@@ -2,7 +2,7 @@
 
 Built-in ones are declared in `config.built_in` by the path of their implementation, because reading a
 configuration must not import torch. Others are registered by `raytrain_gpt.extend` when the file of `--code`
-is executed, which happens in each process when it first looks up a name that is not built in.
+is executed, which happens in each process when a registry first looks up a name that is not built in.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import inspect
 import threading
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 from typing import Any, Literal
 
@@ -73,6 +73,7 @@ class Kind:
     Attributes:
         implementation: The function or class itself, or `module:name` of a built-in one.
         works_on_shards: Whether an optimizer works on shards of tensors.
+        code: User code that declares it, or None if it is built in.
     """
 
     selector: Selector
@@ -80,6 +81,7 @@ class Kind:
     settings: type[Settings]
     implementation: Any
     works_on_shards: bool = False
+    code: Code | None = None
 
     @property
     def is_built_in(self) -> bool:
@@ -96,93 +98,110 @@ class Kind:
 
     def errors_as_line(self) -> AbstractContextManager[None]:
         """Return a context that turns errors in the user's code into a ConfigError with the line."""
-        if self.is_built_in or _used is None:
-            return nullcontext()
-        return _used.errors_as_line(f"{self.selector} {self.name}, ")
+        where = f"{self.selector} {self.name}, "
+        return self.code.errors_as_line(where) if self.code else nullcontext()
 
 
 Kinds = dict[tuple[Selector, str], Kind]
 
-_BUILT_IN: Kinds = {}
+SECTION_FIELDS: dict[str, tuple[str, FieldInfo]] = {}
+"""Name of a section's own field -> (section, pydantic field); filled by `schema`."""
+_BUILT_IN_KINDS: Kinds = {}
 _EXECUTED: dict[str, Kinds] = {}
-"""SHA-256 of user code -> its kinds."""
+"""SHA-256 of user code -> its kinds, so that each process has only one class of a kind."""
 _LOCK = threading.RLock()
-_used: Code | None = None
 _registering: Kinds | None = None
+"""Kinds of the code that is being executed."""
 
 
 def declare(kinds: Iterable[Kind]) -> None:
     """Add built-in kinds."""
-    _BUILT_IN.update({(kind.selector, kind.name): kind for kind in kinds})
+    _BUILT_IN_KINDS.update({(kind.selector, kind.name): kind for kind in kinds})
 
 
-def set_user_code(code: Code | None) -> None:
-    """Set the user code that declares further kinds; it is executed when one is looked up."""
-    global _used
-    _used = code
+@dataclass(frozen=True)
+class Registry:
+    """The built-in kinds, and those of user code if there is any.
+
+    Configurations and shapes hold it. A process that receives one executes the code when it first looks up a
+    name that is not built in.
+    """
+
+    code: Code | None = None
+
+    def user_kinds(self) -> Kinds:
+        """Return the kinds of the user code, executing it the first time; raises ConfigError if it fails."""
+        if self.code is None:
+            return {}
+        with _LOCK:
+            if self.code.sha256 not in _EXECUTED:
+                _EXECUTED[self.code.sha256] = _execute(self.code)
+            return _EXECUTED[self.code.sha256]
+
+    def find(self, selector: Selector, name: str) -> Kind | None:
+        """Return the kind of this name, or None if there is none."""
+        return _BUILT_IN_KINDS.get((selector, name)) or self.user_kinds().get((selector, name))
+
+    def kind(self, selector: Selector, name: str) -> Kind:
+        """Return the kind of this name; raises ConfigError if there is none."""
+        if found := self.find(selector, name):
+            return found
+        known_names = self.names(selector)
+        *others, last = [repr(one) for one in known_names] or ["none"]
+        raise ConfigError(
+            f"{selector}={name!r}: must be {', '.join(others)}{' or ' if others else ''}{last}"
+            f"{suggestion(name, known_names)}; pass the file that declares others as --code FILE"
+        )
+
+    def names(self, selector: Selector) -> list[str]:
+        """Return the names of a selector's kinds that are known so far."""
+        return [one.name for one in self.known() if one.selector == selector]
+
+    def known(self) -> list[Kind]:
+        """Return the kinds known so far, without executing the user code."""
+        own = _EXECUTED.get(self.code.sha256, {}) if self.code else {}
+        return [*_BUILT_IN_KINDS.values(), *own.values()]
+
+    def owners(self, name: str) -> list[Kind]:
+        """Return the kinds known so far that have a setting of this name."""
+        known = () if name in SECTION_FIELDS else self.known()  # spares the help 10 ms
+        return [one for one in known if name in one.settings.model_fields]
+
+    @property
+    def fields(self) -> dict[str, tuple[str, FieldInfo]]:
+        """Field name -> (section, field): of the sections, then settings of the kinds known so far."""
+        fields = dict(SECTION_FIELDS)
+        for one in self.known():
+            for name, field in one.settings.model_fields.items():
+                fields.setdefault(name, (SECTIONS[one.selector], field))
+        return fields
+
+    def field(self, name: str) -> tuple[str, FieldInfo]:
+        """Return the section and field of a name; raises ConfigError for an unknown one."""
+        if name in SECTION_FIELDS:
+            return SECTION_FIELDS[name]
+        if not self.owners(name):
+            self.user_kinds()
+        for owner in self.owners(name):
+            return SECTIONS[owner.selector], owner.settings.model_fields[name]
+        hint = suggestion(name, self.fields) or "; a setting of your own code needs --code FILE"
+        raise ConfigError(f"unknown configuration key {name}{hint}")
 
 
-def used_code() -> Code | None:
-    return _used
+BUILT_IN = Registry()
 
 
-def is_built_in(selector: Selector, name: str) -> bool:
-    return (selector, name) in _BUILT_IN
+class Registered(Strict):
+    """Model whose kinds are those of a registry: the context of its validation, or only the built-in ones."""
 
+    _registry: Registry
 
-def user_kinds() -> Kinds:
-    """Return the kinds of the user code, executing it the first time; raises ConfigError if it fails."""
-    if _used is None:
-        return {}
-    with _LOCK:
-        if _used.sha256 not in _EXECUTED:
-            _EXECUTED[_used.sha256] = _execute(_used)
-        return _EXECUTED[_used.sha256]
+    def model_post_init(self, context: Registry | None, /) -> None:
+        self._registry = context or BUILT_IN
 
-
-def find(selector: Selector, name: str) -> Kind | None:
-    """Return the kind of this name, or None if this process does not know it."""
-    return _BUILT_IN.get((selector, name)) or user_kinds().get((selector, name))
-
-
-def kind(selector: Selector, name: str) -> Kind:
-    """Return the kind of this name; raises ConfigError if there is none."""
-    if found := find(selector, name):
-        return found
-    known_names = names(selector)
-    *others, last = [repr(one) for one in known_names] or ["none"]
-    raise ConfigError(
-        f"{selector}={name!r}: must be {', '.join(others)}{' or ' if others else ''}{last}"
-        f"{suggestion(name, known_names)}; pass the file that declares others as --code FILE"
-    )
-
-
-def names(selector: Selector) -> list[str]:
-    """Return the names of a selector's kinds that are known so far."""
-    return [one.name for one in known() if one.selector == selector]
-
-
-def known() -> list[Kind]:
-    """Return the kinds known so far, without executing the user code."""
-    own = _EXECUTED.get(_used.sha256, {}) if _used else {}
-    return [*_BUILT_IN.values(), *own.values()]
-
-
-def setting(name: str) -> tuple[str, FieldInfo] | None:
-    """Return the section and field of a setting, or None; executes the user code if no known kind has it."""
-    if name in reserved_names:
-        return None
-    if not (found := owners(name)):
-        user_kinds()
-        found = owners(name)
-    return (SECTIONS[found[0].selector], found[0].settings.model_fields[name]) if found else None
-
-
-def owners(name: str) -> list[Kind]:
-    """Return the kinds known so far that have a setting of this name."""
-    if name in reserved_names:
-        return []
-    return [one for one in known() if name in one.settings.model_fields]
+    @property
+    def registry(self) -> Registry:
+        return self._registry
 
 
 def register(one: Kind) -> None:
@@ -193,7 +212,7 @@ def register(one: Kind) -> None:
     """
     if _registering is None:
         return
-    if (one.selector, one.name) in {**_BUILT_IN, **_registering}:
+    if (one.selector, one.name) in {**_BUILT_IN_KINDS, **_registering}:
         raise ConfigError(f"{one.selector} {one.name} already exists; choose another name")
     if not one.name.isidentifier():
         raise ConfigError(f"{one.name!r} is not a valid name; use letters, digits and _")
@@ -208,10 +227,12 @@ def _check_setting(one: Kind, name: str, field: FieldInfo) -> None:
     where = f"setting {name} of {one.selector} {one.name}"
     if field.is_required():
         raise ConfigError(f"{where} has no default; give it one")
-    if owner := reserved_names.get(name):
+    if name in SECTION_FIELDS or name in ("preset", "config", "code"):
+        section, _ = SECTION_FIELDS.get(name, (None, None))
+        owner = f"a field of {section}" if section else "an option of train"
         raise ConfigError(f"{where} is already {owner}; choose another name")
     declared = _declaring_class(one.settings, name)
-    for other in (*_BUILT_IN.values(), *(_registering or {}).values()):
+    for other in (*_BUILT_IN_KINDS.values(), *(_registering or {}).values()):
         if name not in other.settings.model_fields:
             continue
         theirs = _declaring_class(other.settings, name)
@@ -220,10 +241,6 @@ def _check_setting(one: Kind, name: str, field: FieldInfo) -> None:
                 f"{where} is already a setting of {other.selector} {other.name}; choose another name, or "
                 f"inherit from {theirs.__name__}"
             )
-
-
-reserved_names = dict.fromkeys(("preset", "config", "code"), "an option of train")
-"""Reserved name -> what it already names."""
 
 
 def _declaring_class(settings: type[Settings], name: str) -> type:
@@ -238,4 +255,4 @@ def _execute(code: Code) -> Kinds:
         code.execute()
     finally:
         _registering = None
-    return found
+    return {key: replace(one, code=code) for key, one in found.items()}

@@ -8,6 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from raytrain_gpt.config.kinds import BUILT_IN, Registry
 from raytrain_gpt.config.schema import Config, changed_fields, parse_config
 from raytrain_gpt.config.wording import suggestion
 from raytrain_gpt.errors import ConfigError, reason
@@ -25,7 +26,7 @@ def preset_names() -> list[str]:
     return sorted(f.name.removesuffix(".yaml") for f in files if f.name.endswith(".yaml"))
 
 
-def load_preset(name: str) -> Config:
+def load_preset(name: str, registry: Registry = BUILT_IN) -> Config:
     """Load a bundled preset; raises ConfigError for an unknown name."""
     if name not in preset_names():
         raise ConfigError(
@@ -33,13 +34,13 @@ def load_preset(name: str) -> Config:
             f"(available: {', '.join(preset_names())})"
         )
     text = resources.files("raytrain_gpt").joinpath("presets", f"{name}.yaml").read_text("utf-8")
-    return parse_config(parse_yaml(text), f"preset {name}")
+    return parse_config(parse_yaml(text), f"preset {name}", registry)
 
 
-def load_config_file(path: Path) -> Config:
+def load_config_file(path: Path, registry: Registry = BUILT_IN) -> Config:
     """Load a configuration file, also of an earlier version; may raise ConfigError."""
     tree = read_mapping(path, "configuration", Config.model_fields)
-    return parse_config(without_removed(tree), str(path))
+    return parse_config(without_removed(tree), str(path), registry)
 
 
 def without_removed(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,7 +70,9 @@ def read_mapping(path: Path, what: str, keys: Iterable[str]) -> dict[str, Any]:
     return content
 
 
-def start_of(preset: str | None, file: Path | None, named: Container[str]) -> tuple[str, Config]:
+def start_of(
+    preset: str | None, file: Path | None, named: Container[str], registry: Registry = BUILT_IN
+) -> tuple[str, Config]:
     """Return the start of a configuration: its description and its values.
 
     It is a preset, or a file, whose name is the default run_name. Without both it is the demo's preset or,
@@ -79,23 +82,23 @@ def start_of(preset: str | None, file: Path | None, named: Container[str]) -> tu
         ConfigError: both are given, or one is invalid.
     """
     if file is None and preset is None and ("data_path" in named or "init_from" in named):
-        return "defaults", Config()
+        return "defaults", parse_config({}, "defaults", registry)
     if file is None:
         preset = preset or DEFAULT_PRESET
-        return f"preset {preset}", load_preset(preset)
+        return f"preset {preset}", load_preset(preset, registry)
     if preset is not None:
         raise ConfigError(
             f"preset {preset} and config {file} are mutually exclusive; pass only one"
         )
-    base = load_config_file(file)
+    base = load_config_file(file, registry)
     if "run_name" not in base.run.model_fields_set:
         base = base.updated({"run_name": file.stem})
     return f"configuration {file}", base
 
 
-def given_fields(file: Path | None, fields: Mapping[str, Any]) -> set[str]:
+def given_fields(file: Path | None, fields: Mapping[str, Any], registry: Registry) -> set[str]:
     """Return the names set in `fields` or the file, not by a preset; raises like `load_config_file`."""
-    config = Config() if file is None else load_config_file(file)
+    config = Config() if file is None else load_config_file(file, registry)
     sections = [getattr(config, section) for section in config.model_fields_set]
     return {*fields}.union(*(section.model_fields_set for section in sections))
 

@@ -11,8 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, ValidationError, model_val
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from raytrain_gpt.config import built_in as built_in  # declares the built-in kinds
-from raytrain_gpt.config import kinds
-from raytrain_gpt.config.kinds import Kind, Selector, Settings, Strict
+from raytrain_gpt.config.kinds import Kind, Registered, Selector, Settings
 from raytrain_gpt.config.wording import MAX_SHOWN
 from raytrain_gpt.format import preview
 
@@ -32,7 +31,7 @@ Name = Annotated[str, AfterValidator(_is_name)]
 """Directory name that can stand unquoted in a shell or URL."""
 
 
-class OpenSection(Strict, extra="allow"):
+class OpenSection(Registered, extra="allow"):
     """Section that chooses kinds by name, and holds their settings as plain values after its own fields.
 
     If a kind is unknown because its code is absent, its settings stay unchecked.
@@ -43,16 +42,12 @@ class OpenSection(Strict, extra="allow"):
     @property
     def chosen(self) -> list[Kind] | None:
         """Chosen kinds, or None if this process does not know one."""
-        found = [kinds.find(selector, name) for selector, name in self.chosen_names()]
+        found = [self.registry.find(selector, name) for selector, name in self.chosen_names()]
         return None if None in found else [one for one in found if one is not None]
 
     def chosen_names(self) -> list[tuple[Selector, str]]:
         """Return (selector, name) of each choice."""
-        chosen = []
-        for selector in self.selectors:
-            value = getattr(self, selector)
-            chosen += [(selector, one) for one in ([value] if isinstance(value, str) else value)]
-        return chosen
+        return [(one, name) for one in self.selectors for name in _names_of(getattr(self, one))]
 
     def settings(self, kind: type[S]) -> S:
         """Return the settings of one kind, by their class."""
@@ -68,18 +63,14 @@ class OpenSection(Strict, extra="allow"):
                     del values[name]
         return values
 
-    @classmethod
-    def applicable(cls, values: Mapping[str, Any], keep: Iterable[str]) -> dict[str, Any]:
+    def applicable(self, values: Mapping[str, Any], keep: Iterable[str]) -> dict[str, Any]:
         """Drop settings of kinds that the values do not choose, except those in `keep`."""
-        chosen = [
-            kinds.find(selector, name)
-            for selector in cls.selectors
-            for name in _names_of(values[selector])
-        ]
+        named = [(one, name) for one in self.selectors for name in _names_of(values[one])]
+        chosen = [self.registry.find(*one) for one in named]
         found = [one.settings.model_fields for one in chosen if one]
         if len(found) < len(chosen):
             return dict(values)  # the settings of an unknown kind are unknown too
-        names = set(chain(cls.model_fields, keep, *found))
+        names = set(chain(type(self).model_fields, keep, *found))
         return {name: value for name, value in values.items() if name in names}
 
     @model_validator(mode="after")
@@ -101,7 +92,7 @@ class OpenSection(Strict, extra="allow"):
 
     def _check_left_out(self, name: str, value: Any) -> None:
         """Refuse an unknown name, and a setting of a kind that was not chosen unless it has its default."""
-        owners = [one for one in kinds.owners(name) if one.selector in self.selectors]
+        owners = [one for one in self.registry.owners(name) if one.selector in self.selectors]
         if not owners:
             error = InitErrorDetails(type="extra_forbidden", loc=(name,), input=value)
             raise ValidationError.from_exception_data("section", [error])

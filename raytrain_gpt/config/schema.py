@@ -8,18 +8,16 @@ they change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any, Self, TypeVar, cast
 
 import yaml
-from pydantic import PrivateAttr, ValidationError, model_validator
-from pydantic.fields import FieldInfo
+from pydantic import ValidationError, model_validator
 
-from raytrain_gpt.config import kinds
 from raytrain_gpt.config.built_in import WsdSettings
 from raytrain_gpt.config.code import Code
-from raytrain_gpt.config.kinds import Strict
+from raytrain_gpt.config.kinds import BUILT_IN, SECTION_FIELDS, Registered, Registry, Strict
 from raytrain_gpt.config.open_section import OpenSection
 from raytrain_gpt.config.sections import (
     SAFE,
@@ -40,7 +38,7 @@ from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.redact import has_secret, redacted
 
 
-class Config(Strict):
+class Config(Registered):
     """Configuration of a run."""
 
     model: ModelSection = ModelSection()
@@ -52,24 +50,18 @@ class Config(Strict):
     cluster: ClusterSection = ClusterSection()
     run: RunSection = RunSection()
     tracking: TrackingSection = TrackingSection()
-    _code: Code | None = PrivateAttr(default_factory=kinds.used_code)
 
     @property
     def code(self) -> Code | None:
         """User code that declares its kinds; only `--code` can name it, not a configuration file."""
-        return self._code
-
-    def __setstate__(self, state: Any) -> None:
-        super().__setstate__(state)
-        if self._code is not None:
-            kinds.set_user_code(self._code)  # a worker executes it when it looks up a kind
+        return self.registry.code
 
     @model_validator(mode="after")
     def _settings_fit(self) -> Config:
         for section in self.open_sections():
             for kind in section.chosen or ():
                 section.settings(kind.settings).check(section)
-        optimizer = kinds.find("optimizer", self.optim.optimizer)
+        optimizer = self.registry.find("optimizer", self.optim.optimizer)
         if self.train.parallel == "fsdp" and optimizer and not optimizer.works_on_shards:
             raise ValueError(
                 f"parallel=fsdp splits tensors, but optimizer {optimizer.name} may need whole ones; declare "
@@ -98,9 +90,10 @@ class Config(Strict):
 
     @model_validator(mode="after")
     def _no_secrets(self) -> Config:
-        for name, value in self.field_values().items():
-            is_url = name in _STATIC and URL in _STATIC[name][1].metadata and isinstance(value, str)
-            if is_url and (has_secret(value) or redacted(value) != value):
+        values = self.field_values()
+        for name in (name for name, (_, field) in SECTION_FIELDS.items() if URL in field.metadata):
+            value = values[name]
+            if isinstance(value, str) and (has_secret(value) or redacted(value) != value):
                 store = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
                 if name != "mlflow_uri":
                     store = "that store's variables, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
@@ -140,16 +133,16 @@ class Config(Strict):
         opened = {t: s for t, s in self.sections().items() if isinstance(s, OpenSection)}
         tree |= {title: section.set_values() for title, section in opened.items()}
         for name, value in values.items():
-            tree[field_section(name)][name] = value
+            tree[self.registry.field(name)[0]][name] = value
         for title, section in opened.items():
             tree[title] = section.applicable(tree[title], values if given is None else given)
-        return _parsed(type(self), tree, "command line")
+        return _parsed(type(self), tree, "command line", self.registry)
 
     def replaced(self, values: Mapping[str, Any]) -> Self:
         """Replace values of sections that the program computed, without validating the tree again."""
         sections: dict[str, Strict] = {}
         for name, value in values.items():
-            title = _STATIC[name][0]
+            title = SECTION_FIELDS[name][0]
             section = sections.get(title, getattr(self, title))
             sections[title] = section.model_copy(update={name: value})
         return self.model_copy(update=sections)
@@ -159,52 +152,18 @@ class Config(Strict):
         return yaml.safe_dump(self.model_dump(), sort_keys=False, allow_unicode=True, width=10_000)
 
 
-_STATIC: dict[str, tuple[str, FieldInfo]] = {
+SECTION_FIELDS |= {
     name: (section, field)
     for section, of_section in Config.model_fields.items()
     for name, field in cast(type[Strict], of_section.annotation).model_fields.items()
 }
 
-
-class _Fields(Mapping[str, tuple[str, FieldInfo]]):
-    """Fields of the sections, then settings of all kinds that this process knows."""
-
-    def __getitem__(self, name: str) -> tuple[str, FieldInfo]:
-        found = _STATIC.get(name) or kinds.setting(name)
-        if found is None:
-            raise KeyError(name)
-        return found
-
-    def __iter__(self) -> Iterator[str]:
-        settings = chain.from_iterable(kind.settings.model_fields for kind in kinds.known())
-        return iter(dict.fromkeys(chain(_STATIC, settings)))
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-
-FIELDS: Mapping[str, tuple[str, FieldInfo]] = _Fields()
-"""Field name -> (section, pydantic field with default and description)."""
-
-kinds.reserved_names.update(
-    {name: f"a field of {section}" for name, (section, _) in _STATIC.items()}
-)
-
-
 _C = TypeVar("_C", bound=Config)
 
 
-def field_section(name: str) -> str:
-    """Return the section of a field; raises ConfigError for an unknown name."""
-    if name not in FIELDS:
-        hint = suggestion(name, FIELDS) or "; a setting of your own code needs --code FILE"
-        raise ConfigError(f"unknown configuration key {name}{hint}")
-    return FIELDS[name][0]
-
-
-def parse_config(tree: Mapping[str, Any], where: str) -> Config:
+def parse_config(tree: Mapping[str, Any], where: str, registry: Registry = BUILT_IN) -> Config:
     """Validate a tree (section -> field -> value) from `where`; raises ConfigError for the first error."""
-    return _parsed(Config, tree, where, _without_decay_fraction)
+    return _parsed(Config, tree, where, registry, _without_decay_fraction)
 
 
 def _without_decay_fraction(tree: dict[str, Any]) -> dict[str, Any]:
@@ -222,20 +181,23 @@ def _parsed(
     kind: type[_C],
     tree: Mapping[str, Any],
     where: str,
+    registry: Registry,
     prepare: Callable[[dict[str, Any]], dict[str, Any]] = lambda tree: tree,
 ) -> _C:
     def unknown(path: str) -> str:
         name = path.rpartition(".")[2]
-        hint = suggestion(name, [*FIELDS, *Config.model_fields])
-        if name in FIELDS:
-            hint = f"; it belongs to section {FIELDS[name][0]}"
+        hint = suggestion(name, [*registry.fields, *Config.model_fields])
+        if name in registry.fields:
+            hint = f"; it belongs to section {registry.fields[name][0]}"
         return f"unknown configuration key {path} in {where}{hint or '; see: raytrain-gpt train --help'}"
 
+    # All sections, since the defaults have another registry.
+    tree = dict.fromkeys(Config.model_fields) | dict(tree)
     tree = {section: {} if fields is None else fields for section, fields in tree.items()}
     try:
-        return kind.model_validate(prepare(tree))
+        return kind.model_validate(prepare(tree), context=registry)
     except ValidationError as error:
-        fields = {name: field for name, (_, field) in FIELDS.items()}
+        fields = {name: field for name, (_, field) in registry.fields.items()}
         raise ConfigError(refusal(error, fields, unknown)) from None
 
 
@@ -244,17 +206,11 @@ def changes_math(name: str, *configs: Config) -> bool:
 
     The `configs` show the section of settings whose code is absent.
     """
-    if name in _STATIC and SAFE in _STATIC[name][1].metadata:
+    if name in SECTION_FIELDS and SAFE in SECTION_FIELDS[name][1].metadata:
         return False
-    titles = [
-        title
-        for config in configs
-        for title, section in config.sections().items()
-        if name in dict(section)
-    ]
-    titles += [FIELDS[name][0]] if name in FIELDS else []
-    annotations = [cast(type, Config.model_fields[title].annotation) for title in titles]
-    return not any(issubclass(one, SafeSection) for one in annotations)
+    holders = [one for of in configs for one in of.sections().values() if name in dict(one)]
+    holders += [getattr(Config(), BUILT_IN.fields[name][0])] if name in BUILT_IN.fields else []
+    return not any(isinstance(one, SafeSection) for one in holders)
 
 
 def changed_fields(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
@@ -270,6 +226,5 @@ def _shown(values: Mapping[str, Any], name: str) -> str:
 
 def check_kinds(config: Config) -> None:
     """Raise a ConfigError for a kind that is neither built in nor in the user code."""
-    for section in config.open_sections():
-        for selector, name in section.chosen_names():
-            kinds.kind(selector, name)
+    for choice in chain(*(section.chosen_names() for section in config.open_sections())):
+        config.registry.kind(*choice)

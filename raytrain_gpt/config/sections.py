@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from raytrain_gpt.config import kinds
 from raytrain_gpt.config.kinds import Selector, Strict
 from raytrain_gpt.config.open_section import Name, Names, OpenSection
 from raytrain_gpt.config.wording import check_divides
@@ -96,7 +95,7 @@ class OptimSection(OpenSection):
 
     @model_validator(mode="after")
     def _rates_ordered(self) -> OptimSection:
-        schedule = kinds.find("schedule", self.schedule)
+        schedule = self.registry.find("schedule", self.schedule)
         if self.min_lr > self.peak_lr and schedule is not None and schedule.is_built_in:
             raise ValueError(
                 f"min_lr={self.min_lr:g} is above peak_lr={self.peak_lr:g}; "

@@ -44,7 +44,7 @@ def checkpoint_bytes(shape: GPTShape, optim: OptimSection) -> int:
 def optimizer_state_bytes(shape: GPTShape, optim: OptimSection) -> int:
     """Return bytes of an optimizer's state, without scalars; a user's counts as two moments in fp32."""
     counts = count_model(shape)
-    if (built_in := optimizer_class(optim.optimizer)) is not None:
+    if (built_in := optimizer_class(optim)) is not None:
         return built_in.state_bytes(counts.num_parameters, counts.matrices)
     return 2 * counts.num_parameters * _FP32_BYTES
 
@@ -99,7 +99,7 @@ class MemoryModel:
     def predict(self, micro_batch_sequences: int, activation_checkpointing: str) -> TrainingMemory:
         """Predict the memory of a micro-batch and mode (`none`, `selective` or `full`)."""
         counts, optim = count_model(self.shape), self.config.optim
-        optimizer = optimizer_class(optim.optimizer)
+        optimizer = optimizer_class(optim)
         weights = counts.num_parameters * _FP32_BYTES
         sums = 2 * weights if self.config.train.exact else 0  # int64
         unsharded = TrainingMemory(

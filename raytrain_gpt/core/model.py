@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -20,8 +20,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from raytrain_gpt.config import kinds
-from raytrain_gpt.config.kinds import Settings
+from raytrain_gpt.config.kinds import BUILT_IN, Kind, Registry, Settings
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.attention import (
     SPARSE_BLOCK_TOKENS,
@@ -58,6 +57,7 @@ class GPTShape:
 
     Attributes:
         settings: The architecture's settings, by default its default ones.
+        registry: Where the architecture is looked up.
     """
 
     num_layers: int
@@ -68,26 +68,29 @@ class GPTShape:
     dropout: float = 0.0
     architecture: str = "gpt2"
     settings: Settings = _NO_SETTINGS
+    registry: Registry = field(default=BUILT_IN, repr=False)
 
     def __post_init__(self) -> None:
-        kind = kinds.kind("architecture", self.architecture)
-        if type(self.settings) is not kind.settings:
-            object.__setattr__(self, "settings", kind.settings())
+        if type(self.settings) is not self.kind.settings:
+            object.__setattr__(self, "settings", self.kind.settings())
 
     @classmethod
     def of(cls, config: Config, vocab_size: int) -> GPTShape:
         """Return the shape of a configuration with a tokenizer's vocabulary."""
-        values, kind = config.field_values(), kinds.kind("architecture", config.model.architecture)
-        names = [name for name in cls.__dataclass_fields__ if name in values]
+        values, registry = config.field_values(), config.registry
+        own = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        kind = registry.kind("architecture", config.model.architecture)
         settings = config.model.settings(kind.settings)
-        return cls(
-            vocab_size=vocab_size, settings=settings, **{name: values[name] for name in names}
-        )
+        return cls(vocab_size=vocab_size, settings=settings, registry=registry, **own)
+
+    @property
+    def kind(self) -> Kind:
+        return self.registry.kind("architecture", self.architecture)
 
     @property
     def fields(self) -> dict[str, Any]:
         """Return the configuration fields of this shape, the inverse of `of`."""
-        names = self.__dataclass_fields__.keys() - {"vocab_size", "settings"}
+        names = self.__dataclass_fields__.keys() - {"vocab_size", "settings", "registry"}
         own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name in names}
         return own | self.settings.model_dump()
 

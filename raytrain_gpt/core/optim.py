@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raytrain_gpt.config import kinds
 from raytrain_gpt.config.built_in import AdamWSettings, WsdSettings
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.model import GPT
@@ -227,7 +226,7 @@ def learning_rate(step: int, config: OptimSection, max_steps: int) -> float:
     Raises:
         ConfigError: its factor is not a finite number, or below 0.
     """
-    kind = kinds.kind("schedule", config.schedule)
+    kind = config.registry.kind("schedule", config.schedule)
     if kind.is_built_in:
         return float(kind.resolve()(step, max_steps, config))
     if step < config.warmup_steps:

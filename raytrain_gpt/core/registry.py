@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from raytrain_gpt.config import kinds
-from raytrain_gpt.config.kinds import Kind
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.model import GPT, GPTShape
@@ -25,15 +23,15 @@ from raytrain_gpt.core.optim import AdamW, Optimizer, UserOptimizer
 from raytrain_gpt.errors import ConfigError
 
 
-def optimizer_class(name: str) -> type[AdamW] | None:
+def optimizer_class(config: OptimSection) -> type[AdamW] | None:
     """Return the class of a built-in optimizer, which counts its costs, or None."""
-    kind = kinds.kind("optimizer", name)
+    kind = config.registry.kind("optimizer", config.optimizer)
     return cast(type[AdamW], kind.resolve()) if kind.is_built_in else None
 
 
-def step_flops(shape: GPTShape, optimizer: str, tokens: int) -> float:
+def step_flops(shape: GPTShape, config: OptimSection, tokens: int) -> float:
     """Return the FLOPs of a step on `tokens`, with those of a built-in optimizer's update."""
-    counts, kind = count_model(shape), optimizer_class(optimizer)
+    counts, kind = count_model(shape), optimizer_class(config)
     return counts.flops_per_token * tokens + (kind.update_flops(counts.matrices) if kind else 0)
 
 
@@ -41,19 +39,17 @@ def new_model(
     shape: GPTShape, activation_checkpointing: str = "none", document_end: int | None = None
 ) -> GPT:
     """Create a model without initial weights (see `GPT`); raises ConfigError if a user's cannot be made."""
-    kind = kinds.kind("architecture", shape.architecture)
-    model = kind.call(shape, activation_checkpointing, document_end)
+    model = shape.kind.call(shape, activation_checkpointing, document_end)
     if not isinstance(model, GPT):
-        raise ConfigError(f"architecture {kind.name} is not a GPT; make it a subclass")
+        raise ConfigError(f"architecture {shape.architecture} is not a GPT; make it a subclass")
     return model
 
 
 def init_weights(model: GPT, seed: int) -> None:
     """Initialize a model's weights, and try a user's model on a few tokens; may raise ConfigError."""
-    kind = kinds.kind("architecture", model.shape.architecture)
-    with kind.errors_as_line(), torch.no_grad():
+    with model.shape.kind.errors_as_line(), torch.no_grad():
         model.init_weights(seed)
-        if not kind.is_built_in:
+        if not model.shape.kind.is_built_in:
             model.eval().logits(torch.zeros(2, min(8, model.shape.seq_len), dtype=torch.int64))
             model.train()
 
@@ -75,9 +71,9 @@ def build_optimizer(
     group: dist.ProcessGroup | None = None,
 ) -> Optimizer:
     """Build a configuration's optimizer (see `AdamW`); raises ConfigError if a user's cannot be used."""
-    if (built_in := optimizer_class(config.optimizer)) is not None:
+    if (built_in := optimizer_class(config)) is not None:
         return built_in(model, config, matmul_dtype, group)
-    kind = kinds.kind("optimizer", config.optimizer)
+    kind = config.registry.kind("optimizer", config.optimizer)
     parameters = [p for p in model.parameters() if p.requires_grad]
     inner = kind.call(parameters, config.settings(kind.settings), config.peak_lr)
     return UserOptimizer(kind.name, inner, parameters, config.peak_lr)
@@ -104,14 +100,9 @@ class ModelCounts:
     matrices: Counter[tuple[int, int, int]]
 
 
+@functools.cache
 def count_model(shape: GPTShape) -> ModelCounts:
     """Count a model; raises a RuntimeError for sizes beyond 64 bits."""
-    return _count(shape, kinds.kind("architecture", shape.architecture))
-
-
-@functools.cache
-def _count(shape: GPTShape, kind: Kind) -> ModelCounts:
-    """Count a model; `kind` tells apart architectures of different user code."""
     model, times = _on_meta(shape)
     inside = [*model.h.parameters()]
     outside = {*model.parameters()} - {*inside}
@@ -143,7 +134,7 @@ def resolved_shape(shape: GPTShape) -> GPTShape:
 
 def _on_meta(shape: GPTShape) -> tuple[GPT, int]:
     """Return a model without memory, and how many times the complete one has its blocks."""
-    times = shape.num_layers if kinds.is_built_in("architecture", shape.architecture) else 1
+    times = shape.num_layers if shape.kind.is_built_in else 1
     with torch.device("meta"), _WithoutInit():
         return new_model(replace(shape, num_layers=shape.num_layers // times)), times
 

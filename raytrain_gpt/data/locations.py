@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
+from raytrain_gpt.config.kinds import Registry
 from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.config.sections import EvalSection, TrackingSection
 from raytrain_gpt.data.mixture import BatchOrder, Mixture, parse_data_path, read_mixture
@@ -48,11 +48,6 @@ def read_code(files: Sequence[str | Path], may_differ: bool = False) -> Code | N
         return Code.read(*paths, may_differ=may_differ) if paths or may_differ else None
 
 
-def use_code(files: Sequence[str | Path], may_differ: bool = False) -> None:
-    """Use the code in files or at URLs, or none; see `read_code`."""
-    kinds.set_user_code(read_code(files, may_differ))
-
-
 def data_is_there(config: Config) -> bool:
     """Whether all datasets of `data_path` exist; raises a ConfigError if one of several has no weight."""
     data = [location(config, path) for path, _ in parse_data_path(config.data.data_path)]
@@ -70,7 +65,7 @@ def make_order(config: Config, data: Mixture) -> BatchOrder:
     return data.order(config.batch_sequences, config.data.seq_len, config.train.seed)
 
 
-def recorded(tree: Mapping[str, Mapping[str, Any]], where: str) -> Config:
+def recorded(tree: Mapping[str, Mapping[str, Any]], where: str, registry: Registry) -> Config:
     """Parse a stored configuration without what only its reader may choose.
 
     These are retries, the endpoint (which gets credentials), and settings of evaluations and trackers.
@@ -80,7 +75,8 @@ def recorded(tree: Mapping[str, Mapping[str, Any]], where: str) -> Config:
         title: {name: value for name, value in section.items() if name in kept.get(title, section)}
         for title, section in tree.items()
     }
-    return parse_config(tree, where).updated({"s3_endpoint": None, "retry_for_s": COMMAND_RETRY_S})
+    ours = {"s3_endpoint": None, "retry_for_s": COMMAND_RETRY_S}
+    return parse_config(tree, where, registry).updated(ours)
 
 
 def recorded_data(config: Config, holder: Location) -> Mixture:

@@ -31,11 +31,10 @@ from torch import Tensor, nn
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.cluster.signals import StopSignals
-from raytrain_gpt.config import kinds
 from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.config.code import Code
-from raytrain_gpt.config.kinds import DECIDES_WEIGHTS, SECTIONS, Kind
-from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.kinds import DECIDES_WEIGHTS, SECTIONS, Kind, Selector
+from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.core.generate import KVCache
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.registry import new_model
@@ -72,7 +71,7 @@ _Judge = Callable[[Kind, Config], str]
 
 
 def check_code(config: Config, say: Callable[[str], None]) -> list[Check]:
-    """Check every kind that the used code declares, and say a line for each check.
+    """Check every kind that the configuration's code declares, and say a line for each check.
 
     Args:
         config: Its settings of kinds that it chooses are used.
@@ -81,7 +80,7 @@ def check_code(config: Config, say: Callable[[str], None]) -> list[Check]:
         ConfigError: the code declares nothing.
         Interrupted: Ctrl+C or SIGTERM.
     """
-    code, declared, checks = kinds.used_code(), [*kinds.user_kinds().values()], list[Check]()
+    code, declared, checks = config.code, [*config.registry.user_kinds().values()], list[Check]()
     assert code is not None, "the command was given code"
     if not declared:
         raise ConfigError(
@@ -121,7 +120,7 @@ def _config_of(chosen: Sequence[Kind], given: Config) -> Config:
         if (kind.selector, kind.name) in section.chosen_names():
             values |= section.settings(kind.settings).model_dump()
         values[kind.selector] = kind.name
-    return Config().updated(values)
+    return parse_config({}, "defaults", given.registry).updated(values)
 
 
 def _model(config: Config) -> GPT:
@@ -268,7 +267,7 @@ def _calls(kind: Kind, config: Config) -> str:
     return "it takes rows, a text and the end, then those of a resumed run"
 
 
-_JUDGES: dict[kinds.Selector, dict[str, _Judge]] = {
+_JUDGES: dict[Selector, dict[str, _Judge]] = {
     "architecture": {"causality": _causality, "export": _exported},
     "optimizer": {"elementwise": _elementwise},
     "schedule": {"factors": _factors},

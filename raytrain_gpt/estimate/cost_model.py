@@ -166,7 +166,7 @@ def _speed(config: Config, shape: GPTShape, facts: Facts) -> EstimatedSpeed | No
         tokens_per_s, source = config.train.global_batch_tokens / facts.step_time_s, "given"
     elif peak_tokens_per_s is not None:
         batch = config.train.global_batch_tokens
-        all_flops = step_flops(shape, config.optim.optimizer, batch)
+        all_flops = step_flops(shape, config.optim, batch)
         model_share = counts.flops_per_token * batch / all_flops
         tokens_per_s = peak_tokens_per_s * model_share * (facts.mfu or ASSUMED_MFU)
         source = "table"

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.columns import Row, finite
-from raytrain_gpt.config import kinds
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.config.kinds import Kind
 from raytrain_gpt.config.open_section import Name
@@ -40,9 +39,9 @@ _SUMS = TypeAdapter(dict[Name, tuple[float, float]])
 
 def check_evaluations(config: Config) -> None:
     """Raise a UserError if a file of a built-in evaluation cannot be read."""
-    for selector, name in config.eval.chosen_names():
-        if kinds.is_built_in(selector, name):
-            kinds.kind(selector, name).resolve().check(config)
+    for kind in config.eval.chosen or ():
+        if kind.is_built_in:
+            kind.resolve().check(config)
 
 
 def watched(
@@ -72,7 +71,7 @@ class Evaluation:
     ) -> None:
         self._config, self._model, self._tokenizer = config, model, tokenizer
         self._feed, self._collectives, self._autocast = feed, collectives, autocast
-        self._kinds = [kinds.kind(*one) for one in config.eval.chosen_names()]
+        self._kinds = [config.registry.kind(*one) for one in config.eval.chosen_names()]
         self._token_bytes = torch.from_numpy(bytes_per_id(tokenizer, model.shape.padded_vocab_size))
 
     def metrics(

@@ -12,8 +12,8 @@ import torch
 from raytrain_gpt.checkpoint.catalog import CODE_FILE, Catalog, Checkpoint, resolve_checkpoint
 from raytrain_gpt.checkpoint.code_check import check_executable
 from raytrain_gpt.checkpoint.collectives import Collectives
-from raytrain_gpt.config import kinds
 from raytrain_gpt.config.call_options import SamplingOptions
+from raytrain_gpt.config.kinds import BUILT_IN, Registry
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import (
     best_device,
@@ -41,7 +41,11 @@ if TYPE_CHECKING:
 
 
 def open_checkpoint(
-    path: LocationLike, device: str | None = None, log: Log = say, average: int = 1
+    path: LocationLike,
+    device: str | None = None,
+    log: Log = say,
+    average: int = 1,
+    registry: Registry = BUILT_IN,
 ) -> tuple[Checkpoint, Config, GPT, tiktoken.Encoding, torch.device]:
     """Load a verified checkpoint, with its configuration, model, tokenizer and device.
 
@@ -50,6 +54,7 @@ def open_checkpoint(
         device: Best available one if None.
         log: As in `resolve_checkpoint`.
         average: Average the weights over this many checkpoints, up to this one, of a run up to the newest.
+        registry: Has the given code, which is executed only if it is the checkpoint's.
 
     Raises:
         CheckpointError: it is missing or damaged, or needs code that was not given.
@@ -58,8 +63,8 @@ def open_checkpoint(
     place = Location.of(path, retry_for_s=COMMAND_RETRY_S)
     newest = Catalog(place).pick("newest", log) if average > 1 else None
     checkpoint = newest or resolve_checkpoint(place, log)
-    check_executable(checkpoint, log)
-    config = recorded(checkpoint.state.config, str(checkpoint.path))
+    check_executable(checkpoint, registry.code, log)
+    config = recorded(checkpoint.state.config, str(checkpoint.path), registry)
     placed = best_device() if device is None else torch.device(device)
     tokenizer, num_ids = read_tokenizer(checkpoint.path), checkpoint.state.vocab_size
     if TOKENIZER_FILE not in checkpoint.file_names or tokenizer.max_token_value + 1 != num_ids:
@@ -110,7 +115,7 @@ def evaluate_checkpoint(
     hellaswag: str | None = None,
     evaluations: str | None = None,
     settings: Mapping[str, Any] | None = None,
-    average: int = 1,
+    **how: Any,
 ) -> tuple[Location, dict[str, Any]]:
     """Return the path of a checkpoint, and its metrics with `step`.
 
@@ -123,7 +128,7 @@ def evaluate_checkpoint(
         evaluations: Names of the user's evaluations, with commas; by default the training run's, without
             those whose code was not given.
         settings: Settings of `evaluations`; others have their defaults, not the training run's values.
-        average: As in `open_checkpoint`.
+        how: As in `open_checkpoint`: average, registry.
 
     Raises:
         CheckpointError: it is missing or damaged.
@@ -131,7 +136,7 @@ def evaluate_checkpoint(
         DataError: the dataset is missing, too small to validate on, or has another tokenizer, or
             HellaSwag cannot be read.
     """
-    checkpoint, config, model, tokenizer, device = open_checkpoint(path, None, log, average)
+    checkpoint, config, model, tokenizer, device = open_checkpoint(path, None, log, **how)
     if config.train.precision == "bf16" and not has_bf16(device):
         log("evaluated in fp32: this device does not support bf16")
         config = config.updated({"precision": "fp32"})
@@ -159,7 +164,7 @@ def evaluate_checkpoint(
 def _known_evaluations(checkpoint: Checkpoint, config: Config, log: Log) -> str:
     """Return the names of the user's evaluations in a run, with commas; logs those without code."""
     names = config.eval.evaluations
-    known = [name for name in names if kinds.find("evaluations", name)]
+    known = [name for name in names if config.registry.find("evaluations", name)]
     if skipped := ", ".join(name for name in names if name not in known):
         code = shell(checkpoint.path / CODE_FILE)
         log(f"skipping {skipped}: no code was given; if you trust it, pass --code {code}")
@@ -202,19 +207,19 @@ def _validation_feed(
     seq_len = config.data.seq_len
     check_val_split(data, seq_len)
     tokens, ids = data.read("val", seq_len, data.val_ids(seq_len, config.eval.eval_tokens))
-    micro = recorded(checkpoint.state.config, str(checkpoint.path)).train.micro_batch_sequences
+    micro = config.train.micro_batch_sequences
     micro = 1 if micro == "auto" else micro  # a run stores the resolved value
     return EvalFeed(tokens, ids, data, micro, device)
 
 
 def sample_checkpoint(
-    path: LocationLike, prompt: str, log: Log, *, num_samples: int, average: int = 1, **options: Any
+    path: LocationLike, prompt: str, log: Log, *, num_samples: int, **options: Any
 ) -> list[str]:
     """Return continuations of a prompt, which may be empty, with the prompt.
 
     Args:
-        average: As in `open_checkpoint`.
-        options: Those of `SamplingOptions`; max_new_tokens defaults to that of the run's evaluations.
+        options: Those of `SamplingOptions`, where max_new_tokens defaults to that of the run's evaluations;
+            average and registry as in `open_checkpoint`.
 
     Raises:
         ConfigError: num_samples or an option is out of range.
@@ -222,7 +227,8 @@ def sample_checkpoint(
     """
     if num_samples < 1:
         raise ConfigError(f"num_samples={num_samples} is below 1; set num_samples to 1 or more")
-    _, config, model, tokenizer, device = open_checkpoint(path, None, log, average)
+    opened = {name: options.pop(name) for name in ("average", "registry") if name in options}
+    _, config, model, tokenizer, device = open_checkpoint(path, None, log, **opened)
     how = SamplingOptions(**{"max_new_tokens": config.eval.max_new_tokens, **options})
     ids = prompt_tokens(tokenizer, prompt)
     if len(ids) > model.shape.seq_len:

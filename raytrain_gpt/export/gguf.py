@@ -18,7 +18,6 @@ from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, TokenType
 from gguf.constants import MODEL_ARCH_NAMES
 from gguf.tensor_mapping import get_tensor_name_map
 
-from raytrain_gpt.config import kinds
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.data.tokenizer import EOT
 from raytrain_gpt.data.tokenizer_file import GPT2_PATTERN, tokenizer_json
@@ -32,16 +31,14 @@ from raytrain_gpt.storage.location import Location, LocationLike, force_to_disk,
 _SUFFIX = ".gguf"
 
 
-def export_gguf(
-    path: LocationLike, out: str | Path, dtype: DType, log: Log, average: int = 1
-) -> Path:
+def export_gguf(path: LocationLike, out: str | Path, dtype: DType, log: Log, **how: Any) -> Path:
     """Write a file that llama.cpp loads, including the tokenizer; return its path.
 
     Args:
         path: A checkpoint or a run.
         out: A new local file with suffix .gguf, or a directory for RUN_NAME.gguf.
         dtype: Type of the matrices; vectors and learned positions are fp32, as llama.cpp expects.
-        average: As in `open_checkpoint`.
+        how: As in `open_checkpoint`: average, registry.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or the file exists.
@@ -54,11 +51,11 @@ def export_gguf(
     is_directory = str(out).endswith("/") or place.path.is_dir() or not place.name.endswith(_SUFFIX)
     if not is_directory:
         _check_new(place)
-    checkpoint, config, model, encoding, _ = open_checkpoint(path, "cpu", log, average)
+    checkpoint, config, model, encoding, _ = open_checkpoint(path, "cpu", log, **how)
     if is_directory:
         place /= f"{config.run.run_name}{_SUFFIX}"
         _check_new(place)
-    mapping = mapping_of(model.shape.architecture, "to_hf", "add_gguf_sizes")
+    mapping = mapping_of(model.shape, "to_hf", "add_gguf_sizes")
     name = getattr(mapping, "GGUF_NAME", model.shape.architecture)
     if name not in MODEL_ARCH_NAMES.values():
         raise ConfigError(
@@ -67,7 +64,7 @@ def export_gguf(
     writer = GGUFWriter(None, name)
     writer.add_name(config.run.run_name)
     _add_tokenizer(writer, encoding)
-    with kinds.kind("architecture", model.shape.architecture).errors_as_line():
+    with model.shape.kind.errors_as_line():
         writer.add_context_length(model.shape.seq_len)
         writer.add_embedding_length(model.shape.embd_size)
         writer.add_block_count(model.shape.num_layers)

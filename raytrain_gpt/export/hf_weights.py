@@ -13,7 +13,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from raytrain_gpt.config import kinds
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.registry import new_model
 from raytrain_gpt.data.documents import refuse_lfs_pointer
@@ -37,13 +36,13 @@ _NO_PICKLES = (
 )
 
 
-def mapping_of(architecture: str, *needed: str) -> Any:
+def mapping_of(shape: GPTShape, *needed: str) -> Any:
     """Return the module or user's class that converts an architecture's files; may raise ConfigError."""
-    mapping = ARCHITECTURES.get(architecture) or kinds.kind("architecture", architecture).resolve()
+    mapping = ARCHITECTURES.get(shape.architecture) or shape.kind.resolve()
     if missing := [name for name in needed if not hasattr(mapping, name)]:
         raise ConfigError(
-            f"architecture {architecture} has no export mapping; add {', '.join(missing)} to its class, see "
-            "docs/extending.md"
+            f"architecture {shape.architecture} has no export mapping; add {', '.join(missing)} to its "
+            "class, see docs/extending.md"
         )
     return mapping
 
@@ -51,7 +50,7 @@ def mapping_of(architecture: str, *needed: str) -> Any:
 def hf_config_files(shape: GPTShape, eot_token: int, dtype: str) -> dict[str, str]:
     """Return name -> content of the files besides tensors; `dtype` is torch's name, such as `bfloat16`."""
     ends = {"bos_token_id": eot_token, "eos_token_id": eot_token}
-    of_shape = mapping_of(shape.architecture, "config_of", "to_hf").config_of(shape)
+    of_shape = mapping_of(shape, "config_of", "to_hf").config_of(shape)
     config = {**of_shape, "use_cache": True, "torch_dtype": dtype, **ends}
     # Without a padding id, transformers uses eos and warns at every call.
     generation = {**ends, "pad_token_id": eot_token, "do_sample": True}
@@ -98,7 +97,7 @@ def read_hf_config(directory: Path) -> GPTShape:
 
 def hf_tensors(model: GPT, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return a model's tensors for transformers; a tied head is only the embedding."""
-    mapping = mapping_of(model.shape.architecture)
+    mapping = mapping_of(model.shape)
     pairs = [mapping.to_hf(*item) for item in unpadded(model)]
     if len(named := dict(pairs)) < len(pairs):
         raise ConfigError(f"to_hf of {model.shape.architecture} gives two tensors the same name")

@@ -59,7 +59,7 @@ def model_card(
     return environment.from_string(template.read_text("utf-8")).render(
         name=config.run.run_name,
         architecture=shape.architecture,
-        description=getattr(mapping_of(shape.architecture), "DESCRIPTION", "A language model"),
+        description=getattr(mapping_of(shape), "DESCRIPTION", "A language model"),
         version=VERSION,
         torch_version=torch.__version__,
         model=model,

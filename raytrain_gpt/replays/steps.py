@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from raytrain_gpt.checkpoint.catalog import CODE_FILE, Catalog, resume_step
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.columns import Row, finite
-from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
+from raytrain_gpt.config.kinds import Registry
 from raytrain_gpt.config.plan import Plan, check_shares, micro_batch_for
-from raytrain_gpt.config.schema import changed_fields, field_section
+from raytrain_gpt.config.schema import changed_fields, parse_config
 from raytrain_gpt.core.accumulation import FloatAccumulator
 from raytrain_gpt.core.device import seed_everything
 from raytrain_gpt.core.loop import MicroBatch, train_steps
@@ -94,15 +94,16 @@ class Replay:
             on_gpu = torch.cuda.is_available() and "cpu" not in begun["device"].lower()
             here = {"num_workers": 0, "cpus_per_worker": self._threads, "use_gpu": on_gpu}
             here |= {name: begun[name] for name in ("precision", *_FITTED)}
-        self._code = next((code for code in codes if code and code.sha256 == sha256), None)
-        if sha256 and not self._code:
+        code = next((code for code in codes if code and code.sha256 == sha256), None)
+        if sha256 and not code:
             theirs = shell(holder / CODE_FILE)
             raise ConfigError(f"no given code is the run's; if you trust it, give --code {theirs}")
-        self._code = new_code or self._code
-        with self._context():
-            for name in settings:
-                if field_section(name) not in _REPLAYED or name in _NOT_REPLAYED:
-                    raise ConfigError(f"a replay cannot change {name}; leave it out")
+        registry = Registry(new_code or code)
+        for name in settings:
+            if registry.field(name)[0] not in _REPLAYED or name in _NOT_REPLAYED:
+                raise ConfigError(f"a replay cannot change {name}; leave it out")
+        with self._its_threads():
+            source = parse_config(source.model_dump(), str(holder), registry)
             config = source.updated({**here, **settings})
             check_shares(config, self._num_workers)
             micro = int(micro_batch_for(config, self._num_workers))
@@ -115,15 +116,13 @@ class Replay:
         self.rows = self._rows(replace(position, skipped=run.skipped), last)
 
     @contextmanager
-    def _context(self) -> Iterator[None]:
-        """Use this replay's code and threads, and then those before."""
-        code, threads = kinds.used_code(), torch.get_num_threads()
-        kinds.set_user_code(self._code)
+    def _its_threads(self) -> Iterator[None]:
+        """Use this replay's number of threads, and then that before."""
+        threads = torch.get_num_threads()
         torch.set_num_threads(self._threads)
         try:
             yield
         finally:
-            kinds.set_user_code(code)
             torch.set_num_threads(threads)
 
     def run_to(self, step: int) -> None:
@@ -152,7 +151,7 @@ class Replay:
             loss_scale=setup.loss_scale,
         )
         while True:
-            with self._context():
+            with self._its_threads():
                 if (result := next(results, None)) is None:
                     return
             self.step, norm = result.step, float(result.grad_norm.float())
@@ -184,7 +183,7 @@ class Replay:
         tokens, _ = self.run.data.read("train", self.run.seq_len, np.array(ids, np.int64))
         self.model.eval()
         for sequence in tokens:
-            with self._context(), self._setup.autocast():
+            with self._its_threads(), self._setup.autocast():
                 loss = self.model(*to_device(sequence[None], self._setup.device))
                 gradient = [*torch.autograd.grad(loss, trained)]
             yield float(loss.detach()), gradient

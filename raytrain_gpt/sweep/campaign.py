@@ -244,7 +244,7 @@ def check_unchanged(
         if before.get(key) != now.get(key) and key not in definition.may_change
     ]
     kept = parse_yaml((directory / BASE_FILE).read_text())
-    first = parse_config(without_removed(kept), BASE_FILE)
+    first = parse_config(without_removed(kept), BASE_FILE, base.registry)
     measured = {*_CHANGES_LOSS, *dict(first.eval), *dict(base.eval)}
     changed += [
         f"{name} {values}"

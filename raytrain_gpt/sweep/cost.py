@@ -141,7 +141,7 @@ def time_line(trials: Sequence[Config], most: int | None) -> str:
 
 def _step_flops(config: Config, vocab_size: int, tokens: int | None = None) -> float:
     tokens = tokens or config.train.global_batch_tokens
-    return step_flops(GPTShape.of(config, vocab_size), config.optim.optimizer, tokens)
+    return step_flops(GPTShape.of(config, vocab_size), config.optim, tokens)
 
 
 def _seconds_per_flop(configs: Sequence[Config], vocab_size: int) -> float | None:

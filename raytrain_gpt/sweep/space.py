@@ -24,8 +24,7 @@ from typing import Annotated, Any, cast
 import simpleeval  # type: ignore[import-untyped]
 from pydantic import AfterValidator, ConfigDict, PositiveFloat, TypeAdapter, ValidationError
 
-from raytrain_gpt.config.kinds import Strict
-from raytrain_gpt.config.schema import FIELDS, field_section
+from raytrain_gpt.config.kinds import BUILT_IN, Registry, Strict
 from raytrain_gpt.config.wording import MAX_SHOWN
 from raytrain_gpt.errors import ConfigError, problem, reason
 from raytrain_gpt.format import preview
@@ -131,26 +130,26 @@ _FUNCTIONS: dict[str, Callable[..., float]] = {
 }  # fmt: skip
 
 
-def field_value(name: str, raw: Any) -> Any:
+def field_value(name: str, raw: Any, registry: Registry = BUILT_IN) -> Any:
     """Convert a value to the field's type (YAML reads `1e-3` as text), or raise a ConfigError."""
-    field_section(name)
+    _, field = registry.field(name)
     try:
-        return _type_of(name).validate_python(raw)
+        return _type_of(name, registry).validate_python(raw)
     except ValidationError as error:
-        shown, description = preview(raw, MAX_SHOWN), FIELDS[name][1].description or ""
+        shown, description = preview(raw, MAX_SHOWN), field.description or ""
         raise ConfigError(
             f"{name}={shown}: {problem(error.errors())} ({' '.join(description.split())})"
         ) from None
 
 
 @functools.cache
-def _type_of(name: str) -> TypeAdapter[Any]:
-    field = FIELDS[name][1]
+def _type_of(name: str, registry: Registry) -> TypeAdapter[Any]:
+    _, field = registry.field(name)
     kind = cast(Any, Annotated[field.annotation, field])
     return TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False))
 
 
-def parse_domain(name: str, raw: Any) -> Domain:
+def parse_domain(name: str, raw: Any, registry: Registry = BUILT_IN) -> Domain:
     """Parse the domain of a field; raises a ConfigError if its kind, or a value for the field, is invalid."""
     kind = next(iter(raw)) if isinstance(raw, Mapping) and len(raw) == 1 else None
     if kind not in KINDS:
@@ -160,13 +159,13 @@ def parse_domain(name: str, raw: Any) -> Domain:
         )
     argument = raw[kind]
     if kind == "expression":
-        field_section(name)
+        registry.field(name)
         return Expression(expression=str(argument))
     if not isinstance(argument, list | tuple) or not argument:
         raise ConfigError(
             f"{kind} of {name} has no values: {preview(argument, MAX_SHOWN)}; write a list"
         )
-    values = [field_value(name, value) for value in argument]
+    values = [field_value(name, value, registry) for value in argument]
     try:
         return KINDS[kind].model_validate({kind: values})
     except ValidationError as error:
@@ -188,7 +187,9 @@ def expression_order(space: Mapping[str, Domain]) -> list[str]:
     return [name for name in order if name in uses]
 
 
-def with_expressions(space: Mapping[str, Domain], values: Mapping[str, Any]) -> dict[str, Any]:
+def with_expressions(
+    space: Mapping[str, Domain], values: Mapping[str, Any], registry: Registry = BUILT_IN
+) -> dict[str, Any]:
     """Add the expressions' values to those of all fields and `budget_tokens`; integers are rounded.
 
     Raises a ConfigError if an expression has no value, or an invalid one for its field.
@@ -197,7 +198,7 @@ def with_expressions(space: Mapping[str, Domain], values: Mapping[str, Any]) -> 
     for name in expression_order(space):
         domain = space[name]
         assert isinstance(domain, Expression)
-        value, annotation = domain.value(values), FIELDS[name][1].annotation
+        value, annotation = domain.value(values), registry.field(name)[1].annotation
         is_integer = int in (typing.get_args(annotation) or (annotation,))
-        values[name] = field_value(name, round(value) if is_integer else value)
+        values[name] = field_value(name, round(value) if is_integer else value, registry)
     return values

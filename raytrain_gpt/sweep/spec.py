@@ -22,11 +22,10 @@ import yaml
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from raytrain_gpt.columns import own_scores
-from raytrain_gpt.config import kinds
-from raytrain_gpt.config.kinds import Strict
+from raytrain_gpt.config.kinds import BUILT_IN, Registered, Registry, Strict
 from raytrain_gpt.config.load import load_config_file, load_preset, read_mapping
 from raytrain_gpt.config.open_section import Name
-from raytrain_gpt.config.schema import FIELDS, Config, field_section
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.wording import MAX_SHOWN, refusal, suggestion
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import preview
@@ -52,7 +51,7 @@ SWEEP_FILE = "sweep.yaml"
 """The resolved sweep in its directory."""
 
 
-class Base(Strict):
+class Base(Registered):
     preset: str | None = None
     """Name of a preset."""
     config: str | None = None
@@ -66,8 +65,8 @@ class Base(Strict):
 
     def load(self) -> Config:
         if self.preset is not None:
-            return load_preset(self.preset)
-        return load_config_file(Path(str(self.config)))
+            return load_preset(self.preset, self.registry)
+        return load_config_file(Path(str(self.config)), self.registry)
 
 
 class NoScheduler(Strict):
@@ -89,7 +88,7 @@ class Asha(Strict):
     """Fraction of trials that continues at each rung, as 1/N."""
 
 
-class CampaignFile(Strict):
+class CampaignFile(Registered):
     """What the files of sweeps and studies have in common."""
 
     flags: ClassVar[tuple[str, ...]]
@@ -121,10 +120,11 @@ class CampaignFile(Strict):
                 f"{name} is set by the {cls.kind()}: {cls.set_by_file[name]}; remove it"
             )
         read = field_value if info.field_name == "overrides" else parse_domain
-        return {name: read(str(name), value) for name, value in raw.items()}
+        registry = info.context or BUILT_IN
+        return {name: read(str(name), value, registry) for name, value in raw.items()}
 
     @classmethod
-    def load(cls, path: Path, flags: Mapping[str, Any]) -> Self:
+    def load(cls, path: Path, flags: Mapping[str, Any], registry: Registry = BUILT_IN) -> Self:
         """Load a file; the default name of the sweep or study is the file's.
 
         `flags` has texts of fields of the file, or of the configuration for overrides; `null` is None.
@@ -144,13 +144,14 @@ class CampaignFile(Strict):
 
         def unknown(key: str) -> str:
             name = key.rpartition(".")[2]
-            hint = "; it belongs below overrides" if name in FIELDS else suggestion(name, known)
+            is_field = name in registry.fields
+            hint = "; it belongs below overrides" if is_field else suggestion(name, known)
             if name in known:
                 hint = "; it does not belong here"
             return f"unknown key {name}{hint}"
 
         try:
-            return cls.model_validate(raw)
+            return cls.model_validate(raw, context=registry)
         except ValidationError as error:
             raise ConfigError(f"{path}: {refusal(error, known, unknown)}") from None
 
@@ -243,11 +244,12 @@ class Sweep(CampaignFile):
                     f"{name} has a value in overrides ({self.overrides[name]}) and a domain in the space; "
                     "remove one of them"
                 )
-            if owners := kinds.owners(name):
+            if owners := self.registry.owners(name):
                 measures = ("evaluations", self.objective.partition("/")[0])
                 is_same = measures in [(owner.selector, owner.name) for owner in owners]
             else:
-                is_same = field_section(name) in _SAME_IN_ALL_TRIALS or name in _OTHER_LOSSES
+                section, _ = self.registry.field(name)
+                is_same = section in _SAME_IN_ALL_TRIALS or name in _OTHER_LOSSES
             if is_same:
                 raise ConfigError(
                     f"{name} cannot vary between trials; move it from space to overrides"

@@ -225,7 +225,8 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
 
     def _start(self) -> TrialRun:
         connect(0, print)
-        config = parse_config(parse_yaml(self.config["config"]), self.trial_name)
+        registry, tree = self._context.base.registry, parse_yaml(self.config["config"])
+        config = parse_config(tree, self.trial_name, registry)
         train, sizes = config.train, (config.model, config.data.seq_len)
         how = train.micro_batch_sequences, train.precision, train.activation_checkpointing
         compiled = repr([*sizes, *how])

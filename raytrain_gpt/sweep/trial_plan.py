@@ -14,7 +14,7 @@ from itertools import islice, product
 from typing import Any
 
 from raytrain_gpt.config.plan import check_shares
-from raytrain_gpt.config.schema import FIELDS, Config, check_kinds
+from raytrain_gpt.config.schema import Config, check_kinds, parse_config
 from raytrain_gpt.config.wording import nearest_multiples
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.sweep.history import ENDED, History, value_text
@@ -90,15 +90,16 @@ def check_sweep(sweep: Sweep, num_workers: int) -> list[Config]:
 
 def _settled(sweep: Sweep, fields: Mapping[str, Any], values: Mapping[str, Any]) -> Config:
     """Add a trial's values, steps and expressions to the fields, and validate them."""
-    fields = {**fields, **values}
+    fields = {**fields, **values, "budget_tokens": sweep.budget_tokens}
     batch = fields["global_batch_tokens"]
     try:
         steps = _steps(sweep, "budget_tokens", batch)
         every = _steps(sweep, "report_every_tokens", batch)
         fields |= {"max_steps": steps, "eval_every_steps": every, "checkpoint_every_steps": every}
-        fields = with_expressions(sweep.space, fields | {"budget_tokens": sweep.budget_tokens})
-        given = {*sweep.overrides, *sweep.space}
-        config = Config().updated({n: value for n, value in fields.items() if n in FIELDS}, given)
+        fields = with_expressions(sweep.space, fields, sweep.registry)
+        given, known = {*sweep.overrides, *sweep.space}, sweep.registry.fields
+        fields = {name: value for name, value in fields.items() if name in known}
+        config = parse_config({}, "defaults", sweep.registry).updated(fields, given)
         check_kinds(config)
         if config.train.global_batch_tokens != batch:
             raise ConfigError("global_batch_tokens cannot be an expression; use grid or choice")

@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from raytrain_gpt.columns import Row
-from raytrain_gpt.config import kinds
+from raytrain_gpt.config.kinds import BUILT_IN
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.parsing import parse_json
@@ -161,7 +161,8 @@ def _read_ledger(run: TrackedRun, name: str) -> _Ledger:
 def _settings(run: TrackedRun, name: str) -> str:
     if name == "mlflow":
         return str(mlflow_run.tracking_uri(run.config))
-    return run.config.tracking.settings(kinds.kind("trackers", name).settings).model_dump_json()
+    kind = run.config.registry.kind("trackers", name)
+    return run.config.tracking.settings(kind.settings).model_dump_json()
 
 
 class NamedTracker:
@@ -174,9 +175,8 @@ class NamedTracker:
     """
 
     def __init__(self, name: str, run: TrackedRun) -> None:
-        kind = kinds.kind("trackers", name)
-        code = None if kind.is_built_in else kinds.used_code()
-        self._errors_as_line = code.errors_as_line if code else contextlib.nullcontext
+        kind = run.config.registry.kind("trackers", name)
+        self._errors_as_line = kind.code.errors_as_line if kind.code else contextlib.nullcontext
         self._run, self._ledger = run, _read_ledger(run, name)
         self._unwritten: deque[tuple[float, DeliveryState]] = deque()
         self._file = Location.of(run.directory / TRACKERS_DIR / f".{name}.json")
@@ -232,7 +232,7 @@ def check_packages(config: Config) -> None:
     for name in config.tracking.trackers:
         if name == "mlflow" and mlflow_run.tracking_uri(config) is None:
             raise ConfigError("trackers=mlflow needs mlflow_uri; set it, or remove mlflow")
-        if name == "mlflow" or not kinds.is_built_in("trackers", name):
+        if name == "mlflow" or not BUILT_IN.find("trackers", name):
             continue
         try:
             version(name)  # not find_spec, which finds wandb's directory of files

@@ -31,6 +31,7 @@ from raytrain_gpt.cluster.capacity import Pause, fit_to_process
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.process_groups import rendezvous_on_host, use_interface_towards
 from raytrain_gpt.cluster.signals import StopSignals
+from raytrain_gpt.config.kinds import Registry
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import set_cuda_defaults
 from raytrain_gpt.data.locations import read_data
@@ -73,7 +74,7 @@ def train_locally(
         if here.in_node == here.world_size > 1:
             rendezvous_on_host()
         if here.rank:
-            here.run_follower(train_loop, signals, log)
+            here.run_follower(train_loop, signals, log, fitted.registry)
         data = read_data(fitted)
         here.init_group()
         log(
@@ -157,11 +158,13 @@ class InProcess:
             with contextlib.suppress(RuntimeError):  # a signal may have ended a rank already
                 self.broadcast(None)
 
-    def run_follower(self, train_loop: TrainLoop, signals: StopSignals, log: Log) -> NoReturn:
-        """Train by the jobs that rank 0 broadcasts, then exit."""
+    def run_follower(
+        self, train_loop: TrainLoop, signals: StopSignals, log: Log, registry: Registry
+    ) -> NoReturn:
+        """Train by the jobs that rank 0 broadcasts, with this rank's own registry, then exit."""
         with signals.default_handlers():
             self.init_group()
-        while (job := self._received(signals)) is not None:
+        while (job := self._received(signals, registry)) is not None:
             signals.defer()
             try:
                 for event in train_loop(replace(job, link=Link(signals.stop))):
@@ -172,9 +175,9 @@ class InProcess:
         dist.destroy_process_group()
         sys.exit(Interrupted.exit_code if signals.stop.is_set() else 0)
 
-    def _received(self, signals: StopSignals) -> RankJob | None:
+    def _received(self, signals: StopSignals, registry: Registry) -> RankJob | None:
         with signals.default_handlers():
-            return self._ranks.all_gather_json(None, RankJob | None)[0]
+            return self._ranks.all_gather_json(None, RankJob | None, registry)[0]
 
     def check_storage(self, run_dir: Location, data: Sequence[Location]) -> None:
         with storage_probe(run_dir, run_dir.parent):

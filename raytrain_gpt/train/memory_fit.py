@@ -188,7 +188,7 @@ def fit_memory(
 
 def fit_from_checkpoint(config: Config, world_size: int, resumed: Checkpoint) -> MemoryFit | None:
     """Return the memory fit stored in the checkpoint, or None if the setup has changed."""
-    before, now = resumed.config.field_values(), config.field_values()
+    before, now = resumed.config(config.registry).field_values(), config.field_values()
     same = all(before[name] == now[name] for name in _OTHER_MEMORY_FIELDS)
     same &= all(now[name] in ("auto", before[name]) for name in AUTO_MEMORY_FIELDS)
     micro, mode = (before[name] for name in AUTO_MEMORY_FIELDS)

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint, read_checkpoint
 from raytrain_gpt.checkpoint.collectives import Collectives
-from raytrain_gpt.config import kinds
+from raytrain_gpt.config.kinds import BUILT_IN
 from raytrain_gpt.config.plan import Plan
 from raytrain_gpt.config.sections import TrainSection
 from raytrain_gpt.core.accumulation import Accumulation, ExactAccumulator, FloatAccumulator
@@ -183,7 +183,7 @@ def set_up_training(
             load_model(directory, model, crop_context=resumed is None)
         eval_model = strategy.eval_model(model)
         if config.train.compile:
-            if kinds.is_built_in("architecture", config.model.architecture):
+            if BUILT_IN.find("architecture", config.model.architecture):
                 # It warns of in-place operators, which our blocks do not have.
                 logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
             for each in {model, eval_model}:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from raytrain_gpt.checkpoint.catalog import CHECKPOINTS_DIR, resolve_checkpoint
 from raytrain_gpt.checkpoint.code_check import code_of, compare
-from raytrain_gpt.config import kinds
 from raytrain_gpt.config.call_options import PrepareOptions
+from raytrain_gpt.config.kinds import BUILT_IN
 from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import DEFAULT_DATA
@@ -86,7 +86,7 @@ def check_init_from(config: Config, data: Mixture, log: Log = say) -> Config:
         return config
     checkpoint = resolve_checkpoint(find_in(config, config.model.init_from), log)
     check_vocabulary(data, checkpoint.state.vocab_hash, str(checkpoint.path))
-    theirs = checkpoint.config
+    theirs = checkpoint.config(config.registry)
     if config.data.seq_len > theirs.data.seq_len:
         raise ConfigError(
             f"seq_len={config.data.seq_len} is above the context of {checkpoint.path}; set seq_len "
@@ -99,7 +99,7 @@ def check_init_from(config: Config, data: Mixture, log: Log = say) -> Config:
             raise ConfigError(
                 f"{name}={ours}, but {checkpoint.path} has {value}; set {name} to {value}"
             )
-    if not kinds.is_built_in("architecture", config.model.architecture):
+    if not BUILT_IN.find("architecture", config.model.architecture):
         change, _ = compare(checkpoint.state.code_sha256, code_of(checkpoint), config.code)
         if change:
             log(f"changed since {checkpoint.path}: {change}")

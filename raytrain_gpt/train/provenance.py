@@ -16,6 +16,7 @@ from raytrain_gpt.checkpoint.branch import read_branch
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.checkpoint.code_check import stored_code
 from raytrain_gpt.columns import Row
+from raytrain_gpt.config.kinds import BUILT_IN
 from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import make_order, read_data, recorded, recorded_data
@@ -73,9 +74,9 @@ class RunProvenance:
         self.dir = sync.run_dir
         stored = load_config_file(sync.work_dir / CONFIG_FILE)
         self.newest = newest = next(reversed(Catalog(self.dir).complete()), None)
-        self.latest = config = recorded(stored.model_dump(), str(self.dir))
+        self.latest = config = recorded(stored.model_dump(), str(self.dir), BUILT_IN)
         if newest is not None:  # the file may have been edited
-            kept = recorded(newest.state.config, str(newest.path))
+            kept = recorded(newest.state.config, str(newest.path), BUILT_IN)
             config = kept.updated({"data_path": stored.data.data_path})
         self.config = config
         self.data = recorded_data(config, self.dir) if data is None else read_data(config, data)
@@ -133,7 +134,7 @@ class RunProvenance:
         kept = next(one.kept for one in self.attempts if step in one.kept)
         for saved in Catalog(self.dir).complete():
             if saved.state.step in kept:
-                config = recorded(saved.state.config, str(saved.path))
+                config = recorded(saved.state.config, str(saved.path), BUILT_IN)
                 return config, saved.state.code_sha256, saved.path
         if self.last_step not in kept:
             raise ConfigError(

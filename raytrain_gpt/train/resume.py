@@ -54,7 +54,7 @@ def resume_from(
 
 def keep_start(config: Config, resumed: Checkpoint) -> Config:
     """Restore a run's `init_from` and `branch_from`; raises CheckpointError if others are configured."""
-    started = resumed.config.field_values()
+    started = resumed.config(config.registry).field_values()
     for name in _START_FIELDS:
         given, original = config.field_values()[name], started[name]
         # A run was resolved to one of its checkpoints; the name of a run that is gone, to nothing.
@@ -70,7 +70,7 @@ def keep_start(config: Config, resumed: Checkpoint) -> Config:
 
 def check_changes(config: Config, data: Mixture, resumed: Checkpoint, log: Log) -> None:
     """Refuse changes to the math of a resumed run with a CheckpointError; log harmless changes."""
-    state, trained = resumed.state, resumed.config
+    state, trained = resumed.state, resumed.config(config.registry)
     before = trained.field_values()
     changed = changed_fields(before, config.field_values())
     exact_sums = _DECIDES_EXACT_SUMS if config.train.exact else set()

@@ -8,8 +8,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from raytrain_gpt.config.kinds import Registry
 from raytrain_gpt.config.load import describe, given_fields, load_config_file, start_of
-from raytrain_gpt.config.schema import FIELDS, Config, check_kinds
+from raytrain_gpt.config.schema import Config, check_kinds
 from raytrain_gpt.config.sections import SHAPE_FIELDS, TrackingSection
 from raytrain_gpt.data.locations import file_on_disk, find_in, run_location
 from raytrain_gpt.errors import CheckpointError, ConfigError
@@ -24,7 +25,7 @@ FINE_TUNING_LR = 5e-5
 
 
 def run_config(
-    preset: str | None, file: str | Path | None, fields: Mapping[str, Any]
+    preset: str | None, file: str | Path | None, fields: Mapping[str, Any], registry: Registry
 ) -> tuple[Config, str]:
     """Return the checked configuration of a call, and a line that says where it comes from.
 
@@ -36,13 +37,13 @@ def run_config(
         fields = {"min_workers": None, **fields}  # of the start
     run = _existing_run(fields) if file is None else None
     if preset is None and run is not None:
-        base, left_out = _remembered(run, fields)
+        base, left_out = _remembered(run, fields, registry)
         start = f"as run {run.name}, {run / CONFIG_FILE}{left_out}"
     else:
         with nullcontext() if file is None else file_on_disk(file) as path:
-            if "init_from" in given_fields(path, fields):
-                fields = {**fields_of_init_from(preset, path, fields), **fields}
-            start, base = start_of(preset, path, fields)
+            if "init_from" in given_fields(path, fields, registry):
+                fields = {**fields_of_init_from(preset, path, fields, registry), **fields}
+            start, base = start_of(preset, path, fields, registry)
     config = base.updated(fields)
     if file is not None:
         start, base = f"configuration {file}", Config()
@@ -66,7 +67,7 @@ def _existing_run(fields: Mapping[str, Any]) -> Location | None:
     return next(has_begun, None)
 
 
-def _remembered(run: Location, fields: Mapping[str, Any]) -> tuple[Config, str]:
+def _remembered(run: Location, fields: Mapping[str, Any], registry: Registry) -> tuple[Config, str]:
     """Read a run's settings, except its place, a branch's `init_from`, and what only the caller may choose.
 
     A remark comes with them, on trackers, evaluations and their settings that were left out. Raises a
@@ -80,13 +81,13 @@ def _remembered(run: Location, fields: Mapping[str, Any]) -> tuple[Config, str]:
     start = {"init_from": None} if "branch_from" in fields else {}
     if (run / CONFIG_FILE).is_file():
         with file_on_disk(run / CONFIG_FILE) as file:
-            stored = load_config_file(file)
+            stored = load_config_file(file, registry)
     else:
         if (newest := Catalog(run).pick("newest", say)) is None:
             raise CheckpointError(
                 f"{run} has neither {CONFIG_FILE} nor a checkpoint; use another run_name"
             )
-        stored = newest.config.updated(dict(Config().cluster))
+        stored = newest.config(registry).updated(dict(Config().cluster))
     ours = {name: default[name] for name in ("evaluations", *TrackingSection.model_fields)}
     config = stored.updated({**place, **start, **ours})
     chosen = {*fields, *place, *start}
@@ -98,7 +99,8 @@ def _remembered(run: Location, fields: Mapping[str, Any]) -> tuple[Config, str]:
                     f"run {run.name} has {name}={value} in another store, which only you may choose; if "
                     f"you trust it, add --{name} {shell(value)}"
                 )
-    kept = {name: field.default for name, (_, field) in FIELDS.items()} | config.field_values()
+    kept = {name: field.default for name, (_, field) in registry.fields.items()}
+    kept |= config.field_values()
     words = [
         f"--{name} {shell(','.join(value) if isinstance(value, tuple) else value)}"
         for name, value in theirs.items()
@@ -109,7 +111,7 @@ def _remembered(run: Location, fields: Mapping[str, Any]) -> tuple[Config, str]:
 
 
 def fields_of_init_from(
-    preset: str | None, file: Path | None, fields: Mapping[str, Any]
+    preset: str | None, file: Path | None, fields: Mapping[str, Any], registry: Registry
 ) -> dict[str, Any]:
     """Return the fields that `init_from` provides: sizes left open, rate and micro-batch.
 
@@ -120,8 +122,8 @@ def fields_of_init_from(
 
     # Other fields may be valid only with these sizes.
     named = {name: fields[name] for name in ("init_from", *_PLACE) if name in fields}
-    config = start_of(preset, file, named)[1].updated(named)
-    given = given_fields(file, fields)
+    config = start_of(preset, file, named, registry)[1].updated(named)
+    given = given_fields(file, fields, registry)
     rest: dict[str, Any] = {}
     if preset is None and file is None:
         rest = {"peak_lr": FINE_TUNING_LR, "min_lr": 0.0, "micro_batch_sequences": "auto"}
@@ -134,7 +136,7 @@ def fields_of_init_from(
         if (own := Catalog(run_location(config)).pick("newest", say)) is None:
             raise
         checkpoint = own
-    stored = checkpoint.config
+    stored = checkpoint.config(registry)
     theirs, settings = stored.field_values(), stored.model.model_extra or {}
     sizes = {name: theirs[name] for name in (*SHAPE_FIELDS, *settings)}
     return {name: value for name, value in (rest | sizes).items() if name not in given}

@@ -19,7 +19,7 @@ from raytrain_gpt.commands.flags import (
 from raytrain_gpt.commands.inference import SampleOptions
 from raytrain_gpt.commands.train import ReportOptions, tune
 from raytrain_gpt.config.call_options import Options, SamplingOptions
-from raytrain_gpt.config.schema import FIELDS
+from raytrain_gpt.config.kinds import BUILT_IN
 from raytrain_gpt.config.sections import EvalSection
 from raytrain_gpt.errors import ConfigError
 from tests.conftest import RunCli, raises_line
@@ -33,7 +33,8 @@ def parsed(kind: type[Options], *argv: str, config: bool = False) -> Any:
         found.append(options)
 
     parser = argparse.ArgumentParser(exit_on_error=False)
-    Command("it", kind, section_fields if config else dict, run).add_parser(parser.add_subparsers())
+    groups = section_fields if config else lambda _: {}
+    Command("it", kind, groups, run).add_parser(parser.add_subparsers(), BUILT_IN)
     args = parser.parse_args(["it", *argv])
     args.command(args)
     return found[0]
@@ -105,8 +106,8 @@ def test_a_dry_run_prints_the_warnings_of_a_start(run_cli: RunCli, tmp_path: Pat
 @pytest.mark.parametrize("command", ["train", "tune"])
 def test_the_help_has_every_field_but_not_in_the_usage_line(command: str, run_cli: RunCli) -> None:
     shown = run_cli.succeeds(command, "--help")
-    names = [name for fields in tune.groups().values() for name in fields]
-    for name in names if command == "tune" else FIELDS:
+    names = [name for fields in tune.groups(BUILT_IN).values() for name in fields]
+    for name in names if command == "tune" else BUILT_IN.fields:
         assert shown.count(f"  --{name} ") == 1, name
     assert len(shown.split("\n\n")[0]) < 200
 

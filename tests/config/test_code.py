@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
+from raytrain_gpt.config.kinds import Registry
 from raytrain_gpt.errors import ConfigError
 from tests.conftest import raises_line
 
@@ -110,15 +110,12 @@ def test_several_files_are_one_code(tmp_path: Path) -> None:
     for name, text in (("model.py", MODEL), ("score.py", SETTINGS + SCORE)):
         (tmp_path / name).write_text(text)
     code = Code.read(tmp_path / "model.py", tmp_path / "score.py")
-    kinds.set_user_code(code)
-    assert {name for _, name in kinds.user_kinds()} == {"falls", "score"}
+    assert {name for _, name in Registry(code).user_kinds()} == {"falls", "score"}
     (tmp_path / "code.py").write_text(code.text)  # as in a checkpoint
     again = Code.read(tmp_path / "code.py")
     assert (again.files, again.sha256) == (code.files, code.sha256)
     (tmp_path / "code.py").write_text(code.text + "1 / 0\n")
-    kinds.set_user_code(Code.read(tmp_path / "code.py"))
     with raises_line(ConfigError, "score.py, line 17: ZeroDivisionError"):
-        kinds.user_kinds()
-    kinds.set_user_code(Code.read(tmp_path / "model.py", tmp_path / "model.py"))
+        Registry(Code.read(tmp_path / "code.py")).user_kinds()
     with raises_line(ConfigError, "model.py, line 10: schedule falls already exists"):
-        kinds.user_kinds()
+        Registry(Code.read(tmp_path / "model.py", tmp_path / "model.py")).user_kinds()

@@ -12,9 +12,9 @@ from typing import Any
 
 import raytrain_gpt
 from raytrain_gpt.commands.flags import _kind, _names
-from raytrain_gpt.config import kinds
+from raytrain_gpt.config.kinds import BUILT_IN, SECTIONS
 from raytrain_gpt.config.load import load_preset, preset_names
-from raytrain_gpt.config.schema import FIELDS, Config, changes_math
+from raytrain_gpt.config.schema import Config, changes_math
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.format import amount
@@ -44,15 +44,14 @@ def keys_table() -> str:
     tables = []
     for section, field in Config.model_fields.items():
         lines = [f"### {section}", "", "| key | values | default | meaning |", "|---|---|---|---|"]
-        names = [name for name, (of_section, _) in FIELDS.items() if of_section == section]
-        is_safe = not any(changes_math(name, Config()) for name in names)
-        for name in names:
-            info = FIELDS[name][1]
+        fields = {n: one for n, (of, one) in BUILT_IN.fields.items() if of == section}
+        is_safe = not any(changes_math(name, Config()) for name in fields)
+        for name, info in fields.items():
             mark = "" if is_safe or changes_math(name, Config()) else " \\*"
             meaning = " ".join((info.description or "").split())
-            if owners := kinds.owners(name):
+            if owners := BUILT_IN.owners(name):
                 meaning += f" For {owners[0].selector} {' and '.join(one.name for one in owners)}."
-            kind = _names(name) if name in kinds.SECTIONS else _kind(info.annotation)
+            kind = _names(name, BUILT_IN) if name in SECTIONS else _kind(info.annotation)
             values = ", ".join(f"`{one}`" for one in kind.split("|"))
             lines.append(
                 f"| `{name}`{mark} | {values} | `{plain(info.default)}` | {cell(meaning)} |"

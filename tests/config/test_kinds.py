@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raytrain_gpt.config import kinds
 from raytrain_gpt.config.built_in import AdamWSettings
 from raytrain_gpt.config.code import Code
+from raytrain_gpt.config.kinds import Registry
 from raytrain_gpt.config.load import describe, load_preset
 from raytrain_gpt.config.schema import (
-    FIELDS,
     Config,
     changed_fields,
     changes_math,
@@ -24,6 +23,7 @@ from raytrain_gpt.config.schema import (
 )
 from raytrain_gpt.errors import ConfigError
 from tests.conftest import RunCli, raises_line
+from tests.runs import own_config
 
 OWN = """
 from raytrain_gpt.extend import AdamWSettings, Field, Settings, optimizer, schedule, tracker
@@ -49,28 +49,21 @@ class CsvSettings(Settings):
 class Csv: ...
 """
 LION = {"optimizer": "lion", "lion_beta": "0.95"}
-
-
-def use(text: str) -> Code:
-    code = Code("my.py", text)
-    kinds.set_user_code(code)
-    return code
+REGISTRY = Registry(Code("my.py", OWN))
 
 
 def test_settings_are_fields_of_the_section_of_their_selector() -> None:
-    use(OWN)
-    config = load_preset("quickstart").updated(LION)
+    config = load_preset("quickstart", REGISTRY).updated(LION)
     assert config.field_values()["lion_beta"] == 0.95
-    assert FIELDS["lion_beta"][0] == "optim"
+    assert REGISTRY.fields["lion_beta"][0] == "optim"
     written = yaml.safe_load(config.to_yaml())
     assert written["optim"]["lion_beta"] == 0.95
-    assert parse_config(written, "config.yaml") == config
+    assert parse_config(written, "config.yaml", REGISTRY) == config
     assert "lion_beta 0.95" in describe("defaults", Config(), config)
 
 
 def test_another_choice_drops_the_settings_of_the_one_before() -> None:
-    use(OWN)
-    preset = load_preset("quickstart").updated({"weight_decay": 0.3})
+    preset = load_preset("quickstart", REGISTRY).updated({"weight_decay": 0.3})
     lion = preset.updated(LION)
     assert not {"weight_decay", "beta1", "beta2"} & {*lion.field_values()}
     assert lion.updated({"optimizer": "muon"}).optim.settings(AdamWSettings) == AdamWSettings()
@@ -79,17 +72,15 @@ def test_another_choice_drops_the_settings_of_the_one_before() -> None:
 
 
 def test_a_setting_of_a_kind_that_is_not_chosen_is_refused_unless_it_is_the_default() -> None:
-    use(OWN)
     words = ["beta1=0.8 applies only to optimizer adamw", "or remove beta1"]
     with raises_line(ConfigError, *words):
-        Config().updated({"optimizer": "lion", "beta1": 0.8})
+        own_config(OWN, optimizer="lion", beta1=0.8)
     with raises_line(ConfigError, "lion_beta=0.5 applies only to optimizer lion"):
-        Config().updated({"lion_beta": 0.5})
-    assert Config().updated({"optimizer": "lion", "beta1": "0.9"}).optim.optimizer == "lion"
-    with raises_line(
-        ConfigError, "lion_beta='2': must be less than 1", "Decay rate of the momentum"
-    ):
-        Config().updated({"optimizer": "lion", "lion_beta": "2"})
+        own_config(OWN, lion_beta=0.5)
+    assert own_config(OWN, optimizer="lion", beta1="0.9").optim.optimizer == "lion"
+    words = ["lion_beta='2': must be less than 1", "Decay rate of the momentum"]
+    with raises_line(ConfigError, *words):
+        own_config(OWN, optimizer="lion", lion_beta="2")
 
 
 def test_files_of_earlier_versions_have_fields_of_kinds_that_they_did_not_choose() -> None:
@@ -109,11 +100,8 @@ def test_files_of_earlier_versions_have_fields_of_kinds_that_they_did_not_choose
 
 
 def test_a_configuration_is_read_where_its_code_is_absent() -> None:
-    use(OWN)
-    config = Config().updated({**LION, "trackers": "csv", "csv_file": "a.csv"})
-    tree = config.model_dump()
-    kinds.set_user_code(None)
-    read = parse_config(tree, "state.json")
+    config = own_config(OWN, **LION, trackers="csv", csv_file="a.csv")
+    read = parse_config(config.model_dump(), "state.json")
     assert read.field_values() == config.field_values()
     assert read.updated({"max_steps": 7}).field_values()["lion_beta"] == 0.95
     with raises_line(ConfigError, "optimizer='lion'", "'adamw' or 'muon'", "--code FILE"):
@@ -123,18 +111,15 @@ def test_a_configuration_is_read_where_its_code_is_absent() -> None:
 
 
 def test_the_code_travels_with_a_pickled_configuration_and_runs_at_the_first_look_up() -> None:
-    marked = f"import sys\nsys.stderr.write('executed ')\n{OWN}"
-    use(marked)
-    config = Config().updated(LION)
+    config = own_config(f"import sys\nsys.stderr.write('executed ')\n{OWN}", **LION)
     script = (
         "import pickle, sys\n"
-        "from raytrain_gpt.config import kinds\n"
         "config = pickle.load(sys.stdin.buffer)\n"
         "print(config.optim.optimizer, config.field_values()['lion_beta'], config.code.file_name)\n"
         "sys.stderr.write('read ')\n"
-        "kinds.kind('optimizer', 'muon')\n"
+        "config.registry.kind('optimizer', 'muon'), config.registry.field('beta1')\n"
         "sys.stderr.write('built-in ')\n"
-        "kind = kinds.kind('optimizer', 'lion')\n"
+        "kind = config.optim.registry.kind('optimizer', 'lion')\n"
         "print(kind.settings.__name__, kind.implementation.__module__, config.updated({'seed': 3}).code)\n"
     )
     done = subprocess.run(
@@ -148,8 +133,7 @@ def test_the_code_travels_with_a_pickled_configuration_and_runs_at_the_first_loo
 
 
 def test_a_dump_and_a_file_never_have_the_code() -> None:
-    use(OWN)
-    config = Config().updated(LION)
+    config = own_config(OWN, **LION)
     assert config.code is not None
     assert "registered" not in config.to_yaml()
     assert "code" not in str(config.model_dump().keys())
@@ -159,12 +143,11 @@ def test_a_dump_and_a_file_never_have_the_code() -> None:
 
 def test_changed_text_declares_its_own_kinds_and_the_first_text_its_own_again() -> None:
     """As in a notebook, where a cell is edited and run again."""
-    first, second = Code("my.py", OWN), Code("my.py", OWN.replace("lion_beta", "lion_decay"))
-    for code, name in ((first, "lion_beta"), (second, "lion_decay"), (first, "lion_beta")):
-        kinds.set_user_code(code)
-        assert [*kinds.kind("optimizer", "lion").settings.model_fields] == [name]
-        assert name in FIELDS
-    assert "lion_decay" not in FIELDS
+    first, second = REGISTRY, Registry(Code("my.py", OWN.replace("lion_beta", "lion_decay")))
+    for one, name in ((first, "lion_beta"), (second, "lion_decay"), (first, "lion_beta")):
+        assert [*one.kind("optimizer", "lion").settings.model_fields] == [name]
+        assert name in one.fields
+    assert "lion_decay" not in first.fields
 
 
 @pytest.mark.parametrize(
@@ -189,9 +172,9 @@ def test_changed_text_declares_its_own_kinds_and_the_first_text_its_own_again() 
     ],
 )
 def test_code_that_cannot_be_used_is_one_line_with_its_place(text: str, words: list[str]) -> None:
-    code = use(text)
+    code = Code("my.py", text)
     with raises_line(ConfigError, "my.py", *words):
-        kinds.user_kinds()
+        Registry(code).user_kinds()
     assert f"raytrain_gpt_code_{code.sha256[:8]}" not in sys.modules
     with pytest.raises(GeneratorExit), code.errors_as_line():
         raise GeneratorExit  # as of a generator of ours, which is closed
@@ -209,11 +192,9 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
 def test_a_traceback_shows_the_line_of_the_code() -> None:
     import traceback
 
-    use(
-        "from raytrain_gpt.extend import schedule\n@schedule('s')\ndef s(*a):\n    return 1 / 0  # here\n"
-    )
+    text = "from raytrain_gpt.extend import schedule\n@schedule('s')\ndef s(*a):\n    return 1 / 0  # here\n"
     with pytest.raises(ZeroDivisionError) as raised:
-        kinds.kind("schedule", "s").resolve()(1, 2, None)
+        Registry(Code("my.py", text)).kind("schedule", "s").resolve()(1, 2, None)
     assert "# here" in "".join(traceback.format_exception(raised.value))
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain_gpt.config import kinds
+from raytrain_gpt.config.kinds import BUILT_IN, SECTION_FIELDS
 from raytrain_gpt.config.load import (
     describe,
     given_fields,
@@ -22,7 +22,6 @@ from raytrain_gpt.config.load import (
 )
 from raytrain_gpt.config.plan import Plan, check_shares, micro_batch_for
 from raytrain_gpt.config.schema import (
-    FIELDS,
     Config,
     changes_math,
     parse_config,
@@ -49,19 +48,19 @@ def test_a_start_says_where_its_values_come_from_and_what_differs(tmp_path: Path
     start, base = start_of(None, file, {"dropout"})
     line = describe(start, base, base.updated({"dropout": "0.1"}))
     assert line == f"configuration {file}: dropout 0.1"
-    assert given_fields(file, {"dropout": "0.1"}) == {"max_steps", "dropout"}
+    assert given_fields(file, {"dropout": "0.1"}, BUILT_IN) == {"max_steps", "dropout"}
 
 
 def test_field_names_are_unique_over_all_sections() -> None:
     names = [name for _, section in Config() for name in type(section).model_fields]
-    settings = {name for kind in kinds.known() for name in kind.settings.model_fields}
-    assert len(names) == len(set(names)) == len(FIELDS) - len(settings)
+    assert sorted(names) == sorted(SECTION_FIELDS)
+    settings = {name for kind in BUILT_IN.known() for name in kind.settings.model_fields}
     assert not settings & {*names}
-    assert not set(FIELDS) & set(Config.model_fields)
+    assert not set(BUILT_IN.fields) & set(Config.model_fields)
 
 
 def test_every_field_says_why_it_exists() -> None:
-    assert all(field.description for _, field in FIELDS.values())
+    assert all(field.description for _, field in BUILT_IN.fields.values())
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -85,7 +84,7 @@ def test_every_preset_loads(name: str, tmp_path: Path) -> None:
 def test_values_may_be_written_as_text(name: str, text: str, value: object, tmp_path: Path) -> None:
     for written in (text, f"'{text}'"):
         path = tmp_path / "config.yaml"
-        path.write_text(f"{FIELDS[name][0]}: {{{name}: {written}}}")
+        path.write_text(f"{BUILT_IN.fields[name][0]}: {{{name}: {written}}}")
         read = load_config_file(path).field_values()[name]
         assert read == value
         assert type(read) is type(value)
@@ -163,10 +162,10 @@ def test_a_refused_value_is_said_with_what_it_must_be(values: dict[str, Any], sa
 def test_the_start_of_names_suggests_all_of_them() -> None:
     with raises_line(ConfigError, "did you mean gpt2-1.5b or gpt2-124m or gpt2-350m or gpt2-774m?"):
         load_preset("gpt2")
-    assert suggestion("num_worker", FIELDS) == "; did you mean num_workers?"
-    assert suggestion("s", FIELDS) == "", "too many names to suggest"
-    assert suggestion("peak-rl", FIELDS) == "; did you mean peak_lr?"
-    assert suggestion("", FIELDS) == ""
+    assert suggestion("num_worker", BUILT_IN.fields) == "; did you mean num_workers?"
+    assert suggestion("s", BUILT_IN.fields) == "", "too many names to suggest"
+    assert suggestion("peak-rl", BUILT_IN.fields) == "; did you mean peak_lr?"
+    assert suggestion("", BUILT_IN.fields) == ""
 
 
 # --- batch arithmetic

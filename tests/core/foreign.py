@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
+from raytrain_gpt.config.kinds import Registry
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.accumulation import ExactAccumulator
 from raytrain_gpt.core.parallel import full_tensor
@@ -103,12 +103,15 @@ def raises(parameters, settings, peak_lr):
 )
 
 
+def own_section(**fields: Any) -> OptimSection:
+    return OptimSection.model_validate(fields, context=Registry(CODE))
+
+
 def train_foreign(directory: Path) -> dict[str, Any]:
     """Train on three ranks, straight and resumed after the bad step; then with exact sums on 1 and 2."""
-    kinds.set_user_code(CODE)
     found: dict[str, Any] = {}
     for name, sharded in (("lion", False), ("lion", True), ("varied", False)):
-        case, key = Case(optim=OptimSection(optimizer=name)), f"{name} {sharded}"
+        case, key = Case(optim=own_section(optimizer=name)), f"{name} {sharded}"
         straight, cut = Trained(case, sharded), Trained(case, sharded)
         straight.train(0, STEPS, BAD_STEP)
         cut.train(0, BAD_STEP, BAD_STEP)
@@ -136,7 +139,7 @@ def _trained_exactly(group: dist.ProcessGroup | None) -> list[torch.Tensor]:
     parameters = [*model.parameters()]
     rank, num = (0, 4) if group is None else (group.rank(), 2)
     batches = (batch_of(4 * step + num * rank + n, 0) for step in range(STEPS) for n in range(num))
-    optimizer = build_optimizer(model, OptimSection(optimizer="lion"), group=group)
+    optimizer = build_optimizer(model, own_section(optimizer="lion"), group=group)
     sums = ExactAccumulator(parameters, num, group)
     for _ in training.steps(model, optimizer, batches, STEPS, accumulator=sums):
         pass

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from raytrain_gpt.config import kinds
+from raytrain_gpt.config.kinds import BUILT_IN
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import AdamW, learning_rate, update
@@ -122,9 +122,9 @@ def test_any_warm_up_gives_rates_up_to_the_peak(
 
 
 def test_every_built_in_kind_has_an_implementation() -> None:
-    for kind in kinds.known():
+    for kind in BUILT_IN.known():
         assert callable(kind.resolve())
-    for name in kinds.names("optimizer"):
-        assert issubclass(optimizer_class(name) or object, AdamW)
-    for architecture in kinds.names("architecture"):
+    for name in BUILT_IN.names("optimizer"):
+        assert issubclass(optimizer_class(OptimSection(optimizer=name)) or object, AdamW)
+    for architecture in BUILT_IN.names("architecture"):
         assert count_model(GPTShape(1, 1, 8, 8, 8, 0.0, architecture)).num_parameters > 0

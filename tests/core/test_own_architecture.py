@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from raytrain_gpt.config import kinds
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.config.code import Code
-from raytrain_gpt.config.schema import FIELDS, Config
+from raytrain_gpt.config.kinds import Registry
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.core.model import GPT, GPTShape
@@ -21,6 +21,7 @@ from raytrain_gpt.core.registry import build_optimizer, count_model, init_weight
 from raytrain_gpt.core.state import HostSnapshot, check_model_size, load_model
 from raytrain_gpt.errors import ConfigError
 from tests.conftest import raises_line
+from tests.runs import own_config
 
 ODD = '''
 import torch
@@ -96,13 +97,12 @@ class Plain(GPT2):
 SHAPE = {"num_layers": 3, "num_heads": 2, "embd_size": 16, "seq_len": 24, "vocab_size": 50}
 
 
-@pytest.fixture(autouse=True)
-def own_code(no_own_code: None) -> None:
-    kinds.set_user_code(Code("odd.py", ODD))
+def shape_of(text: str, name: str = "odd") -> GPTShape:
+    return GPTShape(**SHAPE, architecture=name, registry=Registry(Code("odd.py", text)))
 
 
-def odd_model(document_end: int | None = None) -> GPT:
-    model = new_model(GPTShape(**SHAPE, architecture="odd"), document_end=document_end)
+def odd_model(document_end: int | None = None, text: str = ODD) -> GPT:
+    model = new_model(shape_of(text), document_end=document_end)
     model.init_weights(1)
     return model.eval()
 
@@ -159,12 +159,12 @@ def test_the_twin_for_evaluations_shares_and_has_buffers() -> None:
 
 
 def test_an_inherited_setting_may_have_another_default() -> None:
-    config = Config().updated({"architecture": "other", "embd_size": 16, "num_heads": 2})
+    config = own_config(ODD, architecture="other", embd_size=16, num_heads=2)
     assert config.field_values()["rope_theta"] == 7.0
     assert config.updated({"architecture": "third"}).field_values()["rope_theta"] == 8.0
     kept = config.updated({"rope_theta": 9.0}).updated({"architecture": "third"})
     assert kept.field_values()["rope_theta"] == 9.0
-    assert FIELDS["rope_theta"][0] == "model"
+    assert config.registry.fields["rope_theta"][0] == "model"
 
 
 def failing(old: str, new: str) -> str:
@@ -193,9 +193,8 @@ def failing(old: str, new: str) -> str:
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )  # fmt: skip
 def test_errors_of_the_code_are_one_line(text: str, words: list[str]) -> None:
-    kinds.set_user_code(Code("odd.py", text))
     with raises_line(ConfigError, *words):
-        init_weights(new_model(GPTShape(**SHAPE, architecture="odd")), 1)
+        init_weights(new_model(shape_of(text)), 1)
 
 
 def test_changed_code_of_the_same_name_is_counted_again() -> None:
@@ -203,8 +202,7 @@ def test_changed_code_of_the_same_name_is_counted_again() -> None:
     for size in (4, 5):
         layers = f"super().make_layers(shape)\n        self.extra = torch.nn.Linear({size}, 4)"
         text = PLAIN.replace("pass", f"def make_layers(self, shape):\n        {layers}")
-        kinds.set_user_code(Code("plain.py", text))
-        shape = GPTShape(**SHAPE, architecture="plain")
+        shape = shape_of(text, "plain")
         real = sum(p.numel() for p in new_model(shape).parameters())
         assert count_model(shape).num_parameters == real
 
@@ -214,8 +212,7 @@ def test_parameters_without_gradients_stay(optimizer: str, how: str) -> None:
     extra = "self.extra = nn.Linear(4, 4)"
     if how == "frozen":
         extra = f"{extra}.requires_grad_(False)"
-    kinds.set_user_code(Code("odd.py", failing("self.norm = ", f"{extra}\n        self.norm = ")))
-    model = odd_model().train()
+    model = odd_model(text=failing("self.norm = ", f"{extra}\n        self.norm = ")).train()
     before = [p.clone() for name, p in model.named_parameters() if "extra" in name]
     built = build_optimizer(model, OptimSection(optimizer=optimizer, weight_decay=0.0))
     ids = torch.arange(20)[None]

@@ -10,9 +10,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from raytrain_gpt.config import kinds
-from raytrain_gpt.config.schema import Config
-from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.optim import Optimizer, UserOptimizer, update
 from raytrain_gpt.core.registry import build_optimizer, count_model, new_model
@@ -20,15 +17,11 @@ from raytrain_gpt.core.state import MODEL_FILE, HostSnapshot, load_model, load_o
 from raytrain_gpt.errors import ConfigError
 from tests.conftest import raises_line
 from tests.core.conftest import NewModel
-from tests.core.foreign import CODE, train_foreign
+from tests.core.foreign import CODE, own_section, train_foreign
 from tests.core.sharded import SHAPE
 from tests.core.test_optim import put_gradients
 from tests.core.test_parallel import ranks_of, same
-
-
-@pytest.fixture(autouse=True)
-def own_code(no_own_code: None) -> None:
-    kinds.set_user_code(CODE)
+from tests.runs import own_config
 
 
 def take_steps(model: GPT, optimizer: Optimizer, seeds: range) -> None:
@@ -57,7 +50,7 @@ def alike(ours: list[Any], theirs: list[Any]) -> bool:
 
 def test_gradients_are_clipped_and_settings_arrive(new_model: NewModel) -> None:
     ours, theirs = new_model(), new_model()
-    optimizer = build_optimizer(ours, OptimSection(optimizer="lion", lion_beta=0.5, peak_lr=0.3))
+    optimizer = build_optimizer(ours, own_section(optimizer="lion", lion_beta=0.5, peak_lr=0.3))
     assert isinstance(optimizer, UserOptimizer)
     assert (optimizer.param_groups[0]["beta"], optimizer.param_groups[0]["lr"]) == (0.5, 0.3)
     put_gradients(ours, 1, 10.0)
@@ -77,7 +70,7 @@ def test_gradients_are_clipped_and_settings_arrive(new_model: NewModel) -> None:
 def test_gradients_that_are_not_finite_change_nothing(
     model: GPT, name: str, steps_before: int
 ) -> None:
-    optimizer = build_optimizer(model, OptimSection(optimizer=name))
+    optimizer = build_optimizer(model, own_section(optimizer=name))
     take_steps(model, optimizer, range(steps_before))
     before = all_of(model, optimizer)
     put_gradients(model, 3, 1.0)
@@ -88,7 +81,7 @@ def test_gradients_that_are_not_finite_change_nothing(
 
 
 def test_rates_of_groups_keep_their_ratio(model: GPT) -> None:
-    optimizer = build_optimizer(model, OptimSection(optimizer="two_rates", peak_lr=0.5))
+    optimizer = build_optimizer(model, own_section(optimizer="two_rates", peak_lr=0.5))
     for _ in range(3):
         before = [p.detach().clone() for p in model.parameters()]
         put_gradients(model, 1, 1e-3)
@@ -116,9 +109,9 @@ def test_rates_of_groups_keep_their_ratio(model: GPT) -> None:
 def test_every_state_resumes_with_the_same_bits(
     name: str, num_parts: int, new_model: NewModel, tmp_path: Path
 ) -> None:
-    config = OptimSection(optimizer=name)
+    config = own_section(optimizer=name)
     if name == "normuon":
-        config = OptimSection(optimizer="muon", normuon_beta2=0.9)
+        config = own_section(optimizer="muon", normuon_beta2=0.9)
     straight, cut, resumed = new_model(), new_model(), new_model()
     unbroken = build_optimizer(straight, config)
     take_steps(straight, unbroken, range(6))
@@ -143,7 +136,7 @@ def test_state_on_the_host_stays_there_although_the_weights_are_elsewhere(tmp_pa
     """torch's AdamW has its step counts on the host; on a GPU each would cost a wait per step."""
     with torch.device("meta"):
         model = new_model(SHAPE)
-    optimizer = build_optimizer(model, OptimSection(optimizer="rate_in_tensor"))
+    optimizer = build_optimizer(model, own_section(optimizer="rate_in_tensor"))
     for p in model.parameters():
         optimizer.state[p] = {"step": torch.tensor(3.0), "exp_avg": torch.empty_like(p)}
     snapshot = HostSnapshot(model, optimizer)
@@ -158,7 +151,7 @@ def test_state_on_the_host_stays_there_although_the_weights_are_elsewhere(tmp_pa
         assert {s["exp_avg"].device.type for s in optimizer.state.values()} == {"meta"}
     with torch.device("cpu"):
         model = new_model(SHAPE)
-    optimizer = build_optimizer(model, OptimSection(optimizer="rate_in_tensor"))
+    optimizer = build_optimizer(model, own_section(optimizer="rate_in_tensor"))
     load_optimizer(tmp_path, model, optimizer)
     assert {s["step"].shape for s in optimizer.state.values()} == {()}
 
@@ -174,15 +167,14 @@ def test_state_on_the_host_stays_there_although_the_weights_are_elsewhere(tmp_pa
 )
 def test_what_cannot_be_an_optimizer_is_one_line(model: GPT, name: str, words: list[str]) -> None:
     with raises_line(ConfigError, *words):
-        build_optimizer(model, OptimSection(optimizer=name))
+        build_optimizer(model, own_section(optimizer=name))
 
 
 def test_only_elementwise_optimizers_are_sharded() -> None:
-    assert Config().updated({"optimizer": "lion", "parallel": "fsdp"}).train.parallel == "fsdp"
-    for name in ("muon", "adamw"):
-        Config().updated({"optimizer": name, "parallel": "fsdp"})
+    for name in ("lion", "muon", "adamw"):
+        own_config(CODE.text, optimizer=name, parallel="fsdp")
     with raises_line(ConfigError, "parallel=fsdp", "optimizer varied", "elementwise=True", "ddp"):
-        Config().updated({"optimizer": "varied", "parallel": "fsdp"})
+        own_config(CODE.text, optimizer="varied", parallel="fsdp")
 
 
 @pytest.fixture(scope="module")

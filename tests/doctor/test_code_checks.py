@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 import raytrain_gpt
-from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
-from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.kinds import Registry
 from raytrain_gpt.doctor import code_checks
 from raytrain_gpt.doctor.check import Check
 from tests.conftest import RunCli
+from tests.runs import own_config
 
 HEAD = """
 import random
@@ -172,10 +172,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_checks, "compare_runs", lambda code, config: "left out")
 
 
-def checks_of(text: str, config: Config | None = None) -> list[Check]:
-    kinds.set_user_code(Code("my.py", HEAD + text))
+def checks_of(text: str, **fields: object) -> list[Check]:
     lines: list[str] = []
-    checks = code_checks.check_code(config or Config(), lines.append)
+    checks = code_checks.check_code(own_config(HEAD + text, **fields), lines.append)
     assert lines == [check.line for check in checks]
     return checks
 
@@ -235,12 +234,9 @@ def mine(step, max_steps, settings):
 """
     (line,) = failures(checks_of(text))
     assert "heads=5 must be even" in line
-    chosen = Config().updated({"schedule": "mine", "heads": 2})
-    assert (
-        "FAIL schedule mine, factors: it returned -1.0, then -1.0"
-        in failures(checks_of(text, chosen))[0]
-    )
-    assert failures(checks_of(text, chosen.updated({"level": 0.5}))) == []
+    (line,) = failures(checks_of(text, schedule="mine", heads=2))
+    assert line.startswith("FAIL schedule mine, factors: it returned -1.0, then -1.0")
+    assert failures(checks_of(text, schedule="mine", heads=2, level=0.5)) == []
 
 
 def test_a_file_that_declares_nothing_is_refused(tmp_path: Path, run_cli: RunCli) -> None:
@@ -264,7 +260,7 @@ def test_a_shipped_example_passes(file: Path, tmp_path: Path, run_cli: RunCli) -
     checks = json.loads(facts)["checks"]
     left = [check for check in checks if check["status"] != "PASS"]
     assert all("it has no to_hf" in check["text"] for check in left), lines
-    kind = next(iter(kinds.user_kinds()))
+    kind = next(iter(Registry(Code.read(file)).user_kinds()))
     assert next_line.startswith(f"next: raytrain-gpt train --code {file} --{kind[0]} {kind[1]}")
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from raytrain_gpt import batch_at
-from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
+from raytrain_gpt.config.kinds import BUILT_IN
 from raytrain_gpt.data.locations import location, recorded, recorded_data
 from raytrain_gpt.data.shards import read_manifest
 from raytrain_gpt.errors import DataError
@@ -58,7 +58,7 @@ def test_an_endpoint_comes_from_the_environment_alone(
     monkeypatch: pytest.MonkeyPatch, theirs: str
 ) -> None:
     stored = small_config(SEQ_LEN).updated({"s3_endpoint": theirs, "retry_for_s": 1e9})
-    config = recorded(stored.model_dump(), "theirs")
+    config = recorded(stored.model_dump(), "theirs", BUILT_IN)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://mine:9000")
     place = location(config, "s3://mine/hellaswag.jsonl")
     assert (place.endpoint, place.retry_for_s) == ("http://mine:9000", 20)
@@ -94,9 +94,8 @@ def test_a_checkpoint_chooses_no_setting_of_the_readers_evaluation(
     tmp_path: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     example = Path(__file__).parents[2] / "examples" / "accuracy.py"
-    kinds.set_user_code(Code("accuracy.py", example.read_text()))
     evil = {"evaluations": ["accuracy", "absent"], "accuracy_file": str(tmp_path / "secret")}
-    checkpoint = write_checkpoint(tmp_path / "run", 10, 3.0, **evil)
+    checkpoint = write_checkpoint(tmp_path / "run", 10, 3.0, code=Code.read(example), **evil)
     (tmp_path / "README.md").write_text("the default")
     monkeypatch.chdir(tmp_path)
     out = run_cli.succeeds("eval", checkpoint, "--code", example)

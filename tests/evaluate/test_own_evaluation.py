@@ -17,9 +17,8 @@ from torch import Tensor
 
 from raytrain_gpt.checkpoint.catalog import CODE_FILE, Catalog
 from raytrain_gpt.columns import ROW_PREFIXES
-from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
-from raytrain_gpt.config.load import load_preset
+from raytrain_gpt.config.kinds import Registry
 from raytrain_gpt.core.registry import configured_model
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.errors import ConfigError
@@ -34,7 +33,7 @@ from raytrain_gpt.sweep.trial_plan import base_config
 from raytrain_gpt.train.launch import train
 from tests.checkpoints import write_checkpoint
 from tests.conftest import RunCli, raises_line
-from tests.runs import MakeConfig, evaluations, flags, weights
+from tests.runs import MakeConfig, evaluations, flags, own_config, weights
 from tests.sweep.conftest import sweep_of
 from tests.training import thread_ranks
 
@@ -64,9 +63,9 @@ def start(make_config: MakeConfig, tmp_path: Path) -> Start:
     """Return a function that runs with an evaluation of this body."""
 
     def begin(body: str | None, name: str = "run", may_differ: bool = False, **fields: Any) -> Any:
-        kinds.set_user_code(None if body is None else Code("my.py", START + body, may_differ))
-        own = {} if body is None else {"evaluations": ["mine"]}
-        fields = {"max_steps": 8, "eval_every_steps": 4, "run_name": name, **own, **fields}
+        code = None if body is None else Code("my.py", START + body, may_differ)
+        fields = {"evaluations": ["mine"] * bool(code), "run_name": name, **fields}
+        fields = {"code": code, "max_steps": 8, "eval_every_steps": 4, **fields}
         return train(make_config(storage_path=str(tmp_path), **fields), print)
 
     return begin
@@ -74,8 +73,7 @@ def start(make_config: MakeConfig, tmp_path: Path) -> Start:
 
 def measured(text: str, world_size: int, *watch: Callable[..., None]) -> list[Any]:
     """Evaluate a small model on ranks that are threads; returns each rank's metrics or error."""
-    kinds.set_user_code(Code("my.py", text))
-    config = load_preset("quickstart").updated({"evaluations": ["mine"]})
+    config = own_config(text, evaluations=["mine"])
     torch.manual_seed(0)
     tokenizer = load_tokenizer("bytes")
     model = configured_model(config, 257, tokenizer.eot_token)
@@ -120,8 +118,8 @@ def test_the_example_measures_accuracy_in_a_run_its_report_and_its_checkpoints(
     out = run_cli.succeeds("eval", run.path, "--code", ACCURACY, "--json", *as_in_run)
     assert json.loads(out.splitlines()[-1])["accuracy/top5"] == rows[-1]["accuracy/top5"]
 
-    kinds.set_user_code(Code("accuracy.py", ACCURACY.read_text()))
-    _, config, model, tokenizer, _ = open_checkpoint(run.path)
+    registry = Registry(Code.read(ACCURACY))
+    _, config, model, tokenizer, _ = open_checkpoint(run.path, registry=registry)
     ids = torch.tensor(tokenizer.encode_ordinary(file.read_text()))
     right, size = 0, config.data.seq_len
     for i in range(len(ids) - 1):  # the context of a token starts with its window
@@ -140,9 +138,8 @@ class NextByte:
 
 
 def test_the_example_lambada_asks_for_all_tokens_of_the_last_word(tmp_path: Path) -> None:
-    kinds.set_user_code(Code("lambada.py", (EXAMPLES / "lambada.py").read_text()))
-    kinds.user_kinds()
-    lambada, tokenizer = kinds.kind("evaluations", "lambada"), load_tokenizer("bytes")
+    registry = Registry(Code.read(EXAMPLES / "lambada.py"))
+    lambada, tokenizer = registry.kind("evaluations", "lambada"), load_tokenizer("bytes")
     file = tmp_path / "passages.txt"
     right, cut = 'a long start\x1f !"#', "a !\"#$%&'(a)*+,-./"
     file.write_text("\n".join([right, "a\x1f !b", "a !", "", "word", cut, f"{right} "]))
@@ -252,26 +249,25 @@ def test_a_long_evaluation_that_yields_shows_its_progress(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("name", ["val", "hellaswag"])
 def test_names_of_other_rows_are_refused(name: str) -> None:
     assert name in ROW_PREFIXES
-    kinds.set_user_code(Code("my.py", START.replace('"mine"', f'"{name}"') + "    pass"))
+    code = Code("my.py", START.replace('"mine"', f'"{name}"') + "    pass")
     with raises_line(ConfigError, "choose another name", "my.py, line 7"):
-        kinds.user_kinds()
+        Registry(code).user_kinds()
 
 
 def test_settings_of_the_evaluation_that_is_the_objective_cannot_vary() -> None:
-    kinds.set_user_code(Code("accuracy.py", ACCURACY.read_text("utf-8")))
-    space = {"accuracy_tokens": {"grid": [1024, 4096]}}
-    assert [*sweep_of(space).space] == ["accuracy_tokens"]
+    space, code = {"accuracy_tokens": {"grid": [1024, 4096]}}, Code.read(ACCURACY)
+    assert [*sweep_of(space, code).space] == ["accuracy_tokens"]
     with raises_line(ConfigError, "accuracy_tokens cannot vary between trials; move it"):
-        sweep_of(space, objective="accuracy/top1", objective_mode="max")
+        sweep_of(space, code, objective="accuracy/top1", objective_mode="max")
 
 
 def test_a_sweep_ranks_the_highest_first_if_it_is_told_so(tmp_path: Path) -> None:
-    kinds.set_user_code(Code("my.py", START + "    pass"))
+    code = Code("my.py", START + "    pass")
     space = {"peak_lr": {"grid": [1e-3, 2e-3]}, "seed": {"grid": [1, 2]}}
     own = {"objective": "mine/a", "objective_mode": "max"}
     with raises_line(ConfigError, "mine/a is not measured; add mine to evaluations"):
-        base_config(sweep_of(space, **own))
-    sweep = sweep_of(space, overrides={"evaluations": ["mine"]}, **own)
+        base_config(sweep_of(space, code, **own))
+    sweep = sweep_of(space, code, overrides={"evaluations": ["mine"]}, **own)
     history = History(Location.of(tmp_path), sweep.objective_mode == "max")
     numbers = {
         "tokens_seen": sweep.budget_tokens,

@@ -23,6 +23,7 @@ from tokenizers import ByteLevelBPETokenizer
 
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.columns import Row
+from raytrain_gpt.config.kinds import BUILT_IN
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.model import GPT, GPTShape
@@ -315,7 +316,7 @@ def test_a_qwen3_of_more_rows_than_ids_is_imported_sampled_and_trained_further(
     assert line == (
         f"fine-tune: raytrain-gpt train --init_from {place} --seq_len 64 --data_path DATA --run_name NAME"
     )
-    sizes = fields_of_init_from(None, None, {"init_from": str(place), "num_heads": "4"})
+    sizes = fields_of_init_from(None, None, {"init_from": str(place), "num_heads": "4"}, BUILT_IN)
     whole = GPTShape.of(load_preset("quickstart").updated({"num_heads": 4, **sizes}), 300)
     assert "num_heads" not in sizes
     assert {name: whole.fields[name] for name in UNTIED} == UNTIED
@@ -513,7 +514,7 @@ def test_init_from_refuses_what_does_not_fit(
     place, _ = import_weights(exported[1], tmp_path / "checkpoint", print)
     manifest = read_manifest(dataset)
     # The quickstart preset's Qwen3 with a tied head would be refused: its shape must be fully replaced.
-    sizes = fields_of_init_from(None, None, {"init_from": str(place), "seq_len": 32})
+    sizes = fields_of_init_from(None, None, {"init_from": str(place), "seq_len": 32}, BUILT_IN)
     plain = Config().updated({**sizes, "init_from": str(place), "seq_len": 32})
     assert check_init_from(plain, manifest) == plain
     config = make_config(init_from=str(place), seq_len=32)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import raytrain_gpt
-from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
+from raytrain_gpt.config.kinds import Registry
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.train.launch import train
@@ -33,8 +33,8 @@ class Mine(GPT2):
 def test_llama_3_trains_resumes_and_exports(
     make_config: MakeConfig, tmp_path: Path, run_cli: RunCli
 ) -> None:
-    kinds.set_user_code(Code.read(LLAMA))
     fields = {
+        "code": Code.read(LLAMA),
         "architecture": "llama3", "num_kv_heads": 1, "tied_embeddings": False, "optimizer": "muon",
         "max_steps": 6, "document_mask": True, "activation_checkpointing": "selective",
         "storage_path": str(tmp_path), "peak_lr": 0.02, "min_lr": 0.0,
@@ -48,8 +48,7 @@ def test_llama_3_trains_resumes_and_exports(
     code, run = ("--code", LLAMA), whole.run_dir.path
     run_cli.succeeds("export", run, "--out", tmp_path / "hf", *code)
     run_cli.succeeds("export", run, "--out", tmp_path / "l.gguf", "--format", "gguf", *code)
-    kinds.set_user_code(Code.read(LLAMA))
-    _, _, model, _, _ = open_checkpoint(run, "cpu")
+    _, _, model, _, _ = open_checkpoint(run, "cpu", registry=Registry(Code.read(LLAMA)))
     model.document_end = None  # neither of the others separates documents
     ids = load_tokenizer("bytes").encode_ordinary("To be, or not to be")
 
@@ -73,9 +72,9 @@ def test_an_architecture_without_a_mapping_is_not_exported(
 ) -> None:
     file = tmp_path / "my.py"
     file.write_text(OWN)
-    kinds.set_user_code(Code.read(file))
     fields = {"architecture": "mine", "max_steps": 2, "storage_path": str(tmp_path)}
-    run = train(make_config(run_name="mine", **fields), print).run_dir.path
+    config = make_config(Code.read(file), run_name="mine", **fields)
+    run = train(config, print).run_dir.path
     gguf = ("--out", tmp_path / "a.gguf", "--format", "gguf")
     for more, names in (
         (("--out", tmp_path / "hf"), "config_of, to_hf"),

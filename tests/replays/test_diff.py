@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.replays.diff import diff_change
 from raytrain_gpt.tracking.summary import RunSummary
@@ -77,16 +75,12 @@ REFACTORS = {
 
 @pytest.fixture(scope="module")
 def own_run(make_config: MakeConfig) -> RunSummary:
-    kinds.set_user_code(Code("old.py", OLD))
-    run = train(make_config(run_name="diff-own", **SETTINGS), print)
-    kinds.set_user_code(None)
-    return run
+    return train(make_config(Code("old.py", OLD), run_name="diff-own", **SETTINGS), print)
 
 
 @pytest.fixture
-def own(own_run: RunSummary) -> Iterator[RunProvenance]:
-    yield RunProvenance(own_run.run_dir)
-    assert kinds.used_code() is None
+def own(own_run: RunSummary) -> RunProvenance:
+    return RunProvenance(own_run.run_dir)
 
 
 def changed(before: str, after: str) -> str:

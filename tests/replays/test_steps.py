@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from raytrain_gpt import batch_at, replay
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.columns import Row
-from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.errors import ConfigError, DataError, UserError
 from raytrain_gpt.replays.steps import compared, sha256
@@ -137,9 +136,8 @@ def test_every_step_has_the_settings_and_code_that_trained_it(
     schedule = {"schedule": "falls", "run_name": f"replayed-{change}"}
     for file, text, steps_so_far in zip(files, texts, (20, 40), strict=True):
         file.write_text(text)
-        kinds.set_user_code(Code.read(file, may_differ=True))
-        run = train(make_config(max_steps=steps_so_far, **schedule), print)
-    kinds.set_user_code(None)
+        code = Code.read(file, may_differ=True)
+        run = train(make_config(code, max_steps=steps_so_far, **schedule), print)
     capsys.readouterr()
     for first, last, file in ((5, 20, files[0]), (21, 23, files[1]), (31, 40, files[1])):
         check_same_rows(run, replay(run.run_dir.path, first, last, code=[file]))

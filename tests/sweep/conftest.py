@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from raytrain_gpt.config.code import Code
+from raytrain_gpt.config.kinds import Registry
 from raytrain_gpt.sweep.spec import Sweep
 from tests.runs import SMALL
 
@@ -17,7 +19,7 @@ BATCH_TOKENS = int(str(SMALL["global_batch_tokens"]))
 WriteSweep = Callable[..., Path]
 
 
-def sweep_of(space: dict[str, Any], **changes: Any) -> Sweep:
+def sweep_of(space: dict[str, Any], code: Code | None = None, **changes: Any) -> Sweep:
     """Make a small sweep over a search space."""
     fields = {
         "sweep_name": "small",
@@ -27,7 +29,7 @@ def sweep_of(space: dict[str, Any], **changes: Any) -> Sweep:
         "budget_tokens": 81_920,
         "report_every_tokens": 4096,
     }
-    return Sweep.model_validate({**fields, **changes})
+    return Sweep.model_validate({**fields, **changes}, context=Registry(code))
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ def test_the_cost_is_said_before_a_sweep_starts() -> None:
     assert tokens == "tokens: 9 × 46.1k = 414.7k without early stopping"
     config = base_config(one)
     shape = GPTShape.of(config, expected_vocab_size(config))
-    all_s = FLOP_S * 9 * 90 * step_flops(shape, config.optim.optimizer, 512)
+    all_s = FLOP_S * 9 * 90 * step_flops(shape, config.optim, 512)
     assert time.startswith(f"time: about {duration(all_s)} without starts")
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from raytrain_gpt.config.schema import FIELDS, Config
+from raytrain_gpt.config.kinds import BUILT_IN
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.sweep.spec import NoScheduler, Sweep
 from tests.conftest import raises_line
@@ -40,9 +41,9 @@ def load(tmp_path: Path) -> Load:
 
 
 def test_fields_of_sweep_and_configuration_have_names_of_their_own() -> None:
-    assert not set(Sweep.model_fields) & set(FIELDS)
+    assert not set(Sweep.model_fields) & set(BUILT_IN.fields)
     assert set(Sweep.flags) <= set(Sweep.model_fields)
-    assert set(Sweep.set_by_file) <= set(FIELDS)
+    assert set(Sweep.set_by_file) <= set(BUILT_IN.fields)
 
 
 def test_what_a_file_leaves_out_or_empty_has_a_default(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from raytrain_gpt.config.kinds import BUILT_IN
 from raytrain_gpt.config.load import load_preset
-from raytrain_gpt.config.schema import FIELDS, changed_fields
+from raytrain_gpt.config.schema import changed_fields
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.sweep.spec import Sweep
 from raytrain_gpt.sweep.trial_plan import (
@@ -113,7 +114,8 @@ def test_values_tied_to_a_trial_follow_its_own() -> None:
     tied = tied_values(sweep, values, config)
     assert list(tied) == list(space)
     assert tied == {name: config.field_values()[name] for name in space}
-    unchanged = set(FIELDS) - set(changed_fields(base.field_values(), config.field_values()))
+    changed = changed_fields(base.field_values(), config.field_values())
+    unchanged = BUILT_IN.fields.keys() - changed.keys()
     assert {"num_workers", "run_name", "seed"} <= unchanged
 
 
@@ -189,7 +191,7 @@ def test_the_sweeps_that_come_with_the_product_are_possible(
 ) -> None:
     monkeypatch.chdir("/")
     sweep = Sweep.load(path, {})
-    assert {*sweep.overrides, *sweep.space} <= set(FIELDS)
+    assert {*sweep.overrides, *sweep.space} <= set(BUILT_IN.fields)
     num_workers = base_config(sweep).cluster.num_workers
     assert isinstance(num_workers, int), "set the number of workers per trial"
     configs = check_sweep(sweep, num_workers)

@@ -17,7 +17,6 @@ import wandb
 import raytrain_gpt
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.columns import Row
-from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.storage.location import Location
@@ -32,7 +31,7 @@ from raytrain_gpt.tracking.run_files import add_rows, restart
 from raytrain_gpt.tracking.trackers import DeliveryState, End, TrackedRun
 from raytrain_gpt.train.launch import train
 from tests.conftest import RunCli
-from tests.runs import MakeConfig, flags
+from tests.runs import MakeConfig, flags, own_config
 
 CSV = Path(raytrain_gpt.__file__).parents[1] / "examples" / "csv_tracker.py"
 NOTES = """
@@ -95,13 +94,13 @@ def test_a_csv_file_has_every_row_once_also_after_a_resume(
     for checkpoint in Catalog(whole).complete():  # as if it had been killed after step 20
         if checkpoint.state.step > 20:
             checkpoint.path.remove()
-    assert train(make_config(run_name="csv", **fields), print).step == 30
+    assert train(make_config(Code.read(CSV), run_name="csv", **fields), print).step == 30
     assert sorted(csv_rows(whole.path)) == sorted(rows)
 
 
 def track_config(name: str, **fields: Any) -> Config:
     fields |= {"trackers": name, "run_name": "tracked", "tensorboard": False, "mlflow_uri": None}
-    return Config().updated(fields)
+    return own_config({"notes": NOTES, "slow": SLOW}.get(name, ""), **fields)
 
 
 def track(
@@ -133,7 +132,6 @@ def losses(first: int, last: int) -> list[Row]:
 
 
 def test_a_tracker_gets_rows_of_an_outage_later_and_steps_of_a_kill_again(tmp_path: Path) -> None:
-    kinds.set_user_code(Code("my.py", NOTES))
     lines: list[str] = []
     evaluation = {"step": 2, "val/loss": 9.0}
     track(tmp_path, "notes", 0, [*losses(1, 2), evaluation], "interrupted")
@@ -184,7 +182,6 @@ def test_the_end_tells_of_rows_that_a_slow_tracker_lacks_and_the_same_command_se
 ) -> None:
     monkeypatch.setattr(configured, "_FINISH_S", 0.5)
     monkeypatch.setattr(configured, "_RETRY_S", 0.01)
-    kinds.set_user_code(Code("my.py", SLOW))
     rows, lines = losses(1, 150), list[str]()
     track(tmp_path, "slow", 0, rows, "finished", lines)
     assert lines == ["tracker slow lacks rows; run the same command again to send them"]
@@ -198,7 +195,6 @@ def test_the_end_tells_of_rows_that_a_slow_tracker_lacks_and_the_same_command_se
 def test_a_late_tracker_gets_all_events_although_a_killed_attempts_are_later_than_those_of_higher_steps(
     tmp_path: Path,
 ) -> None:
-    kinds.set_user_code(Code("my.py", SLOW))
     (tmp_path / "faster").touch()
     (tmp_path / "trackers").mkdir()
     killed, resumed = ({"event": "resume", "time": time} for time in (900.0, 1000.0))
@@ -215,7 +211,6 @@ def test_a_text_that_failed_comes_again_and_no_other_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(configured, "_RETRY_S", 0.01)
-    kinds.set_user_code(Code("my.py", SLOW))
     lines: list[str] = []
     run = TrackedRun(tmp_path, track_config("slow"), 0, {}, log=lines.append)
     (queue,) = open_trackers(run)

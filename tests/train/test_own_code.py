@@ -11,9 +11,8 @@ import pytest
 
 from raytrain_gpt.checkpoint.catalog import CODE_FILE, Catalog, Checkpoint
 from raytrain_gpt.checkpoint.code_check import check_same_code
-from raytrain_gpt.config import kinds
 from raytrain_gpt.config.code import Code
-from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.kinds import Registry
 from raytrain_gpt.errors import CheckpointError, ConfigError
 from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.storage.location import Location
@@ -57,9 +56,9 @@ def start(make_config: MakeConfig) -> Start:
         may_differ: bool = False,
         **fields: Any,
     ) -> Any:
-        kinds.set_user_code(None if text is None else Code("my.py", text, may_differ))
+        code = None if text is None else Code("my.py", text, may_differ)
         fields["storage_path"] = str(fields["storage_path"])
-        return train(make_config(**fields), log)
+        return train(make_config(code, **fields), log)
 
     return begin
 
@@ -133,15 +132,13 @@ def test_an_own_model_is_built_only_from_the_code_with_its_hash(
     start: Start, tmp_path: Path, run_cli: RunCli
 ) -> None:
     run = start(OWN, run_name="mine", storage_path=tmp_path, architecture="mine", max_steps=10)
-    kinds.set_user_code(None)
     for action in ("show", "checkpoints", "report"):  # these execute nothing
         run_cli.succeeds("runs", action, "mine", "--storage_path", tmp_path)
     path = newest(run.run_dir).path
     hash12 = Code("", OWN).sha256[:12]
     for used in (None, Code("other.py", OTHER)):
-        kinds.set_user_code(used)
         with raises_line(CheckpointError, "other code", hash12, f"--code {path / CODE_FILE}"):
-            open_checkpoint(path.path)
+            open_checkpoint(path.path, registry=Registry(used))
     other = tmp_path / "other.py"
     other.write_text("raise RuntimeError('exe' 'cuted')\n" + OTHER)
     prompt = ("--prompt", "a", "--num_samples", "1", "--max_new_tokens", "2")
@@ -162,17 +159,14 @@ def test_an_own_model_is_built_only_from_the_code_with_its_hash(
     corrected.write_text(OWN + "\n# a remark\n")
     assert "changed since" in run_cli.succeeds("sample", path.path, *prompt, "--code", corrected)
     run_cli.succeeds("eval", path.path, "--code", run.run_dir.path / CODE_FILE)
-    kinds.set_user_code(None)  # listing executes nothing
     assert "--code" in run_cli.succeeds("runs", "checkpoints", "mine", "--storage_path", tmp_path)
 
 
 def test_ranks_with_different_code_are_refused(make_config: MakeConfig) -> None:
     ranks = thread_ranks(2)
-    config = make_config()
 
     def check(rank: int) -> str:
-        own = Config().model_validate(config.model_dump())
-        own._code = Code("my.py", OWN if rank else OTHER)
+        own = make_config(Code("my.py", OWN if rank else OTHER))
         with raises_line(ConfigError, "rank 1 has code", "same file as --code") as raised:
             check_same_code(own, ranks[rank])
         return str(raised.value)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from raytrain_gpt.config import kinds
+from raytrain_gpt.config.kinds import BUILT_IN
 from raytrain_gpt.config.load import load_preset
-from raytrain_gpt.config.schema import FIELDS, Config
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import CheckpointError, ConfigError
-from raytrain_gpt.train.run_config import fields_of_init_from, run_config
+from raytrain_gpt.train import run_config as module
+from raytrain_gpt.train.run_config import fields_of_init_from
 from tests.checkpoints import write_checkpoint
 from tests.conftest import raises_line
+
+run_config = partial(module.run_config, registry=BUILT_IN)
 
 
 @pytest.fixture(autouse=True)
@@ -104,16 +108,16 @@ def takes_any_text(field: FieldInfo) -> bool:
     return True
 
 
-TEXTS = {name for name, (_, field) in FIELDS.items() if takes_any_text(field)}
+TEXTS = {name for name, (_, field) in BUILT_IN.fields.items() if takes_any_text(field)}
 
 
 @pytest.mark.parametrize("name", sorted(TEXTS - CHECKED_TEXTS - HARMLESS_TEXTS - CALLERS_TEXTS))
 def test_no_other_text_is_taken_from_a_run(name: str) -> None:
     """So a new field of text, also of a new tracker, fails here until it is reset or named above."""
-    owners = {kind.name for kind in kinds.owners(name) if kind.selector == "trackers"}
+    owners = {kind.name for kind in BUILT_IN.owners(name) if kind.selector == "trackers"}
     stored = {"trackers": ",".join(owners), name: "theirs-space"}
     made("book", **stored)
-    default = FIELDS[name][1].default
+    default = BUILT_IN.fields[name][1].default
     for fields in ({"run_name": "book"}, {"run_name": "mine", "branch_from": "book@20"}):
         taken = run_config(None, None, fields)[0].field_values()
         assert taken.get(name, default) == fields.get(name, default)
@@ -159,9 +163,9 @@ def test_weights_bring_their_sizes_and_a_rate_for_fine_tuning() -> None:
 def test_a_run_needs_the_start_no_more() -> None:
     fields = {"init_from": "gone", "run_name": "tuned"}
     with pytest.raises(CheckpointError, match=r"no run gone in .*/runs, which has none"):
-        fields_of_init_from(None, None, fields)
+        fields_of_init_from(None, None, fields, BUILT_IN)
     write_checkpoint(Path("runs/tuned"), 10, 2.0, num_layers=3)
-    assert fields_of_init_from(None, None, fields)["num_layers"] == 3
+    assert fields_of_init_from(None, None, fields, BUILT_IN)["num_layers"] == 3
 
 
 def test_a_damaged_configuration_of_a_run_is_one_line() -> None:
