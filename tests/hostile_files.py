@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_gpt.checkpoint.catalog import Catalog, read_checkpoint
+from raytrain_gpt.checkpoint.open import open_checkpoint
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.kinds import Registry
 from raytrain_gpt.data.mixture import read_mixture
 from raytrain_gpt.data.verify import check_shards, check_tokenizer
 from raytrain_gpt.errors import RaytrainGptError
-from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.runs import (
     describe_checkpoints,

@@ -32,6 +32,7 @@ from raytrain_gpt.checkpoint.checkpoint_state import STATE_VERSION, CheckpointSt
 from raytrain_gpt.columns import parse_rows
 from raytrain_gpt.config.kinds import Registry
 from raytrain_gpt.config.schema import Config, parse_config
+from raytrain_gpt.data.order import BatchRanges
 from raytrain_gpt.errors import CheckpointError, damage_as, is_full, reason
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.parsing import parse_json
@@ -43,6 +44,8 @@ STATE_FILE = "state.json"
 HASHES_FILE = "hashes.json"
 ROWS_FILE = "rows.jsonl"
 CODE_FILE = "code.py"
+SKIPPED_FILE = "skipped.json"
+"""File of a run's directory with the global batches that rollbacks skipped."""
 _NAME = re.compile(r"step=(\d{8}|[1-9]\d{8,})")
 _UNFINISHED = re.compile(rf"unfinished-(removed-)?{_NAME.pattern}(-[\w-]+)?")
 _NEEDED = {STATE_FILE, "model.safetensors"}
@@ -323,6 +326,17 @@ class Catalog:
 def resume_step(checkpoint: Checkpoint | None) -> int:
     """Return the step of a checkpoint; 0 for None."""
     return checkpoint.state.step if checkpoint else 0
+
+
+def read_skipped(run_dir: Location, resumed: Checkpoint | None) -> BatchRanges:
+    """Merge the skipped ranges of a run's file and a checkpoint; raises CheckpointError for damage."""
+    file = run_dir / SKIPPED_FILE
+    with damage_as(CheckpointError, file):
+        content = parse_json(file.read_bytes()) if file.is_file() else []
+        skipped = set(TypeAdapter(BatchRanges).validate_python(content))
+    if resumed:
+        skipped.update(resumed.state.skipped_batches)
+    return tuple(sorted(skipped))
 
 
 def best_by_loss(checkpoints: list[Checkpoint]) -> Checkpoint | None:

@@ -18,11 +18,11 @@ from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, TokenType
 from gguf.constants import MODEL_ARCH_NAMES
 from gguf.tensor_mapping import get_tensor_name_map
 
+from raytrain_gpt.checkpoint.open import open_checkpoint
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.data.tokenizer import EOT
 from raytrain_gpt.data.tokenizer_file import GPT2_PATTERN, tokenizer_json
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
-from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.export.hf_weights import mapping_of, unpadded
 from raytrain_gpt.export.huggingface import DType, shape_line, staging_dir
 from raytrain_gpt.format import Log

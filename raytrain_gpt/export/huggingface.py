@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from raytrain_gpt.checkpoint.catalog import HASHES_FILE, ROWS_FILE, Draft
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
+from raytrain_gpt.checkpoint.open import open_checkpoint
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.model import GPT, GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.registry import count_model
@@ -34,7 +35,6 @@ from raytrain_gpt.data.tokenizer_file import (
     tokenizer_json,
 )
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError, failure_as
-from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.export.hf_gpt2 import shape_of_tensors
 from raytrain_gpt.export.hf_weights import (
     HF_WEIGHTS_FILE,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from raytrain_gpt.checkpoint.branch import read_branch
-from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.checkpoint.catalog import Catalog, read_skipped
 from raytrain_gpt.checkpoint.code_check import stored_code
 from raytrain_gpt.columns import Row
 from raytrain_gpt.config.kinds import BUILT_IN
@@ -30,7 +30,6 @@ from raytrain_gpt.storage.location import Location, LocationLike
 from raytrain_gpt.tracking.goodput import read_attempts
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, read_rows
 from raytrain_gpt.tracking.runs import open_run
-from raytrain_gpt.train.resume import read_skipped
 
 _SHOWN_CHARACTERS = 100
 _NO_TEXT = b"\xff"

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 
-from pydantic import TypeAdapter
-
 from raytrain_gpt.checkpoint.branch import create_branch
-from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, resume_step
+from raytrain_gpt.checkpoint.catalog import SKIPPED_FILE, Catalog, Checkpoint, resume_step
 from raytrain_gpt.checkpoint.code_check import check_unchanged
 from raytrain_gpt.config.plan import for_workers
 from raytrain_gpt.config.schema import Config, changed_fields, changes_math
@@ -20,13 +18,10 @@ from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.data.locations import run_location
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.order import ORDER_VERSION, BatchRanges
-from raytrain_gpt.errors import CheckpointError, damage_as
+from raytrain_gpt.errors import CheckpointError
 from raytrain_gpt.format import Log
-from raytrain_gpt.parsing import parse_json
-from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.books import Books
 
-SKIPPED_FILE = "skipped.json"
 _DECIDES_EXACT_SUMS = {"micro_batch_sequences", "compile", "activation_checkpointing"}
 _START_FIELDS = ("init_from", "branch_from")
 """Fields that are read only when a run starts."""
@@ -99,17 +94,6 @@ def check_changes(config: Config, data: Mixture, resumed: Checkpoint, log: Log) 
     for name, change in changed_fields(before, then).items():
         if name not in AUTO_MEMORY_FIELDS or then[name] != "auto":
             log(f"changed since that checkpoint: {name} {change}")
-
-
-def read_skipped(run_dir: Location, resumed: Checkpoint | None) -> BatchRanges:
-    """Merge the skipped ranges of a run's file and a checkpoint; raises CheckpointError for damage."""
-    file = run_dir / SKIPPED_FILE
-    with damage_as(CheckpointError, file):
-        content = parse_json(file.read_bytes()) if file.is_file() else []
-        skipped = set(TypeAdapter(BatchRanges).validate_python(content))
-    if resumed:
-        skipped.update(resumed.state.skipped_batches)
-    return tuple(sorted(skipped))
 
 
 class Rollbacks:

@@ -24,7 +24,13 @@ from typing import Protocol, TypeVar
 
 import ray
 
-from raytrain_gpt.checkpoint.catalog import CODE_FILE, Catalog, Checkpoint, resume_step
+from raytrain_gpt.checkpoint.catalog import (
+    CODE_FILE,
+    Catalog,
+    Checkpoint,
+    read_skipped,
+    resume_step,
+)
 from raytrain_gpt.cluster.capacity import Pause
 from raytrain_gpt.cluster.compilers import check_compiler
 from raytrain_gpt.cluster.failures import root_cause
@@ -65,7 +71,7 @@ from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.tracking.trackers import End, TrackedRun
 from raytrain_gpt.train import policy, preflight
 from raytrain_gpt.train.memory_fit import MemorySearch, fit_memory
-from raytrain_gpt.train.resume import Rollbacks, read_skipped, resume_from
+from raytrain_gpt.train.resume import Rollbacks, resume_from
 from raytrain_gpt.train.worker_group import RankJob, TrainLoop
 
 BEFORE_FIRST_STEP = "interrupted before the first step; nothing is half-written"

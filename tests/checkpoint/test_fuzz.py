@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytrain_gpt.checkpoint.catalog import HASHES_FILE, ROWS_FILE, STATE_FILE, Catalog
+from raytrain_gpt.checkpoint.open import open_checkpoint
 from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.data.tokenizer_file import TOKENIZER_FILE
-from raytrain_gpt.evaluate.inference import open_checkpoint, sample_checkpoint
+from raytrain_gpt.evaluate.inference import sample_checkpoint
 from raytrain_gpt.export.model_card import model_card
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.runs import describe_checkpoints, describe_runs

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from raytrain_gpt.checkpoint.open import open_checkpoint
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.evaluate.inference import evaluate_checkpoint, open_checkpoint
+from raytrain_gpt.evaluate.inference import evaluate_checkpoint
 from raytrain_gpt.train.launch import train
 from tests.conftest import RunCli, raises_line
 from tests.runs import MakeConfig

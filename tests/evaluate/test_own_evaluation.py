@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from raytrain_gpt.checkpoint.catalog import CODE_FILE, Catalog
+from raytrain_gpt.checkpoint.open import open_checkpoint
 from raytrain_gpt.columns import ROW_PREFIXES
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.kinds import Registry
@@ -24,7 +25,6 @@ from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.evaluate import evaluation
 from raytrain_gpt.evaluate.evaluation import Evaluation
-from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.export.model_card import _scores
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.history import History, best_trial, ranking

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import raytrain_gpt
+from raytrain_gpt.checkpoint.open import open_checkpoint
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.kinds import Registry
 from raytrain_gpt.data.tokenizer import load_tokenizer
-from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.train.launch import train
 from tests.conftest import RunCli
 from tests.export.test_gguf import LlamaCpp, log_probabilities

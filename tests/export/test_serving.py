@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from raytrain_gpt.checkpoint.open import open_checkpoint
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.data.tokenizer import decode_tokens, load_tokenizer, prompt_tokens
-from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.export.huggingface import export_checkpoint
 from tests.checkpoints import write_checkpoint
 from tests.ports import free_port

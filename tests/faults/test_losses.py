@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.checkpoint.catalog import SKIPPED_FILE, Catalog
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.order import Order, extend_order_hash, sequence_hashes
 from raytrain_gpt.data.shards import read_manifest
@@ -19,7 +19,6 @@ from raytrain_gpt.tracking.goodput import goodput
 from raytrain_gpt.tracking.run_files import read_rows
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
-from raytrain_gpt.train.resume import SKIPPED_FILE
 from tests.conftest import raises_line
 from tests.runs import MakeConfig, assert_same_order, events, restarted_from, steps
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from raytrain_gpt.checkpoint.open import open_checkpoint
 from raytrain_gpt.columns import Row
-from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
 from tests.runs import MakeConfig, Straight, evaluations, restarted_from, steps, weights

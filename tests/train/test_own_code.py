@@ -11,10 +11,10 @@ import pytest
 
 from raytrain_gpt.checkpoint.catalog import CODE_FILE, Catalog, Checkpoint
 from raytrain_gpt.checkpoint.code_check import check_same_code
+from raytrain_gpt.checkpoint.open import open_checkpoint
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.kinds import Registry
 from raytrain_gpt.errors import CheckpointError, ConfigError
-from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.launch import train
 from tests.conftest import RunCli, raises_line

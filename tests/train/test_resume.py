@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
+from raytrain_gpt.checkpoint.catalog import SKIPPED_FILE, Catalog, Checkpoint, read_skipped
 from raytrain_gpt.config.schema import Config, changes_math
 from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.data.order import ORDER_VERSION
@@ -19,11 +19,9 @@ from raytrain_gpt.errors import CheckpointError
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.resume import (
-    SKIPPED_FILE,
     Rollbacks,
     check_changes,
     keep_start,
-    read_skipped,
 )
 from tests.checkpoint.test_catalog import names, newest_step, state, steps, write
 from tests.conftest import raises_line

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.checkpoint.open import open_checkpoint
 from raytrain_gpt.core.optim import INIT_SCALE
-from raytrain_gpt.evaluate.inference import evaluate_checkpoint, open_checkpoint
+from raytrain_gpt.evaluate.inference import evaluate_checkpoint
 from raytrain_gpt.train.launch import train
 from tests.data.shard_tools import prepare_here
 from tests.runs import MakeConfig, assert_same, evaluations, restarted_from, steps
