@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from raytrain_gpt.tracking.events import Profile
+from raytrain_gpt.events import Profile
 from raytrain_gpt.train.profile import STEPS_BEFORE_PROFILE, StepProfile
 
 PROFILED_STEPS = 2

@@ -52,7 +52,7 @@ from raytrain_gpt.data.locations import read_data
 from raytrain_gpt.evaluate.evaluation import evaluation_sums, loss_metrics
 from raytrain_gpt.ingest.feed import EvalFeed
 from raytrain_gpt.ingest.prepare import prepare
-from raytrain_gpt.tracking.run_files import read_rows
+from raytrain_gpt.trackers.run_files import read_rows
 
 KINDS = {  # kind of case -> its legend
     "nanogpt": "nanoGPT, learning rate {:g}",

@@ -33,7 +33,7 @@ from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.ingest.prepare import prepare
-from raytrain_gpt.tracking.run_files import read_rows
+from raytrain_gpt.trackers.run_files import read_rows
 
 HERE = Path(__file__).parent
 STEPS, CHECKPOINT_EVERY = 400, 50

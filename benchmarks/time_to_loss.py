@@ -58,7 +58,7 @@ from raytrain_gpt.data.locations import read_data
 from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed
 from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, chunks_in_process, rank_chunks
-from raytrain_gpt.tracking.run_files import read_rows
+from raytrain_gpt.trackers.run_files import read_rows
 from raytrain_gpt.train.launch import train
 
 HEAD_SIZE = 32

@@ -107,7 +107,7 @@ def tracker(name: str, settings: type[Settings] = Settings) -> Callable[[T], T]:
     Any call may be slow or raise. `text` and `finish` are optional.
 
     Methods of the class:
-        __init__(run, settings): `run` is a `tracking.trackers.TrackedRun`.
+        __init__(run, settings): `run` is a `trackers.tracked_run.TrackedRun`.
         rows(rows): Receive rows that earlier attempts could not deliver, and this attempt's. Steps from
           `run.first_step` on may already be there from a killed attempt, and are sent again after a
           rollback. After an error, the same rows are sent again.

@@ -20,7 +20,7 @@ from raytrain_gpt.config.kinds import BUILT_IN, Registry
 from raytrain_gpt.redact import say
 
 if TYPE_CHECKING:
-    from raytrain_gpt.train.provenance import TrainedSequence
+    from raytrain_gpt.runs.provenance import TrainedSequence
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,9 @@ def train(
         warnings.filterwarnings("ignore", "IProgress not found")
         from raytrain_gpt.checkpoint.catalog import Catalog, best_by_loss  # slow to import
         from raytrain_gpt.cluster.signals import StopSignals
-        from raytrain_gpt.tracking.report import REPORT_FILE
-        from raytrain_gpt.tracking.run_files import read_rows
-        from raytrain_gpt.tracking.summary import run_end
+        from raytrain_gpt.runs.report import REPORT_FILE
+        from raytrain_gpt.runs.summary import run_end
+        from raytrain_gpt.trackers.run_files import read_rows
         from raytrain_gpt.train import launch, preflight
         from raytrain_gpt.train.run import BEFORE_FIRST_STEP
 
@@ -141,8 +141,8 @@ def batch_at(
     Raises:
         UserError: the run, step or dataset does not exist.
     """
+    from raytrain_gpt.runs.provenance import RunProvenance
     from raytrain_gpt.storage.find import find
-    from raytrain_gpt.train.provenance import RunProvenance
 
     return RunProvenance(find(run, storage_path), data).step(step)
 
@@ -173,8 +173,8 @@ def replay(
     """
     from raytrain_gpt.data.locations import read_code
     from raytrain_gpt.replays.steps import Replay, sha256, undisturbed
+    from raytrain_gpt.runs.provenance import RunProvenance
     from raytrain_gpt.storage.find import find
-    from raytrain_gpt.train.provenance import RunProvenance
 
     source = RunProvenance(find(run, storage_path), data)
 

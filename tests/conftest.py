@@ -24,11 +24,11 @@ from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.kinds import Registry
 from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.data.tokenizer import load_tokenizer
+from raytrain_gpt.runs.summary import RunSummary
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.summary import RunSummary
 from tests import forked_worker
 from tests.data.shard_tools import prepare_here
-from tests.runs import CLUSTER_CPUS, SMALL, MakeConfig, Straight
+from tests.made_runs import CLUSTER_CPUS, SMALL, MakeConfig, Straight
 from tests.s3 import KEYS, S3Server
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)

@@ -16,7 +16,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ConfigError
 from tests.checkpoints import write_checkpoint
 from tests.conftest import RunCli, raises_line
-from tests.runs import command
+from tests.made_runs import command
 
 
 @pytest.mark.slow

@@ -78,8 +78,8 @@ def by_name(page: Path) -> str:
 def modules_named(page: Path) -> list[tuple[str, str, str]]:
     """Return (room, module, name in it or empty) of all text that looks like a module.
 
-    On the architecture page all text counts. Elsewhere `data/web` is a data directory, so only text in
-    backquotes counts, and the room `data` is ignored.
+    On the architecture page all text counts. Elsewhere `data/web` and `runs/book` are directories of users,
+    so only text in backquotes counts, and the rooms `data` and `runs` are ignored.
     """
     text = page.read_text("utf-8")
     if page.name == "architecture.md":
@@ -87,7 +87,9 @@ def modules_named(page: Path) -> list[tuple[str, str, str]]:
     else:
         quoted = re.findall(r"`([^`\n]+)`", text)
         found = [m.groups(default="") for q in quoted if (m := MODULE.fullmatch(q))]
-        found = [(room, module, name) for room, module, name in found if room != "data"]
+        found = [
+            (room, module, name) for room, module, name in found if room not in ("data", "runs")
+        ]
     return [
         (room, module, name)
         for room, module, name in found

@@ -27,9 +27,10 @@ ORDER = (
     {"config"},
     {"storage"},
     {"data", "core"},
-    {"cluster"},
+    {"cluster", "events"},
     {"checkpoint"},
-    {"ingest", "tracking"},
+    {"ingest", "trackers"},
+    {"runs"},
     {"evaluate"},
     {"train"},
     {"export", "replays", "sweep"},
@@ -152,7 +153,7 @@ def test_a_sweep_file_is_read_without_ray_and_torch(module: str) -> None:
     ("process", "among"),
     [
         ("ingest/ray_dataset", {"data/order.py", "data/reader.py", "errors.py"}),
-        ("train/mailbox", {"tracking/events.py", "core/spikes.py"}),
+        ("train/mailbox", {"events.py", "core/spikes.py"}),
         ("cluster/all_nodes", {"storage/location.py"}),
     ],
 )

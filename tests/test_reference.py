@@ -15,13 +15,13 @@ from raytrain_gpt import errors
 from raytrain_gpt.columns import COLUMNS, column_of
 from raytrain_gpt.data.shards import Manifest, Shard
 from raytrain_gpt.evaluate.hellaswag import HELLASWAG
-from raytrain_gpt.tracking.goodput import BAD_STEP_EVENTS, END_EVENTS, FIRST_STEP_EVENTS
-from raytrain_gpt.tracking.report import RunHistory
-from raytrain_gpt.tracking.run_files import RunSync, read_rows
-from raytrain_gpt.tracking.summary import run_facts
-from raytrain_gpt.train.provenance import TrainedSequence
+from raytrain_gpt.runs.goodput import BAD_STEP_EVENTS, END_EVENTS, FIRST_STEP_EVENTS
+from raytrain_gpt.runs.provenance import TrainedSequence
+from raytrain_gpt.runs.report import RunHistory
+from raytrain_gpt.runs.summary import run_facts
+from raytrain_gpt.trackers.run_files import RunSync, read_rows
 
-from .runs import Straight
+from .made_runs import Straight
 
 PACKAGE = Path(raytrain_gpt.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "reference.md"

@@ -9,9 +9,7 @@ from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, resolve_checkpo
 from raytrain_gpt.checkpoint.code_check import check_executable
 from raytrain_gpt.config.kinds import BUILT_IN, Registry
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.device import (
-    best_device,
-)
+from raytrain_gpt.core.device import best_device
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.registry import configured_model
 from raytrain_gpt.core.state import check_model_size, load_model

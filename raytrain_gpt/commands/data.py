@@ -110,7 +110,7 @@ def _describe(options: DatasetOptions, *, verified: bool) -> None:
 @command("at", AtOptions)
 def at(options: AtOptions) -> None:
     """Show the sequences that a run trained on at a step."""
-    from raytrain_gpt.train.provenance import describe_sequence
+    from raytrain_gpt.runs.provenance import describe_sequence
 
     run = options.open_run(options.run)
     step, batch = options.step, options.batch

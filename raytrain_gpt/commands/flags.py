@@ -24,8 +24,8 @@ from raytrain_gpt.format import Log, shell
 from raytrain_gpt.redact import say
 
 if TYPE_CHECKING:
+    from raytrain_gpt.runs.provenance import RunProvenance
     from raytrain_gpt.storage.location import Location
-    from raytrain_gpt.train.provenance import RunProvenance
 
 OptionsT = TypeVar("OptionsT", bound=Options)
 Groups = dict[str, dict[str, FieldInfo]]
@@ -105,7 +105,7 @@ class DataOptions(RunsOptions):
 
     def open_run(self, name: str) -> RunProvenance:
         """Read the files of a run; raises UserError if it or its data does not exist."""
-        from raytrain_gpt.train.provenance import RunProvenance  # slow to import
+        from raytrain_gpt.runs.provenance import RunProvenance  # slow to import
 
         return RunProvenance(self.find(name), self.data)
 

@@ -112,7 +112,7 @@ def train(options: TrainOptions) -> None:
     if os.environ.get("RANK", "0") == "0":  # torchrun starts the command once for each rank
         options.log(source)
     from raytrain_gpt.cluster.signals import StopSignals
-    from raytrain_gpt.tracking.summary import run_end
+    from raytrain_gpt.runs.summary import run_end
     from raytrain_gpt.train import launch, preflight
     from raytrain_gpt.train.run import BEFORE_FIRST_STEP
 
@@ -157,9 +157,9 @@ def tune(options: PlannedOptions) -> None:
 
         _say_costs(cost_lines(sweep))
         return
+    from raytrain_gpt.runs.summary import next_line
     from raytrain_gpt.sweep.results import final_table
     from raytrain_gpt.sweep.tune import run_sweep
-    from raytrain_gpt.tracking.summary import next_line
 
     summary = run_sweep(sweep, resume=options.resume, log=options.log)
     if options.quiet:
@@ -196,8 +196,8 @@ def scale(options: ScaleOptions) -> None:
 
         _say_costs(cost_lines(study))
         return
+    from raytrain_gpt.runs.summary import next_line
     from raytrain_gpt.scaling.study import run_study
-    from raytrain_gpt.tracking.summary import next_line
 
     results = run_study(
         study, resume=options.resume, validate=options.validate_forecast, log=options.log
@@ -232,7 +232,7 @@ class DiffOptions(CodeOptions, DataOptions):
 @command("list", RunsOptions)
 def list_runs(options: RunsOptions) -> None:
     """List all runs."""
-    from raytrain_gpt.tracking.runs import describe_runs
+    from raytrain_gpt.runs.listing import describe_runs
 
     options.say_json(describe_runs(options.storage_path, say))
 
@@ -240,7 +240,7 @@ def list_runs(options: RunsOptions) -> None:
 @command("show", RunOptions)
 def show_run(options: RunOptions) -> None:
     """Show the state, speed and configuration of a run."""
-    from raytrain_gpt.tracking.runs import describe_run
+    from raytrain_gpt.runs.listing import describe_run
 
     options.say_json(describe_run(options.find(options.run), say))
 
@@ -248,7 +248,7 @@ def show_run(options: RunOptions) -> None:
 @command("checkpoints", RunOptions)
 def checkpoints(options: RunOptions) -> None:
     """List the checkpoints of a run."""
-    from raytrain_gpt.tracking.runs import describe_checkpoints
+    from raytrain_gpt.runs.listing import describe_checkpoints
 
     options.say_json(describe_checkpoints(options.find(options.run), say))
 
@@ -256,8 +256,8 @@ def checkpoints(options: RunOptions) -> None:
 @command("report", ReportOptions)
 def report(options: ReportOptions) -> None:
     """Write the report of a run or a sweep, or a page that compares several runs."""
+    from raytrain_gpt.runs.listing import write_page
     from raytrain_gpt.sweep.sweep_page import write_sweep_page
-    from raytrain_gpt.tracking.runs import write_page
 
     first, *others = places = [*map(options.find, options.runs)]
     page = (None if others else write_sweep_page(first)) or write_page(places, say)

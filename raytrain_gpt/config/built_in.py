@@ -97,10 +97,10 @@ declare(
             "trackers",
             "tensorboard",
             Settings,
-            "raytrain_gpt.tracking.tensorboard_events:TensorBoard",
+            "raytrain_gpt.trackers.tensorboard_events:TensorBoard",
         ),
-        Kind("trackers", "mlflow", Settings, "raytrain_gpt.tracking.mlflow_run:MLflow"),
-        Kind("trackers", "wandb", WandbSettings, "raytrain_gpt.tracking.wandb_run:Wandb"),
-        Kind("trackers", "trackio", TrackioSettings, "raytrain_gpt.tracking.wandb_run:Trackio"),
+        Kind("trackers", "mlflow", Settings, "raytrain_gpt.trackers.mlflow_run:MLflow"),
+        Kind("trackers", "wandb", WandbSettings, "raytrain_gpt.trackers.wandb_run:Wandb"),
+        Kind("trackers", "trackio", TrackioSettings, "raytrain_gpt.trackers.wandb_run:Trackio"),
     )
 )

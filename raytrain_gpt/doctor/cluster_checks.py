@@ -40,7 +40,7 @@ from raytrain_gpt.data.shards import SPLITS, read_manifest
 from raytrain_gpt.doctor.check import Check, Failed, Skipped, checked
 from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.format import Log, amount, count, size
-from raytrain_gpt.tracking import mlflow_run
+from raytrain_gpt.trackers import mlflow_run
 from raytrain_gpt.train import preflight
 from raytrain_gpt.train.probe import NUM_STEPS, probe_run
 

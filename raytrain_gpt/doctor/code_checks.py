@@ -51,9 +51,9 @@ from raytrain_gpt.export.hf_weights import (
 )
 from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.configured import NamedTracker
-from raytrain_gpt.tracking.run_files import TRACKERS_DIR
-from raytrain_gpt.tracking.trackers import TrackedRun
+from raytrain_gpt.trackers.configured import NamedTracker
+from raytrain_gpt.trackers.run_files import TRACKERS_DIR
+from raytrain_gpt.trackers.tracked_run import TrackedRun
 
 _VOCAB_SIZE, _SEQ_LEN = 257, 16
 _SIZES = {"num_layers": 2, "num_heads": 2, "embd_size": 32, "seq_len": _SEQ_LEN}

@@ -21,7 +21,7 @@ from raytrain_gpt.data.locations import data_is_there, read_data
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.estimate.cost_model import Estimate, Facts, estimate
 from raytrain_gpt.format import Log, amount, count, duration, size
-from raytrain_gpt.tracking.configured import tracker_warnings
+from raytrain_gpt.trackers.configured import tracker_warnings
 from raytrain_gpt.train import preflight
 from raytrain_gpt.train.launch import training_session
 from raytrain_gpt.train.memory_fit import fit_memory

@@ -48,7 +48,7 @@ from raytrain_gpt.export.hf_weights import (
 from raytrain_gpt.export.model_card import CARD_FILE, IMPORT_EVENT, model_card
 from raytrain_gpt.format import Log, amount, count, listed
 from raytrain_gpt.storage.location import Location, LocationLike, force_to_disk, is_url
-from raytrain_gpt.tracking.mlflow_run import track_export
+from raytrain_gpt.trackers.mlflow_run import track_export
 
 UNFINISHED = ".unfinished-"
 DType = Literal["fp32", "bf16"]

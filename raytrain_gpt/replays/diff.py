@@ -12,7 +12,7 @@ from raytrain_gpt.config.schema import changed_fields
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import Log, count
 from raytrain_gpt.replays.steps import Replay, compared, list_changes, sha256, undisturbed
-from raytrain_gpt.train.provenance import RunProvenance
+from raytrain_gpt.runs.provenance import RunProvenance
 
 _OF_THE_RUN = {"run_name", "storage_path", "branch_from", "resume"}
 _ENVIRONMENT = ("device", "threads", "num_workers", "precision", "micro_batch_sequences")

@@ -37,9 +37,9 @@ from raytrain_gpt.errors import ConfigError, damage_as
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.ingest.feed import to_device
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, chunks_in_process, rank_chunks
+from raytrain_gpt.runs.provenance import RunProvenance
 from raytrain_gpt.train.local_mode import T, in_local_mode
 from raytrain_gpt.train.model_setup import set_up_training
-from raytrain_gpt.train.provenance import RunProvenance
 
 _COMPARED = ("step", "train/loss", "optim/lr", "optim/grad_norm")
 _REPLAYED = ("model", "data", "optim", "train")

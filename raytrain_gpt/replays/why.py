@@ -16,8 +16,8 @@ from raytrain_gpt.config.code import Code
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import Log, number, table
 from raytrain_gpt.replays.steps import Replay, undisturbed
-from raytrain_gpt.tracking.goodput import BAD_STEP_EVENTS
-from raytrain_gpt.train.provenance import RunProvenance, describe_sequence
+from raytrain_gpt.runs.goodput import BAD_STEP_EVENTS
+from raytrain_gpt.runs.provenance import RunProvenance, describe_sequence
 
 _STEPS_BEFORE = 50
 _SHOWN = 10

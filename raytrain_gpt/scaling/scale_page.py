@@ -8,11 +8,11 @@ from functools import partial
 import numpy as np
 
 from raytrain_gpt.format import amount
+from raytrain_gpt.runs import pages
+from raytrain_gpt.runs.pages import Chart, Curve, curve_style
 from raytrain_gpt.scaling.forecasts import BestRun, Forecasts
 from raytrain_gpt.scaling.law import Floats
 from raytrain_gpt.scaling.law_file import LawFile, Verdict, columns
-from raytrain_gpt.tracking import pages
-from raytrain_gpt.tracking.pages import Chart, Curve, curve_style
 
 _Losses = partial(Chart, unit="nats per token", log=True)
 _dots = partial(Curve, marker="o", width=0)

@@ -49,9 +49,9 @@ from raytrain_gpt.sweep.results import counts_text
 from raytrain_gpt.sweep.scheduler import InPlannedOrder, PlannedTrials, Rule
 from raytrain_gpt.sweep.spec import CampaignFile
 from raytrain_gpt.sweep.trial import END_KEY, TrialActor, TrialContext
-from raytrain_gpt.tracking.configured import tracker_warnings
-from raytrain_gpt.tracking.mlflow_run import ParentRun, mark_interrupted, tracking_uri
-from raytrain_gpt.tracking.run_files import CONFIG_FILE
+from raytrain_gpt.trackers.configured import tracker_warnings
+from raytrain_gpt.trackers.mlflow_run import ParentRun, mark_interrupted, tracking_uri
+from raytrain_gpt.trackers.run_files import CONFIG_FILE
 from raytrain_gpt.train import preflight
 from raytrain_gpt.train.worker_group import TrainLoop
 from raytrain_gpt.version import VERSION

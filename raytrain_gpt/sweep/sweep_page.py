@@ -15,6 +15,9 @@ import numpy as np
 
 from raytrain_gpt.errors import CheckpointError
 from raytrain_gpt.parsing import parse_yaml
+from raytrain_gpt.runs import pages
+from raytrain_gpt.runs.pages import Chart, Curve, curve_style
+from raytrain_gpt.runs.report import REPORT_FILE
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.history import (
     HISTORY_FILE,
@@ -27,9 +30,6 @@ from raytrain_gpt.sweep.history import (
 from raytrain_gpt.sweep.results import error_text, summary, trial_table
 from raytrain_gpt.sweep.space import is_number
 from raytrain_gpt.sweep.spec import SWEEP_FILE
-from raytrain_gpt.tracking import pages
-from raytrain_gpt.tracking.pages import Chart, Curve, curve_style
-from raytrain_gpt.tracking.report import REPORT_FILE
 
 _MAX_NAMED_CURVES = 10
 _BATCH = "global_batch_tokens"

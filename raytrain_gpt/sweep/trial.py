@@ -40,10 +40,10 @@ from raytrain_gpt.errors import (
     TrainingFailed,
     UserError,
 )
+from raytrain_gpt.events import Link
 from raytrain_gpt.parsing import parse_yaml
 from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN
 from raytrain_gpt.sweep.scheduler import REPORTED_TOKENS
-from raytrain_gpt.tracking.events import Link
 from raytrain_gpt.train.local_mode import InProcess, in_local_mode
 from raytrain_gpt.train.on_ray import OnRay
 from raytrain_gpt.train.run import Run

@@ -14,6 +14,7 @@ from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import TrainingFailed
 from raytrain_gpt.format import Log
+from raytrain_gpt.runs.report import REPORT_FILE
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.campaign import Campaign
 from raytrain_gpt.sweep.history import Trial, best_trial
@@ -37,7 +38,6 @@ from raytrain_gpt.sweep.trial_plan import (
     tied_values,
     trial_config,
 )
-from raytrain_gpt.tracking.report import REPORT_FILE
 from raytrain_gpt.train.rank import train_rank
 from raytrain_gpt.train.worker_group import TrainLoop
 

@@ -20,8 +20,8 @@ from raytrain_gpt.core.device import numerics_environment
 from raytrain_gpt.data.order import ORDER_VERSION
 from raytrain_gpt.data.tokenizer_file import TOKENIZER_FILE, tokenizer_json
 from raytrain_gpt.errors import ClusterError
+from raytrain_gpt.events import Outbox
 from raytrain_gpt.storage.lease import LEASE_FILE, still_held
-from raytrain_gpt.tracking.events import Outbox
 from raytrain_gpt.train.model_setup import TrainingSetup
 from raytrain_gpt.train.step_log import StepLog
 from raytrain_gpt.train.worker_group import RankJob

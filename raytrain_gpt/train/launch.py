@@ -12,7 +12,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import read_data
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.format import Log
-from raytrain_gpt.tracking.summary import RunSummary
+from raytrain_gpt.runs.summary import RunSummary
 from raytrain_gpt.train import preflight
 from raytrain_gpt.train.local_mode import train_locally
 from raytrain_gpt.train.on_ray import OnRay

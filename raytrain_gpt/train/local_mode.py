@@ -36,11 +36,11 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import set_cuda_defaults
 from raytrain_gpt.data.locations import read_data
 from raytrain_gpt.errors import ConfigError, Interrupted, TrainingFailed, damage_as
+from raytrain_gpt.events import Events, Line, Link
 from raytrain_gpt.format import Log, count
+from raytrain_gpt.runs.summary import RunSummary
 from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.events import Events, Line, Link
-from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import preflight
 from raytrain_gpt.train.run import Run
 from raytrain_gpt.train.worker_group import RankJob, TrainLoop

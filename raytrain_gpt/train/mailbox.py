@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raytrain_gpt.tracking.events import Command, Evaluated, Event, Link, Stacks, Stop, next_event
+from raytrain_gpt.events import Command, Evaluated, Event, Link, Stacks, Stop, next_event
 
 if TYPE_CHECKING:
     from raytrain_gpt.train.worker_group import RankJob, TrainLoop

@@ -20,9 +20,7 @@ from raytrain_gpt.cluster.capacity import Pause, ScaleUp, wait_for_workers
 from raytrain_gpt.cluster.connection import cluster_resources, draining_nodes
 from raytrain_gpt.cluster.orphans import kill_controllers, kill_process, remove_orphaned_groups
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.format import Log, count
-from raytrain_gpt.storage.lease import Lease
-from raytrain_gpt.tracking.events import (
+from raytrain_gpt.events import (
     Command,
     Evaluated,
     Event,
@@ -33,7 +31,9 @@ from raytrain_gpt.tracking.events import (
     Stacks,
     Stop,
 )
-from raytrain_gpt.tracking.goodput import FIRST_STEP_EVENTS
+from raytrain_gpt.format import Log, count
+from raytrain_gpt.runs.goodput import FIRST_STEP_EVENTS
+from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.train.mailbox import RankState, push_events, start_mailbox
 from raytrain_gpt.train.worker_group import RankJob, TrainLoop, start_fit
 

@@ -12,9 +12,9 @@ from raytrain_gpt.cluster.failures import is_out_of_memory, root_cause, user_err
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.errors import RaytrainGptError
+from raytrain_gpt.events import Exited
 from raytrain_gpt.format import count
-from raytrain_gpt.tracking.events import Exited
-from raytrain_gpt.tracking.goodput import EndEvent
+from raytrain_gpt.runs.goodput import EndEvent
 
 MAX_ROLLBACKS = 3
 """Rollbacks in a row without progress; after that many, bad data is not the cause."""

@@ -29,10 +29,10 @@ from raytrain_gpt.evaluate.hellaswag import DOWNLOAD
 from raytrain_gpt.format import Log, amount, count, size
 from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.redact import say
+from raytrain_gpt.runs.report import REPORT_FILE
 from raytrain_gpt.storage.location import Location, is_url
-from raytrain_gpt.tracking.configured import absolute_stores, check_packages, tracker_warnings
-from raytrain_gpt.tracking.report import REPORT_FILE
-from raytrain_gpt.tracking.run_files import (
+from raytrain_gpt.trackers.configured import absolute_stores, check_packages, tracker_warnings
+from raytrain_gpt.trackers.run_files import (
     CONFIG_FILE,
     LOG_FILE,
     METRICS_FILE,

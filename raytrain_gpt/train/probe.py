@@ -21,8 +21,8 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import location
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.errors import ClusterError, Interrupted, TrainingFailed, failure_as
-from raytrain_gpt.tracking.events import Events
-from raytrain_gpt.tracking.run_files import read_rows
+from raytrain_gpt.events import Events
+from raytrain_gpt.trackers.run_files import read_rows
 from raytrain_gpt.train.memory_fit import fit_memory
 from raytrain_gpt.train.on_ray import OnRay
 from raytrain_gpt.train.rank import train_rank

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from raytrain_gpt.core.device import synchronize
 from raytrain_gpt.core.loop import StepResult
-from raytrain_gpt.tracking.events import Profile
+from raytrain_gpt.events import Profile
 
 STEP_SPAN = "training step"
 STEPS_BEFORE_PROFILE = 5

@@ -20,7 +20,7 @@ from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.order import ORDER_VERSION, BatchRanges
 from raytrain_gpt.errors import CheckpointError
 from raytrain_gpt.format import Log
-from raytrain_gpt.tracking.books import Books
+from raytrain_gpt.trackers.books import Books
 
 _DECIDES_EXACT_SUMS = {"micro_batch_sequences", "compile", "activation_checkpointing"}
 _START_FIELDS = ("init_from", "branch_from")

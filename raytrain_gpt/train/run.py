@@ -51,15 +51,16 @@ from raytrain_gpt.errors import (
     TrainingFailed,
 )
 from raytrain_gpt.evaluate.evaluation import check_evaluations
+from raytrain_gpt.events import Evaluated, Events, Exited, Link, Rows, next_event
 from raytrain_gpt.format import Log
+from raytrain_gpt.runs.report import write_report
+from raytrain_gpt.runs.summary import RunSummary
 from raytrain_gpt.storage.lease import LEASE_FILE, Lease, hold_lease
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.books import Books
-from raytrain_gpt.tracking.configured import complete_trackers
-from raytrain_gpt.tracking.events import Evaluated, Events, Exited, Link, Rows, next_event
-from raytrain_gpt.tracking.mlflow_run import mark_interrupted
-from raytrain_gpt.tracking.report import write_report
-from raytrain_gpt.tracking.run_files import (
+from raytrain_gpt.trackers.books import Books
+from raytrain_gpt.trackers.configured import complete_trackers
+from raytrain_gpt.trackers.mlflow_run import mark_interrupted
+from raytrain_gpt.trackers.run_files import (
     CONFIG_FILE,
     TRACKERS_DIR,
     RunSync,
@@ -67,8 +68,7 @@ from raytrain_gpt.tracking.run_files import (
     read_rows,
     restart,
 )
-from raytrain_gpt.tracking.summary import RunSummary
-from raytrain_gpt.tracking.trackers import End, TrackedRun
+from raytrain_gpt.trackers.tracked_run import End, TrackedRun
 from raytrain_gpt.train import policy, preflight
 from raytrain_gpt.train.memory_fit import MemorySearch, fit_memory
 from raytrain_gpt.train.resume import Rollbacks, resume_from

@@ -17,7 +17,7 @@ from raytrain_gpt.errors import CheckpointError, ConfigError
 from raytrain_gpt.format import shell
 from raytrain_gpt.redact import say
 from raytrain_gpt.storage.location import Location, is_url
-from raytrain_gpt.tracking.run_files import CONFIG_FILE
+from raytrain_gpt.trackers.run_files import CONFIG_FILE
 
 _PLACE = ("run_name", "storage_path", "s3_endpoint", "retry_for_s")
 FINE_TUNING_LR = 5e-5

@@ -22,9 +22,9 @@ from raytrain_gpt.config.plan import Plan
 from raytrain_gpt.core.device import set_cuda_defaults
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.order import Position
+from raytrain_gpt.events import Events, Link
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.events import Events, Link
 
 
 @dataclass(frozen=True)

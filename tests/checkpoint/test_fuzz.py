@@ -17,8 +17,8 @@ from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.data.tokenizer_file import TOKENIZER_FILE
 from raytrain_gpt.evaluate.inference import sample_checkpoint
 from raytrain_gpt.export.model_card import model_card
+from raytrain_gpt.runs.listing import describe_checkpoints, describe_runs
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.runs import describe_checkpoints, describe_runs
 from tests.export.test_huggingface import write_checkpoint
 from tests.fuzz import Damage, bounded_work, damages, works_or_says_why
 

@@ -14,7 +14,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.train.launch import train
 from tests.conftest import raises_line
-from tests.runs import MakeConfig
+from tests.made_runs import MakeConfig
 
 COMPILED, MASKED = Config().updated({"compile": True}), Config().updated({"document_mask": True})
 

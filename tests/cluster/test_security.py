@@ -24,7 +24,7 @@ from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.head import keep_token_private
 from raytrain_gpt.redact import has_secret, redacted
 from tests.conftest import RunCli
-from tests.runs import MakeConfig, command, flags
+from tests.made_runs import MakeConfig, command, flags
 
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 PASSWORD = "a-tracker's-password"
@@ -94,7 +94,7 @@ def test_what_libraries_print_is_filtered(run_cli: RunCli, monkeypatch: pytest.M
         raise ValueError(PASSWORD)
 
     monkeypatch.setenv("A_PASSWORD", PASSWORD)
-    monkeypatch.setattr("raytrain_gpt.tracking.runs.describe_runs", show)
+    monkeypatch.setattr("raytrain_gpt.runs.listing.describe_runs", show)
     code, out, errors = run_cli("runs", "list")
     assert (code, out) == (1, "out ***\n")
     assert errors.startswith("log ***\nTraceback")

@@ -12,13 +12,13 @@ import pytest
 
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.run_files import read_rows
+from raytrain_gpt.trackers.run_files import read_rows
 from raytrain_gpt.train.launch import train
 from tests.checkpoint.test_catalog import newest_step
 from tests.faults import gates
 from tests.faults.conftest import ROOT, Command
 from tests.faults.gates import WITHIN_S, Faults, Gate
-from tests.runs import MakeConfig, Straight, assert_same, command, environment, flags
+from tests.made_runs import MakeConfig, Straight, assert_same, command, environment, flags
 
 
 @pytest.mark.fault("SIGTERM or Ctrl+C", "saves; exit code 130; MLflow KILLED")

@@ -25,7 +25,7 @@ from raytrain_gpt.storage.location import Location
 from tests.data.shard_tools import prepare_here
 from tests.documented_job import job_options
 from tests.faults.gates import wait_until
-from tests.runs import SMALL, events, steps
+from tests.made_runs import SMALL, events, steps
 
 from .hosts import HOME, ROOT, SHARED, Network, missing, network
 

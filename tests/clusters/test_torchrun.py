@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpus.null_gpus import RUN, assert_same_calls, variables
-from tests.runs import steps
+from tests.made_runs import steps
 
 from .hosts import SHARED, missing, network
 

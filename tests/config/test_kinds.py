@@ -23,7 +23,7 @@ from raytrain_gpt.config.schema import (
 )
 from raytrain_gpt.errors import ConfigError
 from tests.conftest import RunCli, raises_line
-from tests.runs import own_config
+from tests.made_runs import own_config
 
 OWN = """
 from raytrain_gpt.extend import AdamWSettings, Field, Settings, optimizer, schedule, tracker

@@ -21,7 +21,7 @@ from raytrain_gpt.core.registry import build_optimizer, count_model, init_weight
 from raytrain_gpt.core.state import HostSnapshot, check_model_size, load_model
 from raytrain_gpt.errors import ConfigError
 from tests.conftest import raises_line
-from tests.runs import own_config
+from tests.made_runs import own_config
 
 ODD = '''
 import torch

@@ -21,7 +21,7 @@ from tests.core.foreign import CODE, own_section, train_foreign
 from tests.core.sharded import SHAPE
 from tests.core.test_optim import put_gradients
 from tests.core.test_parallel import ranks_of, same
-from tests.runs import own_config
+from tests.made_runs import own_config
 
 
 def take_steps(model: GPT, optimizer: Optimizer, seeds: range) -> None:

@@ -10,8 +10,8 @@ from raytrain_gpt.config.load import start_of
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import file_on_disk, find_in, location
 from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.runs.summary import next_line
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.summary import next_line
 from tests.conftest import raises_line
 
 ENDPOINT = "http://store:9000"

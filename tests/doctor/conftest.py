@@ -15,7 +15,7 @@ import pytest
 from raytrain_gpt.config.schema import Config
 from tests.conftest import ForksWorkers
 from tests.faults.test_leaving import Head
-from tests.runs import command, flags
+from tests.made_runs import command, flags
 
 WITHIN_S = 300
 

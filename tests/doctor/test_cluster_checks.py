@@ -18,7 +18,7 @@ from raytrain_gpt.doctor.check import Check, checked
 from raytrain_gpt.doctor.cluster_checks import Examination, data_problem
 from raytrain_gpt.storage.location import Location
 from tests.data.shard_tools import prepare_here
-from tests.runs import MakeConfig
+from tests.made_runs import MakeConfig
 
 SOUND = NodeFacts("10.0.0.1", versions=local_versions())
 OTHER = replace(SOUND, name="10.0.0.2")

@@ -12,7 +12,7 @@ from tests.faults.conftest import Command
 from tests.faults.gates import wait_until
 from tests.faults.processes import own
 from tests.faults.test_leaving import RAY, Head
-from tests.runs import MakeConfig
+from tests.made_runs import MakeConfig
 
 from .conftest import Doctor
 

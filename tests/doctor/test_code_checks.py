@@ -13,7 +13,7 @@ from raytrain_gpt.config.kinds import Registry
 from raytrain_gpt.doctor import code_checks
 from raytrain_gpt.doctor.check import Check
 from tests.conftest import RunCli
-from tests.runs import own_config
+from tests.made_runs import own_config
 
 HEAD = """
 import random

@@ -10,7 +10,7 @@ from raytrain_gpt.data.shards import read_manifest
 from raytrain_gpt.estimate.cost_model import Facts
 from raytrain_gpt.estimate.estimate import estimate_run, lines
 from raytrain_gpt.storage.location import Location
-from tests.runs import MakeConfig
+from tests.made_runs import MakeConfig
 
 pytestmark = pytest.mark.ray
 

@@ -14,7 +14,7 @@ from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.evaluate.inference import evaluate_checkpoint
 from raytrain_gpt.train.launch import train
 from tests.conftest import RunCli, raises_line
-from tests.runs import MakeConfig
+from tests.made_runs import MakeConfig
 
 pytestmark = pytest.mark.slow
 

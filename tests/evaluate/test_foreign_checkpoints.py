@@ -20,7 +20,7 @@ from raytrain_gpt.data.shards import read_manifest
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.evaluate.inference import evaluate_checkpoint
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, TRACKING_FILE
+from raytrain_gpt.trackers.run_files import CONFIG_FILE, TRACKING_FILE
 from tests.checkpoints import SEQ_LEN, small_config, write_checkpoint
 from tests.conftest import RunCli, raises_line
 

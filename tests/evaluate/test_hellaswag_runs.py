@@ -12,11 +12,11 @@ import torch
 
 from raytrain_gpt.columns import Row
 from raytrain_gpt.export.huggingface import export_checkpoint
-from raytrain_gpt.tracking.summary import RunSummary
+from raytrain_gpt.runs.summary import RunSummary
 from raytrain_gpt.train.launch import train
 from tests.conftest import RunCli
 from tests.data.shard_tools import prepare_here
-from tests.runs import MakeConfig, evaluations
+from tests.made_runs import MakeConfig, evaluations
 
 pytestmark = pytest.mark.slow
 

@@ -33,7 +33,7 @@ from raytrain_gpt.sweep.trial_plan import base_config
 from raytrain_gpt.train.launch import train
 from tests.checkpoints import write_checkpoint
 from tests.conftest import RunCli, raises_line
-from tests.runs import MakeConfig, evaluations, flags, own_config, weights
+from tests.made_runs import MakeConfig, evaluations, flags, own_config, weights
 from tests.sweep.conftest import sweep_of
 from tests.training import thread_ranks
 

@@ -44,7 +44,7 @@ from raytrain_gpt.train.run_config import fields_of_init_from
 from tests.conftest import RunCli, raises_line
 from tests.export.test_hf_weights import ODD, hf_model
 from tests.export.test_hf_weights import QWEN3 as OF_QWEN3
-from tests.runs import MakeConfig
+from tests.made_runs import MakeConfig
 from tests.training import STATE
 
 ROOT = Path(__file__).parents[2]

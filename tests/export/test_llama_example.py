@@ -15,7 +15,7 @@ from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.train.launch import train
 from tests.conftest import RunCli
 from tests.export.test_gguf import LlamaCpp, log_probabilities
-from tests.runs import MakeConfig, assert_same, restarted_from
+from tests.made_runs import MakeConfig, assert_same, restarted_from
 
 LLAMA = Path(raytrain_gpt.__file__).parents[1] / "examples" / "llama3.py"
 OWN = """

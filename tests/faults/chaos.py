@@ -25,10 +25,10 @@ from pathlib import Path
 import psutil
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.tracking.goodput import goodput
-from raytrain_gpt.tracking.run_files import read_rows
+from raytrain_gpt.runs.goodput import goodput
+from raytrain_gpt.trackers.run_files import read_rows
 from tests.data.shard_tools import prepare_here
-from tests.runs import SMALL, command, flags, steps, weights
+from tests.made_runs import SMALL, command, flags, steps, weights
 
 MOMENTS = ("start-up", "first step", "middle", "checkpoint", "evaluation", "last step")
 COMMAND_TIMEOUT_S = 240

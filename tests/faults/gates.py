@@ -25,7 +25,7 @@ from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.core.state import HostSnapshot
 from raytrain_gpt.data.order import batches_to_read
 from raytrain_gpt.errors import RaytrainGptError
-from raytrain_gpt.tracking.events import Events
+from raytrain_gpt.events import Events
 from raytrain_gpt.train import rank as rank_module
 from raytrain_gpt.train.model_setup import TrainingSetup
 from raytrain_gpt.train.rank import Rank, train_rank

@@ -25,7 +25,7 @@ from tests.checkpoint.test_catalog import newest_step
 from tests.conftest import ForksWorkers, RunCli
 from tests.documented_job import job_options
 from tests.faults.conftest import MakeGate
-from tests.runs import MakeConfig, Straight, assert_same, assert_same_order, command, events
+from tests.made_runs import MakeConfig, Straight, assert_same, assert_same_order, command, events
 
 from . import gates
 from .conftest import ROOT, Command, Start

@@ -14,13 +14,13 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.order import Order, extend_order_hash, sequence_hashes
 from raytrain_gpt.data.shards import read_manifest
 from raytrain_gpt.errors import Diverged
+from raytrain_gpt.runs.goodput import goodput
+from raytrain_gpt.runs.summary import RunSummary
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.goodput import goodput
-from raytrain_gpt.tracking.run_files import read_rows
-from raytrain_gpt.tracking.summary import RunSummary
+from raytrain_gpt.trackers.run_files import read_rows
 from raytrain_gpt.train.launch import train
 from tests.conftest import raises_line
-from tests.runs import MakeConfig, assert_same_order, events, restarted_from, steps
+from tests.made_runs import MakeConfig, assert_same_order, events, restarted_from, steps
 
 from .gates import Faults, gated
 

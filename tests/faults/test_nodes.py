@@ -17,7 +17,7 @@ from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
 from tests.conftest import ForksWorkers
 from tests.faults.conftest import MakeGate
-from tests.runs import MakeConfig, Straight, assert_same_order, events
+from tests.made_runs import MakeConfig, Straight, assert_same_order, events
 
 from .conftest import Start
 from .gates import Faults, Gate, wait_until

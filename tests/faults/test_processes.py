@@ -16,19 +16,19 @@ import pytest
 import ray.train
 
 from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.events import Events
 from raytrain_gpt.ingest import ray_dataset
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, _read_chunk
+from raytrain_gpt.runs.goodput import goodput
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.events import Events
-from raytrain_gpt.tracking.goodput import goodput
-from raytrain_gpt.tracking.run_files import read_rows
+from raytrain_gpt.trackers.run_files import read_rows
 from raytrain_gpt.train import on_ray
 from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.mailbox import push_events
 from raytrain_gpt.train.rank import train_rank
 from raytrain_gpt.train.worker_group import RankJob, TrainLoop
 from tests.faults.conftest import MakeGate
-from tests.runs import MakeConfig, Straight, assert_same, environment, events
+from tests.made_runs import MakeConfig, Straight, assert_same, environment, events
 
 from .conftest import Start
 from .gates import Faults, Gate, gated, wait_until

@@ -17,12 +17,12 @@ from raytrain_gpt.cluster import all_nodes
 from raytrain_gpt.cluster.all_nodes import NodeFacts, disk_problem
 from raytrain_gpt.errors import ClusterError, StorageError, UserError
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.run_files import read_rows
+from raytrain_gpt.trackers.run_files import read_rows
 from raytrain_gpt.train.launch import train
 from tests.checkpoint.test_catalog import newest_step
 from tests.conftest import raises_line
 from tests.faults.conftest import MakeGate
-from tests.runs import MakeConfig, Straight, assert_same, assert_same_order, steps, weights
+from tests.made_runs import MakeConfig, Straight, assert_same, assert_same_order, steps, weights
 from tests.s3 import S3Server
 
 from .gates import Faults, gated

@@ -12,9 +12,9 @@ import pytest
 
 from raytrain_gpt.columns import Row
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.tracking import configured
-from raytrain_gpt.tracking.configured import NamedTracker, TrackerQueue
-from raytrain_gpt.tracking.trackers import TrackedRun
+from raytrain_gpt.trackers import configured
+from raytrain_gpt.trackers.configured import NamedTracker, TrackerQueue
+from raytrain_gpt.trackers.tracked_run import TrackedRun
 from tests.ports import free_port
 
 from .gates import WITHIN_S, wait_until

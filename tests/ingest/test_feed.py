@@ -25,7 +25,7 @@ from raytrain_gpt.ingest.ray_dataset import (
     rank_chunks,
     read_chunk,
 )
-from tests.runs import MakeConfig, ingest_of
+from tests.made_runs import MakeConfig, ingest_of
 
 CPU = torch.device("cpu")
 WORLD_SIZE = 2

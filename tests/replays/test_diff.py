@@ -9,12 +9,12 @@ import pytest
 
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.replays.diff import diff_change
-from raytrain_gpt.tracking.summary import RunSummary
+from raytrain_gpt.runs.provenance import RunProvenance
+from raytrain_gpt.runs.summary import RunSummary
 from raytrain_gpt.train.launch import train
-from raytrain_gpt.train.provenance import RunProvenance
 from tests.conftest import RunCli
 from tests.faults.gates import Faults, gated
-from tests.runs import MakeConfig
+from tests.made_runs import MakeConfig
 
 pytestmark = pytest.mark.slow
 

@@ -18,13 +18,13 @@ from raytrain_gpt.columns import Row
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.errors import ConfigError, DataError, UserError
 from raytrain_gpt.replays.steps import compared, sha256
-from raytrain_gpt.tracking.summary import RunSummary
+from raytrain_gpt.runs.provenance import RunProvenance
+from raytrain_gpt.runs.summary import RunSummary
 from raytrain_gpt.train.launch import train
-from raytrain_gpt.train.provenance import RunProvenance
 from tests.conftest import raises_line
 from tests.data.shard_tools import prepare_here
 from tests.faults.gates import Faults, gated
-from tests.runs import MakeConfig, Straight, steps
+from tests.made_runs import MakeConfig, Straight, steps
 
 pytestmark = pytest.mark.slow
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from raytrain_gpt.runs.provenance import RunProvenance
 from raytrain_gpt.train.launch import train
-from raytrain_gpt.train.provenance import RunProvenance
 from tests.conftest import RunCli
 from tests.data.shard_tools import prepare_here
 from tests.faults.gates import Faults, gated
-from tests.runs import MakeConfig, steps
+from tests.made_runs import MakeConfig, steps
 
 pytestmark = pytest.mark.slow
 

@@ -11,12 +11,12 @@ import pytest
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.errors import ConfigError, TrainingFailed
+from raytrain_gpt.events import Events
 from raytrain_gpt.scaling.law_file import LawFile, read_result
 from raytrain_gpt.scaling.study import run_study
 from raytrain_gpt.scaling.study_file import Study
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.history import History
-from raytrain_gpt.tracking.events import Events
 from raytrain_gpt.train.rank import train_rank
 from raytrain_gpt.train.worker_group import RankJob
 from tests.conftest import RunCli, raises_line

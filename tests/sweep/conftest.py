@@ -12,7 +12,7 @@ import yaml
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.kinds import Registry
 from raytrain_gpt.sweep.spec import Sweep
-from tests.runs import SMALL
+from tests.made_runs import SMALL
 
 BATCH_TOKENS = int(str(SMALL["global_batch_tokens"]))
 

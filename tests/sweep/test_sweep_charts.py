@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raytrain_gpt.runs.pages import Chart, Curve
 from raytrain_gpt.sweep.history import State, Trial, ranking
 from raytrain_gpt.sweep.sweep_page import _MAX_NAMED_CURVES, sweep_charts
-from raytrain_gpt.tracking.pages import Chart, Curve
 
 BUDGET = 1_000_000
 LRS, BATCHES = (3e-4, 1e-3, 3e-3), (4096, 16384)

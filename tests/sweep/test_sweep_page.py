@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from raytrain_gpt.runs.report import REPORT_FILE
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.history import History
 from raytrain_gpt.sweep.spec import SWEEP_FILE, Sweep
 from raytrain_gpt.sweep.sweep_page import sweep_page, write_sweep_page
-from raytrain_gpt.tracking.report import REPORT_FILE
 from tests.conftest import RunCli
 
 from .conftest import sweep_of

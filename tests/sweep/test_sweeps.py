@@ -17,18 +17,18 @@ import pytest
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.columns import Row
 from raytrain_gpt.config.load import load_config_file
+from raytrain_gpt.events import Evaluated, Events, next_event
 from raytrain_gpt.storage.lease import LEASE_FILE, _holder
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.history import History, best_trial
 from raytrain_gpt.sweep.spec import Sweep
 from raytrain_gpt.sweep.tune import run_sweep
-from raytrain_gpt.tracking.events import Evaluated, Events, next_event
-from raytrain_gpt.tracking.run_files import read_rows
+from raytrain_gpt.trackers.run_files import read_rows
 from raytrain_gpt.train.rank import train_rank
 from raytrain_gpt.train.worker_group import RankJob, TrainLoop
 from tests.conftest import RunCli
 from tests.faults.gates import wait_until
-from tests.runs import command, environment
+from tests.made_runs import command, environment
 
 from .conftest import BATCH_TOKENS, WriteSweep
 

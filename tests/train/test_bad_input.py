@@ -16,7 +16,7 @@ from raytrain_gpt.evaluate.inference import trained_data
 from raytrain_gpt.train.preflight import absolute_paths
 from tests.conftest import RunCli, raises_line
 from tests.data.shard_tools import prepare_here
-from tests.runs import MakeConfig, Straight, flags
+from tests.made_runs import MakeConfig, Straight, flags
 
 Refused = Callable[..., str]
 

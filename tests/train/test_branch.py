@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from raytrain_gpt.errors import CheckpointError, ConfigError
-from raytrain_gpt.tracking.summary import RunSummary
+from raytrain_gpt.runs.provenance import RunProvenance
+from raytrain_gpt.runs.summary import RunSummary
 from raytrain_gpt.train.launch import train
-from raytrain_gpt.train.provenance import RunProvenance
 from tests.conftest import RunCli, raises_line
 from tests.data.shard_tools import prepare_here
-from tests.runs import MakeConfig, Straight, steps, weights
+from tests.made_runs import MakeConfig, Straight, steps, weights
 
 pytestmark = pytest.mark.slow
 

@@ -20,14 +20,14 @@ from raytrain_gpt.data.locations import read_data
 from raytrain_gpt.data.order import Position
 from raytrain_gpt.data.tokenizer_file import read_tokenizer
 from raytrain_gpt.errors import ClusterError
+from raytrain_gpt.events import Link, Outbox, Rows
 from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.events import Link, Outbox, Rows
 from raytrain_gpt.train import checkpointing
 from raytrain_gpt.train.checkpointing import Checkpointing
 from raytrain_gpt.train.model_setup import TrainingSetup, files_on_machine, set_up_training
 from tests.checkpoint.test_catalog import write
-from tests.runs import MakeConfig
+from tests.made_runs import MakeConfig
 from tests.training import thread_ranks
 
 CPU = torch.device("cpu")

@@ -11,9 +11,9 @@ import torch
 
 from raytrain_gpt.checkpoint.open import open_checkpoint
 from raytrain_gpt.columns import Row
-from raytrain_gpt.tracking.summary import RunSummary
+from raytrain_gpt.runs.summary import RunSummary
 from raytrain_gpt.train.launch import train
-from tests.runs import MakeConfig, Straight, evaluations, restarted_from, steps, weights
+from tests.made_runs import MakeConfig, Straight, evaluations, restarted_from, steps, weights
 
 pytestmark = pytest.mark.slow
 

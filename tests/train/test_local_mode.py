@@ -16,16 +16,16 @@ import pytest
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ClusterError, ConfigError, Interrupted, TrainingFailed
+from raytrain_gpt.events import Events
+from raytrain_gpt.runs.summary import RunSummary
 from raytrain_gpt.storage.lease import LEASE_FILE
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.events import Events
-from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.rank import Rank, train_rank
 from tests.conftest import raises_line
 from tests.faults.gates import Faults, Gate, command, gated, wait_until
+from tests.made_runs import MakeConfig, Straight, assert_same, events, flags, steps
 from tests.ports import free_port
-from tests.runs import MakeConfig, Straight, assert_same, events, flags, steps
 
 Start = Callable[..., subprocess.Popen[str]]
 

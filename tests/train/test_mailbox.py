@@ -17,7 +17,7 @@ import pytest
 import ray
 import ray.train
 
-from raytrain_gpt.tracking.events import Command, Evaluated, Event, Events, Line, Link, Stop
+from raytrain_gpt.events import Command, Evaluated, Event, Events, Line, Link, Stop
 from raytrain_gpt.train import mailbox as module
 from raytrain_gpt.train.mailbox import Heart, Mailbox, push_events, start_mailbox
 from raytrain_gpt.train.on_ray import END_TIMEOUT_S, START_TIMEOUT_S, Phase, deadline_s

@@ -16,8 +16,8 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.memory import TrainingMemory
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.errors import ClusterError, TrainingFailed
+from raytrain_gpt.events import Events
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.events import Events
 from raytrain_gpt.train import memory_fit
 from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.memory_fit import (
@@ -33,7 +33,7 @@ from raytrain_gpt.train.rank import train_rank
 from raytrain_gpt.train.worker_group import RankJob
 from tests.checkpoint.test_catalog import state
 from tests.conftest import raises_line
-from tests.runs import MakeConfig
+from tests.made_runs import MakeConfig
 
 VOCAB_SIZE = 257
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_gpt.tracking.summary import RunSummary
+from raytrain_gpt.runs.summary import RunSummary
 from raytrain_gpt.train.launch import train
 from tests.conftest import RunCli
 from tests.data.shard_tools import prepare_here
-from tests.runs import MakeConfig, assert_same_order, evaluations, restarted_from, steps
+from tests.made_runs import MakeConfig, assert_same_order, evaluations, restarted_from, steps
 
 pytestmark = pytest.mark.slow
 

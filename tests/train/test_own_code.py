@@ -18,7 +18,7 @@ from raytrain_gpt.errors import CheckpointError, ConfigError
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.launch import train
 from tests.conftest import RunCli, raises_line
-from tests.runs import MakeConfig, steps
+from tests.made_runs import MakeConfig, steps
 from tests.training import thread_ranks
 
 OWN = """

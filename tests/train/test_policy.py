@@ -10,9 +10,9 @@ import pytest
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.spikes import BadStreak
+from raytrain_gpt.events import Exited
 from raytrain_gpt.format import count
-from raytrain_gpt.tracking.events import Exited
-from raytrain_gpt.tracking.goodput import EndEvent
+from raytrain_gpt.runs.goodput import EndEvent
 from raytrain_gpt.train.policy import (
     BACK_OFF_S,
     MAX_ROLLBACKS,

@@ -10,14 +10,14 @@ import pytest
 
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.errors import ClusterError, TrainingFailed
-from raytrain_gpt.tracking.events import Events
+from raytrain_gpt.events import Events
 from raytrain_gpt.train import probe, rank
 from raytrain_gpt.train.launch import training_session
 from raytrain_gpt.train.worker_group import RankJob, TrainLoop
 from tests.conftest import raises_line
 from tests.faults.conftest import Command
 from tests.faults.gates import wait_until
-from tests.runs import MakeConfig, command, environment, flags
+from tests.made_runs import MakeConfig, command, environment, flags
 
 pytestmark = pytest.mark.ray
 

@@ -14,11 +14,11 @@ from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.loop import MicroBatch, StepResult
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.registry import build_optimizer
-from raytrain_gpt.tracking.events import Profile
-from raytrain_gpt.tracking.run_files import read_rows
+from raytrain_gpt.events import Profile
+from raytrain_gpt.trackers.run_files import read_rows
 from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.profile import STEP_SPAN, STEPS_BEFORE_PROFILE, StepProfile
-from tests.runs import MakeConfig
+from tests.made_runs import MakeConfig
 from tests.training import steps
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import pytest
 
 from raytrain_gpt.checkpoint.collectives import Collectives, DelayedFlags
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.tracking.events import Evaluated, Events, Exited, Link, Outbox, Rows, next_event
+from raytrain_gpt.events import Evaluated, Events, Exited, Link, Outbox, Rows, next_event
 from raytrain_gpt.train import rank as rank_module
 from raytrain_gpt.train.rank import Rank, StepActions, step_actions, train_rank
 

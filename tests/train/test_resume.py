@@ -25,7 +25,7 @@ from raytrain_gpt.train.resume import (
 )
 from tests.checkpoint.test_catalog import names, newest_step, state, steps, write
 from tests.conftest import raises_line
-from tests.runs import MakeConfig
+from tests.made_runs import MakeConfig
 
 Made = tuple[Config, Manifest, Checkpoint]
 

@@ -13,7 +13,7 @@ from raytrain_gpt.core.optim import INIT_SCALE
 from raytrain_gpt.evaluate.inference import evaluate_checkpoint
 from raytrain_gpt.train.launch import train
 from tests.data.shard_tools import prepare_here
-from tests.runs import MakeConfig, assert_same, evaluations, restarted_from, steps
+from tests.made_runs import MakeConfig, assert_same, evaluations, restarted_from, steps
 
 pytestmark = pytest.mark.slow
 

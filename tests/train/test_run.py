@@ -24,17 +24,17 @@ from raytrain_gpt.errors import (
     StorageError,
     TrainingFailed,
 )
+from raytrain_gpt.events import Exited
+from raytrain_gpt.runs.summary import RunSummary
 from raytrain_gpt.storage import lease as lease_module
 from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
-from raytrain_gpt.tracking.events import Exited
-from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import run as module
 from raytrain_gpt.train.policy import AttemptEnd
 from raytrain_gpt.train.preflight import check_is_ours
 from raytrain_gpt.train.run import BEFORE_FIRST_STEP, Run
 from tests.checkpoint.test_catalog import write
 from tests.conftest import raises_line
-from tests.runs import MakeConfig
+from tests.made_runs import MakeConfig
 
 ERROR = RuntimeError("a worker died")
 LEASE: Any = None

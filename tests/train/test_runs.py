@@ -11,10 +11,10 @@ from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.export.huggingface import export_checkpoint
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.run_files import read_samples
+from raytrain_gpt.trackers.run_files import read_samples
 from raytrain_gpt.train.launch import train
 from tests.data.shard_tools import prepare_here
-from tests.runs import (
+from tests.made_runs import (
     MakeConfig,
     Straight,
     assert_same,

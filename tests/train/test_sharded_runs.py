@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_gpt.tracking.run_files import read_samples
+from raytrain_gpt.trackers.run_files import read_samples
 from raytrain_gpt.train.launch import train
-from tests.runs import MakeConfig, restarted_from, steps, weights
+from tests.made_runs import MakeConfig, restarted_from, steps, weights
 
 
 @pytest.mark.ray

@@ -21,7 +21,7 @@ from raytrain_gpt.data.order import Position, extend_order_hash, sequence_hashes
 from raytrain_gpt.ingest.feed import TrainFeed
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, ReadRange, rank_chunks, read_chunk
 from raytrain_gpt.train.step_log import StepLog
-from tests.runs import MakeConfig, ingest_of
+from tests.made_runs import MakeConfig, ingest_of
 from tests.training import thread_ranks
 
 CPU = torch.device("cpu")

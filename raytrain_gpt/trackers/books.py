@@ -10,14 +10,14 @@ from typing import Any
 
 from raytrain_gpt.columns import Row, eval_line, event_line, step_line
 from raytrain_gpt.errors import RaytrainGptError
+from raytrain_gpt.events import Event, Line, Profile, Rows, Samples, Stacks
 from raytrain_gpt.format import count
 from raytrain_gpt.redact import redacted
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking import run_files
-from raytrain_gpt.tracking.configured import open_trackers
-from raytrain_gpt.tracking.events import Event, Line, Profile, Rows, Samples, Stacks
-from raytrain_gpt.tracking.run_files import PROFILE_DIR, RunSync
-from raytrain_gpt.tracking.trackers import End, TrackedRun
+from raytrain_gpt.trackers import run_files
+from raytrain_gpt.trackers.configured import open_trackers
+from raytrain_gpt.trackers.run_files import PROFILE_DIR, RunSync
+from raytrain_gpt.trackers.tracked_run import End, TrackedRun
 
 
 class Books:

@@ -26,10 +26,10 @@ from raytrain_gpt.data.tokenizer import decode_tokens, token_to_bytes
 from raytrain_gpt.data.tokenizer_file import read_tokenizer
 from raytrain_gpt.errors import ConfigError, DataError
 from raytrain_gpt.format import count, preview
+from raytrain_gpt.runs.goodput import read_attempts
+from raytrain_gpt.runs.listing import open_run
 from raytrain_gpt.storage.location import Location, LocationLike
-from raytrain_gpt.tracking.goodput import read_attempts
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, read_rows
-from raytrain_gpt.tracking.runs import open_run
+from raytrain_gpt.trackers.run_files import CONFIG_FILE, read_rows
 
 _SHOWN_CHARACTERS = 100
 _NO_TEXT = b"\xff"

@@ -14,7 +14,7 @@ from raytrain_gpt.columns import Row
 from raytrain_gpt.config.built_in import TrackioSettings, WandbSettings
 from raytrain_gpt.errors import reason
 from raytrain_gpt.format import shell
-from raytrain_gpt.tracking.trackers import End, TrackedRun, plottable_values
+from raytrain_gpt.trackers.tracked_run import End, TrackedRun, plottable_values
 
 _INIT_TIMEOUT_S = 30
 _UPLOAD_TIMEOUT_S = 20

@@ -16,7 +16,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from raytrain_gpt.columns import Row
 from raytrain_gpt.config.kinds import Settings
-from raytrain_gpt.tracking.trackers import End, TrackedRun, plottable_values
+from raytrain_gpt.trackers.tracked_run import End, TrackedRun, plottable_values
 
 
 class TensorBoard:

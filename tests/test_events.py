@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from raytrain_gpt.tracking import events as module
-from raytrain_gpt.tracking.events import Line, Outbox, Rows, Samples
+from raytrain_gpt import events as module
+from raytrain_gpt.events import Line, Outbox, Rows, Samples
 
 
 def test_rows_are_sent_once_a_second_unless_forced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,12 @@ import pytest
 from raytrain_gpt.columns import Row
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import StorageError
+from raytrain_gpt.events import Line, Profile, Rows, Samples, Stacks
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking import books as module
-from raytrain_gpt.tracking.books import Books
-from raytrain_gpt.tracking.events import Line, Profile, Rows, Samples, Stacks
-from raytrain_gpt.tracking.run_files import RunSync, read_rows, read_samples
-from raytrain_gpt.tracking.trackers import TrackedRun
+from raytrain_gpt.trackers import books as module
+from raytrain_gpt.trackers.books import Books
+from raytrain_gpt.trackers.run_files import RunSync, read_rows, read_samples
+from raytrain_gpt.trackers.tracked_run import TrackedRun
 
 ATTEMPT = {"time": 1.0, "attempt": 3, "num_workers": 2, "session": "a"}
 CHECKPOINT = {"perf/checkpoint_blocked_s": 0.01, "perf/checkpoint_write_s": 2.0}

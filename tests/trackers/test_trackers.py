@@ -14,12 +14,12 @@ from mlflow import MlflowClient
 
 from raytrain_gpt.columns import Row
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.events import Rows, Samples
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking import configured
-from raytrain_gpt.tracking.books import Books
-from raytrain_gpt.tracking.configured import TrackerQueue
-from raytrain_gpt.tracking.events import Rows, Samples
-from raytrain_gpt.tracking.mlflow_run import (
+from raytrain_gpt.trackers import configured
+from raytrain_gpt.trackers.books import Books
+from raytrain_gpt.trackers.configured import TrackerQueue
+from raytrain_gpt.trackers.mlflow_run import (
     URI_VARIABLE,
     MLflowRun,
     ParentRun,
@@ -27,8 +27,8 @@ from raytrain_gpt.tracking.mlflow_run import (
     track_export,
     tracking_lines,
 )
-from raytrain_gpt.tracking.run_files import TRACKING_FILE, RunSync, read_rows
-from raytrain_gpt.tracking.trackers import End, TrackedRun, plottable_values
+from raytrain_gpt.trackers.run_files import TRACKING_FILE, RunSync, read_rows
+from raytrain_gpt.trackers.tracked_run import End, TrackedRun, plottable_values
 from tests.faults.gates import wait_until
 from tests.ports import free_port
 

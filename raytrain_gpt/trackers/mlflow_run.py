@@ -27,8 +27,8 @@ from raytrain_gpt.errors import ConfigError, Interrupted
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, is_url
-from raytrain_gpt.tracking.run_files import PROFILE_DIR, TRACKING_FILE
-from raytrain_gpt.tracking.trackers import End, TrackedRun, plottable_values
+from raytrain_gpt.trackers.run_files import PROFILE_DIR, TRACKING_FILE
+from raytrain_gpt.trackers.tracked_run import End, TrackedRun, plottable_values
 
 SQLITE = "sqlite:///"
 OFF = "MLflow is off: its SQLite file cannot be in an object store; set mlflow_uri"

@@ -18,9 +18,9 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking import mlflow_run
-from raytrain_gpt.tracking.run_files import TRACKERS_DIR, read_rows
-from raytrain_gpt.tracking.trackers import DeliveryState, End, TrackedRun
+from raytrain_gpt.trackers import mlflow_run
+from raytrain_gpt.trackers.run_files import TRACKERS_DIR, read_rows
+from raytrain_gpt.trackers.tracked_run import DeliveryState, End, TrackedRun
 
 _RETRY_S = 10.0
 _BUFFER_S = 30.0

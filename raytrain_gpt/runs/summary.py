@@ -8,11 +8,11 @@ from typing import Any
 from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.checkpoint.code_check import code_flags
 from raytrain_gpt.format import Log, amount, duration, sample_command, shell
+from raytrain_gpt.runs.report import REPORT_FILE, RunHistory
 from raytrain_gpt.storage.lease import LEASE_FILE, live_holder
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.mlflow_run import tracking_lines
-from raytrain_gpt.tracking.report import REPORT_FILE, RunHistory
-from raytrain_gpt.tracking.run_files import RunSync, read_samples
+from raytrain_gpt.trackers.mlflow_run import tracking_lines
+from raytrain_gpt.trackers.run_files import RunSync, read_samples
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,15 @@ import pytest
 
 from raytrain_gpt.columns import Row
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.goodput import (
+from raytrain_gpt.runs.goodput import (
     RunSpeed,
     goodput,
     read_attempts,
     run_speed,
 )
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE
-from raytrain_gpt.tracking.runs import describe_run
+from raytrain_gpt.runs.listing import describe_run
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.trackers.run_files import CONFIG_FILE, METRICS_FILE
 
 STARTUP_S, STEP_S, WAIT_S, EVAL_S, BLOCKED_S = 8.0, 0.5, 0.125, 2.0, 0.25
 

@@ -9,18 +9,18 @@ import pytest
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import CheckpointError
-from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
-from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.report import RunHistory
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE, RunSync
-from raytrain_gpt.tracking.runs import (
+from raytrain_gpt.runs.listing import (
     describe_checkpoints,
     describe_run,
     describe_runs,
     open_run,
     write_page,
 )
-from raytrain_gpt.tracking.summary import run_facts
+from raytrain_gpt.runs.report import RunHistory
+from raytrain_gpt.runs.summary import run_facts
+from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.trackers.run_files import CONFIG_FILE, METRICS_FILE, RunSync
 from tests.checkpoints import write_checkpoint
 from tests.conftest import raises_line
 

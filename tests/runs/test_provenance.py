@@ -17,15 +17,15 @@ from raytrain_gpt.data.order import Ids
 from raytrain_gpt.data.tokenizer_file import read_tokenizer
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.ingest.ray_dataset import RankChunk
-from raytrain_gpt.tracking.summary import RunSummary
+from raytrain_gpt.runs.provenance import RunProvenance
+from raytrain_gpt.runs.summary import RunSummary
 from raytrain_gpt.train import rank as rank_module
 from raytrain_gpt.train.launch import train
-from raytrain_gpt.train.provenance import RunProvenance
 from raytrain_gpt.train.step_log import StepLog
 from tests.conftest import RunCli, raises_line
 from tests.data.shard_tools import prepare_here
 from tests.faults.gates import Faults, gated
-from tests.runs import MakeConfig
+from tests.made_runs import MakeConfig
 
 pytestmark = pytest.mark.slow
 

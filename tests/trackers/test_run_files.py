@@ -11,7 +11,7 @@ import pytest
 from raytrain_gpt.columns import Row, eval_line
 from raytrain_gpt.errors import StorageError
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.run_files import (
+from raytrain_gpt.trackers.run_files import (
     METRICS_FILE,
     RunSync,
     add_rows,

@@ -20,18 +20,18 @@ from raytrain_gpt.columns import Row
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking import configured, wandb_run
-from raytrain_gpt.tracking.configured import (
+from raytrain_gpt.trackers import configured, wandb_run
+from raytrain_gpt.trackers.configured import (
     NamedTracker,
     check_packages,
     complete_trackers,
     open_trackers,
 )
-from raytrain_gpt.tracking.run_files import add_rows, restart
-from raytrain_gpt.tracking.trackers import DeliveryState, End, TrackedRun
+from raytrain_gpt.trackers.run_files import add_rows, restart
+from raytrain_gpt.trackers.tracked_run import DeliveryState, End, TrackedRun
 from raytrain_gpt.train.launch import train
 from tests.conftest import RunCli
-from tests.runs import MakeConfig, flags, own_config
+from tests.made_runs import MakeConfig, flags, own_config
 
 CSV = Path(raytrain_gpt.__file__).parents[1] / "examples" / "csv_tracker.py"
 NOTES = """

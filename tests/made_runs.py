@@ -16,9 +16,9 @@ from raytrain_gpt.config.plan import Plan
 from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
+from raytrain_gpt.runs.summary import RunSummary
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.run_files import read_rows
-from raytrain_gpt.tracking.summary import RunSummary
+from raytrain_gpt.trackers.run_files import read_rows
 
 CLUSTER_CPUS = 6
 

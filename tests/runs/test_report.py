@@ -14,9 +14,9 @@ import pytest
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.columns import Row
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.runs.report import MAX_SAMPLE_SETS, RunHistory, write_comparison, write_report
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.report import MAX_SAMPLE_SETS, RunHistory, write_comparison, write_report
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE, SAMPLES_FILE, RunSync
+from raytrain_gpt.trackers.run_files import CONFIG_FILE, METRICS_FILE, SAMPLES_FILE, RunSync
 from tests.training import STATE
 
 from .test_pages import check_page
@@ -115,7 +115,7 @@ def full_run(tmp_path_factory: pytest.TempPathFactory) -> RunSync:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw no charts, which takes seconds."""
-    monkeypatch.setattr("raytrain_gpt.tracking.pages.draw", lambda chart: "")
+    monkeypatch.setattr("raytrain_gpt.runs.pages.draw", lambda chart: "")
 
 
 def page(path: Path) -> str:

@@ -21,11 +21,11 @@ from raytrain_gpt.columns import COLUMNS, Row, is_loss_spike, own_scores
 from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import Log, amount, count, duration, number, size
+from raytrain_gpt.runs import pages
+from raytrain_gpt.runs.goodput import goodput, read_attempts, run_speed
+from raytrain_gpt.runs.pages import Chart, Curve, Floats, curve_style
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking import pages
-from raytrain_gpt.tracking.goodput import goodput, read_attempts, run_speed
-from raytrain_gpt.tracking.pages import Chart, Curve, Floats, curve_style
-from raytrain_gpt.tracking.run_files import (
+from raytrain_gpt.trackers.run_files import (
     CONFIG_FILE,
     RunSync,
     event_text,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
-from raytrain_gpt.tracking import pages
-from raytrain_gpt.tracking.pages import Chart, Curve
+from raytrain_gpt.runs import pages
+from raytrain_gpt.runs.pages import Chart, Curve
 from tests.browser import installed, launched
 
 VOID = {"meta", "line", "path", "use", "rect"}

@@ -12,10 +12,10 @@ from raytrain_gpt.checkpoint.catalog import HASHES_FILE, Catalog, best_by_loss
 from raytrain_gpt.checkpoint.code_check import code_flags
 from raytrain_gpt.errors import CheckpointError, RaytrainGptError, reason
 from raytrain_gpt.format import Log, duration, sample_command, shell, size, table
+from raytrain_gpt.runs.report import RunHistory, write_comparison, write_report
+from raytrain_gpt.runs.summary import loss_text, run_facts
 from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location
-from raytrain_gpt.tracking.report import RunHistory, write_comparison, write_report
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, RunSync
-from raytrain_gpt.tracking.summary import loss_text, run_facts
+from raytrain_gpt.trackers.run_files import CONFIG_FILE, RunSync
 
 
 def open_run(run_dir: Location) -> RunSync:

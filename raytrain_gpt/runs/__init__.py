@@ -1,0 +1,1 @@
+"""Reading runs: lists, reports, goodput, where data went."""

@@ -1,0 +1,1 @@
+"""Writing a run: its small files, and trackers."""

@@ -1,1 +1,0 @@
-"""A run's rows, events, reports and trackers."""
