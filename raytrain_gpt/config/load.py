@@ -98,7 +98,9 @@ def start_of(
 
 def given_fields(file: Path | None, fields: Mapping[str, Any], registry: Registry) -> set[str]:
     """Return the names set in `fields` or the file, not by a preset; raises like `load_config_file`."""
-    config = Config() if file is None else load_config_file(file, registry)
+    if file is None:
+        return {*fields}
+    config = load_config_file(file, registry)
     sections = [getattr(config, section) for section in config.model_fields_set]
     return {*fields}.union(*(section.model_fields_set for section in sections))
 

@@ -253,7 +253,7 @@ def check_training(exam: Examination, signals: StopSignals) -> str:
     if exam.data is None:
         raise Skipped("no data")
     config, world_size = exam.fitted
-    start, step_s = probe_run(config, world_size, exam.data, signals)
+    start, step_s = probe_run(config, world_size, exam.data, signals, exam.log)
     return (
         f"{count(world_size, 'worker')} on {start['device']} in {start['precision']}: {NUM_STEPS} steps, "
         f"{step_s:.3g} s per step, with the sequences of the plan; a checkpoint was written and read"

@@ -98,7 +98,7 @@ def _probe_speed(config: Config, log: Log) -> tuple[Plan, float, str]:
         with training_session(config, log) as (fitted, world_size, data):
             plan = fit_memory(fitted, world_size, data.vocab_size, log)
             log(f"timing steps on {count(world_size, 'worker')}")
-            start, step_s = probe_run(plan.config, world_size, data, signals)
+            start, step_s = probe_run(plan.config, world_size, data, signals, log)
     fit = (start[name] for name in AUTO_MEMORY_FIELDS)  # smaller after a lack of memory
     plan = Plan.of(plan.config, world_size, *fit)
     return plan, fitted.train.global_batch_tokens / step_s, start["device"]

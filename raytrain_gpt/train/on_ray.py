@@ -40,7 +40,6 @@ from raytrain_gpt.train.worker_group import RankJob, TrainLoop, start_fit
 POLL_S = 0.5
 WATCH_EVERY_S = 2.0
 _STACKS_TIMEOUT_S = 5.0
-_CONTROLLER_GRACE_S = 10.0
 START_TIMEOUT_S = 300.0
 """Longest time until every rank's process has reported; Ray grants resources within 60 s or not at all."""
 END_TIMEOUT_S = 120.0
@@ -69,11 +68,11 @@ class OnRay:
     """The connected Ray cluster as a `Place`.
 
     Attributes:
-        discards: Whether the run is not kept: a stop kills its ranks at once. Ray Train's controller gets
-            time to exit, since Ray would warn the command, which goes on, of a kill.
+        grace_s: Time for Ray Train's controller to exit before it is killed. Ray warns of a kill, which a
+            command that then ends does not print.
     """
 
-    discards: bool = False
+    grace_s: float = 0.0
     retries = True
     check_storage = staticmethod(check_storage)
 
@@ -83,7 +82,7 @@ class OnRay:
     def events(self, job: RankJob, train_loop: TrainLoop, lease: Lease) -> Events:
         mailbox = start_mailbox()
         thread, raised = start_fit(partial(push_events, train_loop, job, mailbox), job)
-        watch = _FitWatch(job, mailbox, lease, self.discards)
+        watch = _FitWatch(job, mailbox, lease)
         try:
             while thread.is_alive() and not watch.is_over:
                 yield from watch.taken(POLL_S)
@@ -95,7 +94,7 @@ class OnRay:
             thread.join(END_TIMEOUT_S)
             raised.append(error)
         finally:
-            kill_controllers(_CONTROLLER_GRACE_S if self.discards else 0.0)
+            kill_controllers(0.0 if watch.is_over else self.grace_s)
             remove_orphaned_groups()
             ray.kill(mailbox)
         if raised and not (watch.is_over or watch.controller_hung):
@@ -106,12 +105,11 @@ class _FitWatch:
     """The driver's watch over one `fit()`.
 
     Attributes:
-        is_over: Whether a stop killed the ranks, before their first step or as the run is not kept.
+        is_over: Whether the ranks were killed before their first step, because of a stop.
     """
 
-    def __init__(self, job: RankJob, mailbox: Any, lease: Lease, discards: bool) -> None:
+    def __init__(self, job: RankJob, mailbox: Any, lease: Lease) -> None:
         self._job, self._mailbox, self._lease = job, mailbox, lease
-        self._discards = discards
         self._plan, self._stop = job.plan, job.link.stop
         self._phase: Phase = "starting"
         self._since = self._looked_at = time.monotonic()
@@ -141,7 +139,7 @@ class _FitWatch:
     def look(self) -> Iterator[Event]:
         """Act on a stop signal at once, and on everything else every two seconds."""
         if self._stop.is_set() and not self._asked_to_stop:
-            if self._discards or self._phase in ("starting", "compiling"):
+            if self._phase in ("starting", "compiling"):
                 self._kill_ranks(self._ranks())
                 self.is_over = True
                 return

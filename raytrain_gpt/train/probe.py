@@ -1,7 +1,7 @@
 """Four steps of a configuration by a real run, in a hidden directory of its storage that is then removed.
 
 Workers, data, steps and the checkpoint are those of `train`. Trackers, samples, retries and the report are
-off, and nothing is printed.
+off, and its lines are not printed.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 
 from raytrain_gpt.cluster.failures import root_cause
-from raytrain_gpt.cluster.signals import StopSignals
+from raytrain_gpt.cluster.signals import STOPPING, StopSignals
 from raytrain_gpt.columns import Row
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import location
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.errors import ClusterError, Interrupted, TrainingFailed, failure_as
 from raytrain_gpt.events import Events
+from raytrain_gpt.format import Log
 from raytrain_gpt.trackers.run_files import read_rows
 from raytrain_gpt.train.memory_fit import fit_memory
 from raytrain_gpt.train.on_ray import OnRay
@@ -37,6 +38,7 @@ _FIELDS = {
     "max_failures": 0, "max_preemptions": 0,
 }  # fmt: skip
 _HANG_TIMEOUT_S = 120.0
+_CONTROLLER_GRACE_S = 10.0
 _MAX_CPU_MICRO_BATCHES = 4
 """Micro-batches of a step on CPUs, where all of a large batch would take hours."""
 _SUMMED_BYTES = 100_000_000
@@ -75,6 +77,7 @@ def probe_run(
     world_size: int,
     data: Mixture,
     signals: StopSignals,
+    log: Log,
     train_loop: TrainLoop = summing_rank,
 ) -> tuple[Row, float]:
     """Train four steps on the connected cluster; return the row of their start, and the seconds of a step.
@@ -93,18 +96,23 @@ def probe_run(
         "eval_tokens": config.data.seq_len,
         "hang_timeout_s": limit_s,
     }
+
+    def say(text: str) -> None:
+        if text == STOPPING:
+            log(f"stopping after this step (press Ctrl+C twice more to leave {hidden} behind)")
+
     short, share = config.updated({**_FIELDS, **fields}), 1.0
     if not config.cluster.use_gpu:
-        plan = fit_memory(short, world_size, data.vocab_size, _say_nothing)
+        plan = fit_memory(short, world_size, data.vocab_size, say)
         share = min(1.0, _MAX_CPU_MICRO_BATCHES / plan.micro_batches_per_step)
         tokens = round(share * config.train.global_batch_tokens)
         short = plan.config.updated({"global_batch_tokens": tokens})
-    place = OnRay(discards=True)
+    place = OnRay(_CONTROLLER_GRACE_S)
     above = (storage.path, *storage.path.parents) if storage.is_local else ()
     created = [path for path in above if not path.exists()]
     try:
         # As a trial it writes no report.
-        run = Run(short, world_size, data, place, signals, _say_nothing, train_loop, trial_tags={})
+        run = Run(short, world_size, data, place, signals, say, train_loop, trial_tags={})
         run.train().checkpoint.verify()
         rows = read_rows(run.sync.work_dir)
     except Interrupted:
@@ -125,6 +133,3 @@ def probe_run(
     start = next(row for row in rows if row.get("event") == "start")
     step_s = [row["perf/step_time_s"] for row in rows if "train/loss" in row]
     return start, median(step_s[1:]) / share  # the first compiles, and fills caches
-
-
-def _say_nothing(_text: str) -> None: ...

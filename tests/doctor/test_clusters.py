@@ -14,7 +14,7 @@ from tests.faults.processes import own
 from tests.faults.test_leaving import RAY, Head
 from tests.made_runs import MakeConfig
 
-from .conftest import Doctor
+from .conftest import WITHIN_S, Doctor
 
 pytestmark = pytest.mark.long
 
@@ -74,6 +74,8 @@ def start_node(head: Head, tmp_path: Path) -> Iterator[StartNode]:
 
     yield start
     for node in nodes:
+        node.process.terminate()  # so that it leaves the cluster, which would warn of a lost node
+        node.process.wait(WITHIN_S)
         node.kill()
 
 
