@@ -96,7 +96,7 @@ def test_it_goes_on_with_other_data_at_its_place(
             {"branch_from": "straight-0"},
             ["give RUN@STEP, or a checkpoint's directory"],
         ),
-        (CheckpointError, {"branch_from": "nobody@20"}, ["no run nobody in ", "straight-0"]),
+        (CheckpointError, {"branch_from": "nobody@20"}, ["no run nobody in ", ", which has "]),
         (ConfigError, {"embd_size": 64}, ["embd_size=64", "has 32 and a branch cannot change it"]),
         (ConfigError, {"optimizer": "muon"}, ["optimizer=muon", "has adamw"]),
         (ConfigError, {"global_batch_tokens": 24 * 32}, ["global_batch_tokens=768", "has 384"]),
