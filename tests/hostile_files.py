@@ -27,12 +27,7 @@ from raytrain_gpt.config.kinds import Registry
 from raytrain_gpt.data.mixture import read_mixture
 from raytrain_gpt.data.verify import check_shards, check_tokenizer
 from raytrain_gpt.errors import RaytrainGptError
-from raytrain_gpt.runs.listing import (
-    describe_checkpoints,
-    describe_run,
-    describe_runs,
-    write_page,
-)
+from raytrain_gpt.runs.listing import describe_checkpoints, describe_run, describe_runs, write_page
 from raytrain_gpt.storage.location import Location
 from tests.checkpoints import write_checkpoint
 from tests.data.shard_tools import prepare_here

@@ -28,12 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raytrain_gpt.config.call_options import SamplingOptions
-from raytrain_gpt.core.attention import (
-    AttentionFn,
-    attention,
-    last_document,
-    without_cudnn_sdpa,
-)
+from raytrain_gpt.core.attention import AttentionFn, attention, last_document, without_cudnn_sdpa
 from raytrain_gpt.core.model import GPT, GPTShape
 
 _PASS_TOKENS = 4096

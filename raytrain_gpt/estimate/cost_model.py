@@ -15,10 +15,7 @@ from typing import Any
 from raytrain_gpt.config.plan import ActivationCheckpointing, check_shares
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import ASSUMED_MFU, GpuSpec
-from raytrain_gpt.core.memory import (
-    TrainingMemory,
-    checkpoint_bytes,
-)
+from raytrain_gpt.core.memory import TrainingMemory, checkpoint_bytes
 from raytrain_gpt.core.model import GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.registry import count_model, step_flops
 from raytrain_gpt.train.memory_fit import MemorySearch, gpu_limit_bytes

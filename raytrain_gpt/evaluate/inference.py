@@ -13,12 +13,7 @@ from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.checkpoint.open import open_checkpoint
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.device import (
-    has_bf16,
-    inference_autocast,
-    make_autocast,
-    resolve_precision,
-)
+from raytrain_gpt.core.device import has_bf16, inference_autocast, make_autocast, resolve_precision
 from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.data.locations import read_data, recorded_data
 from raytrain_gpt.data.mixture import Mixture, check_val_split, check_vocabulary

@@ -19,14 +19,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ConfigError, TrainingFailed
 from raytrain_gpt.format import Log, amount, count, table
 from raytrain_gpt.scaling.forecasts import BEST_FILE, Forecasts
-from raytrain_gpt.scaling.law_file import (
-    LAW_FILE,
-    LawFile,
-    Verdict,
-    law_file,
-    read_result,
-    to_json,
-)
+from raytrain_gpt.scaling.law_file import LAW_FILE, LawFile, Verdict, law_file, read_result, to_json
 from raytrain_gpt.scaling.plan import PlannedRun, RunResult, StudyPlan, check_epochs, study_base
 from raytrain_gpt.scaling.rates import RateRule, around, fit_rates
 from raytrain_gpt.scaling.study_file import Study

@@ -12,20 +12,10 @@ import torch
 from raytrain_gpt.cluster.capacity import DATA_CPUS, Resources, usable_cores
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.accumulation import FloatAccumulator
-from raytrain_gpt.core.device import (
-    make_autocast,
-    matmul_dtype,
-    resolve_precision,
-    synchronize,
-)
+from raytrain_gpt.core.device import make_autocast, matmul_dtype, resolve_precision, synchronize
 from raytrain_gpt.core.loop import train_steps
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.core.registry import (
-    build_optimizer,
-    configured_model,
-    init_weights,
-    step_flops,
-)
+from raytrain_gpt.core.registry import build_optimizer, configured_model, init_weights, step_flops
 from raytrain_gpt.format import amount, count, duration, table
 from raytrain_gpt.sweep.history import value_text
 from raytrain_gpt.sweep.spec import Sweep

@@ -19,14 +19,7 @@ from raytrain_gpt.runs import pages
 from raytrain_gpt.runs.pages import Chart, Curve, curve_style
 from raytrain_gpt.runs.report import REPORT_FILE
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.sweep.history import (
-    HISTORY_FILE,
-    History,
-    Trial,
-    best_trial,
-    ranking,
-    value_text,
-)
+from raytrain_gpt.sweep.history import HISTORY_FILE, History, Trial, best_trial, ranking, value_text
 from raytrain_gpt.sweep.results import error_text, summary, trial_table
 from raytrain_gpt.sweep.space import is_number
 from raytrain_gpt.sweep.spec import SWEEP_FILE

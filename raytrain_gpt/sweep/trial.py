@@ -34,12 +34,7 @@ from raytrain_gpt.columns import Row, own_scores
 from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.core.device import forget_peak_memory
 from raytrain_gpt.data.locations import read_data, run_location
-from raytrain_gpt.errors import (
-    Diverged,
-    RaytrainGptError,
-    TrainingFailed,
-    UserError,
-)
+from raytrain_gpt.errors import Diverged, RaytrainGptError, TrainingFailed, UserError
 from raytrain_gpt.events import Link
 from raytrain_gpt.parsing import parse_yaml
 from raytrain_gpt.sweep.history import OBJECTIVE, TOKENS_SEEN

@@ -20,17 +20,7 @@ from raytrain_gpt.cluster.capacity import Pause, ScaleUp, wait_for_workers
 from raytrain_gpt.cluster.connection import cluster_resources, draining_nodes
 from raytrain_gpt.cluster.orphans import kill_controllers, kill_process, remove_orphaned_groups
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.events import (
-    Command,
-    Evaluated,
-    Event,
-    Events,
-    Exited,
-    Line,
-    Rows,
-    Stacks,
-    Stop,
-)
+from raytrain_gpt.events import Command, Evaluated, Event, Events, Exited, Line, Rows, Stacks, Stop
 from raytrain_gpt.format import Log, count
 from raytrain_gpt.runs.goodput import FIRST_STEP_EVENTS
 from raytrain_gpt.storage.lease import Lease

@@ -36,13 +36,7 @@ from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.core.state import has_finite_parameters
 from raytrain_gpt.errors import Diverged, UserError
 from raytrain_gpt.evaluate.evaluation import Evaluation, watched
-from raytrain_gpt.events import (
-    Evaluated,
-    Events,
-    Exited,
-    Outbox,
-    Samples,
-)
+from raytrain_gpt.events import Evaluated, Events, Exited, Outbox, Samples
 from raytrain_gpt.format import count
 from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed, to_device
 from raytrain_gpt.ingest.ray_dataset import chunks_in_process, rank_chunks, ray_chunks

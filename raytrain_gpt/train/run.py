@@ -45,11 +45,7 @@ from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.data.locations import run_location
 from raytrain_gpt.data.mixture import Mixture
-from raytrain_gpt.errors import (
-    Interrupted,
-    StorageError,
-    TrainingFailed,
-)
+from raytrain_gpt.errors import Interrupted, StorageError, TrainingFailed
 from raytrain_gpt.evaluate.evaluation import check_evaluations
 from raytrain_gpt.events import Evaluated, Events, Exited, Link, Rows, next_event
 from raytrain_gpt.format import Log

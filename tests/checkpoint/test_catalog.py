@@ -14,12 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_gpt.checkpoint.catalog import (
-    Catalog,
-    FileEntry,
-    read_checkpoint,
-    resolve_checkpoint,
-)
+from raytrain_gpt.checkpoint.catalog import Catalog, FileEntry, read_checkpoint, resolve_checkpoint
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.errors import CheckpointError, StorageError
 from raytrain_gpt.storage.location import Location

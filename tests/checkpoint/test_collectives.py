@@ -13,11 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from raytrain_gpt.checkpoint.collectives import (
-    MAX_JSON_BYTES,
-    Collectives,
-    DelayedFlags,
-)
+from raytrain_gpt.checkpoint.collectives import MAX_JSON_BYTES, Collectives, DelayedFlags
 
 WORLD_SIZE = 2
 WITHIN = timedelta(seconds=60)

@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from raytrain_gpt.commands.flags import (
-    Command,
-    ConfigOptions,
-    RunsOptions,
-    section_fields,
-)
+from raytrain_gpt.commands.flags import Command, ConfigOptions, RunsOptions, section_fields
 from raytrain_gpt.commands.inference import SampleOptions
 from raytrain_gpt.commands.train import ReportOptions, tune
 from raytrain_gpt.config.call_options import Options, SamplingOptions

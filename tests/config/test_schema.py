@@ -21,11 +21,7 @@ from raytrain_gpt.config.load import (
     without_removed,
 )
 from raytrain_gpt.config.plan import Plan, check_shares, micro_batch_for
-from raytrain_gpt.config.schema import (
-    Config,
-    changes_math,
-    parse_config,
-)
+from raytrain_gpt.config.schema import Config, changes_math, parse_config
 from raytrain_gpt.config.wording import suggestion
 from raytrain_gpt.errors import ConfigError
 from tests.conftest import raises_line

@@ -23,9 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from raytrain_gpt.core.attention import SPARSE_BLOCK_TOKENS, block_sparse_attention
 from raytrain_gpt.core.loop import MicroBatch, warm_up_ddp_buckets
 from raytrain_gpt.core.model import GPT, GPTShape
-from raytrain_gpt.core.parallel import (
-    shard,
-)
+from raytrain_gpt.core.parallel import shard
 from raytrain_gpt.core.registry import new_model
 from raytrain_gpt.ingest.feed import to_device
 from tests.core.conftest import SHAPES

@@ -12,12 +12,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from raytrain_gpt.config.sections import OptimSection
-from raytrain_gpt.core.loop import (
-    MicroBatch,
-    StepResult,
-    seed_step,
-    warm_up_ddp_buckets,
-)
+from raytrain_gpt.core.loop import MicroBatch, StepResult, seed_step, warm_up_ddp_buckets
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import Optimizer, learning_rate
 from raytrain_gpt.core.registry import build_optimizer, new_model

@@ -17,13 +17,7 @@ from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.storage.location import Location
 from tests.conftest import raises_line
-from tests.data.shard_tools import (
-    all_tokens,
-    documents,
-    prepare_here,
-    write_jsonl,
-    write_parquet,
-)
+from tests.data.shard_tools import all_tokens, documents, prepare_here, write_jsonl, write_parquet
 
 TEXTS = [f"text {i}" + "y" * 40 for i in np.random.default_rng(0).integers(0, 250, 400)]
 """About 200 different texts, over half of them repeated."""

@@ -11,12 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain_gpt.data.shards import (
-    MANIFEST_FILE,
-    ShardWriter,
-    read_manifest,
-    read_row_group,
-)
+from raytrain_gpt.data.shards import MANIFEST_FILE, ShardWriter, read_manifest, read_row_group
 from raytrain_gpt.errors import DataError
 from tests.conftest import raises_line
 from tests.data.shard_tools import files, row_groups, write_dataset

@@ -18,12 +18,7 @@ from raytrain_gpt.data.documents import BadDocuments, read_documents, refuse_lfs
 from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.errors import DataError
 from tests.conftest import raises_line
-from tests.data.shard_tools import (
-    TEXTS,
-    made_text,
-    write_jsonl,
-    write_parquet,
-)
+from tests.data.shard_tools import TEXTS, made_text, write_jsonl, write_parquet
 
 MANY = [f"document {i} 日本 " + "x" * (i * 37 % 90) for i in range(60)]
 

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raytrain_gpt.ingest.ray_dataset import (
-    joined,
-    num_readers,
-    windows_per_row,
-)
+from raytrain_gpt.ingest.ray_dataset import joined, num_readers, windows_per_row
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,7 @@ import pytest
 
 from raytrain_gpt.columns import Row
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.runs.goodput import (
-    RunSpeed,
-    goodput,
-    read_attempts,
-    run_speed,
-)
+from raytrain_gpt.runs.goodput import RunSpeed, goodput, read_attempts, run_speed
 from raytrain_gpt.runs.listing import describe_run
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.trackers.run_files import CONFIG_FILE, METRICS_FILE

@@ -28,10 +28,7 @@ from raytrain_gpt.errors import ClusterError, ConfigError, DataError, StorageErr
 from raytrain_gpt.storage import location, object_store
 from raytrain_gpt.storage.location import Location
 from tests.conftest import raises_line
-from tests.data.shard_tools import (
-    TEXTS,
-    write_jsonl,
-)
+from tests.data.shard_tools import TEXTS, write_jsonl
 from tests.s3 import ACCESS_KEY, SECRET_KEY, S3Server
 
 OUTAGE_S = 0.5

@@ -14,12 +14,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ConfigError, TrainingFailed
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep import tune
-from raytrain_gpt.sweep.campaign import (
-    BASE_FILE,
-    FACTS_FILE,
-    CampaignCallback,
-    check_unchanged,
-)
+from raytrain_gpt.sweep.campaign import BASE_FILE, FACTS_FILE, CampaignCallback, check_unchanged
 from raytrain_gpt.sweep.history import History
 from raytrain_gpt.sweep.spec import SWEEP_FILE, Sweep
 from raytrain_gpt.sweep.trial_plan import base_config

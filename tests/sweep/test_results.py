@@ -12,12 +12,7 @@ import pytest
 
 from raytrain_gpt.config.load import load_config_file, load_preset
 from raytrain_gpt.sweep.history import State, Trial, best_trial, ranking, value_text
-from raytrain_gpt.sweep.results import (
-    best_yaml,
-    failure_text,
-    final_table,
-    results_csv,
-)
+from raytrain_gpt.sweep.results import best_yaml, failure_text, final_table, results_csv
 
 from .conftest import sweep_of
 

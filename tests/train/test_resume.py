@@ -18,11 +18,7 @@ from raytrain_gpt.data.shards import Manifest, read_manifest
 from raytrain_gpt.errors import CheckpointError
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.train.resume import (
-    Rollbacks,
-    check_changes,
-    keep_start,
-)
+from raytrain_gpt.train.resume import Rollbacks, check_changes, keep_start
 from tests.checkpoint.test_catalog import names, newest_step, state, steps, write
 from tests.conftest import raises_line
 from tests.made_runs import MakeConfig
