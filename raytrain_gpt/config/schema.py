@@ -209,7 +209,8 @@ def changes_math(name: str, *configs: Config) -> bool:
     if name in SECTION_FIELDS and SAFE in SECTION_FIELDS[name][1].metadata:
         return False
     holders = [one for of in configs for one in of.sections().values() if name in dict(one)]
-    holders += [getattr(Config(), BUILT_IN.fields[name][0])] if name in BUILT_IN.fields else []
+    if name in BUILT_IN.fields:
+        holders.append(Config.model_fields[BUILT_IN.fields[name][0]].default)
     return not any(isinstance(one, SafeSection) for one in holders)
 
 

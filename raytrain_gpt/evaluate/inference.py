@@ -12,6 +12,7 @@ from raytrain_gpt.checkpoint.catalog import CODE_FILE, Checkpoint
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.checkpoint.open import open_checkpoint
 from raytrain_gpt.config.call_options import SamplingOptions
+from raytrain_gpt.config.kinds import BUILT_IN, Registry
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import has_bf16, inference_autocast, make_autocast, resolve_precision
 from raytrain_gpt.core.generate import sample_tokens
@@ -36,7 +37,8 @@ def evaluate_checkpoint(
     hellaswag: str | None = None,
     evaluations: str | None = None,
     settings: Mapping[str, Any] | None = None,
-    **how: Any,
+    average: int = 1,
+    registry: Registry = BUILT_IN,
 ) -> tuple[Location, dict[str, Any]]:
     """Return the path of a checkpoint, and its metrics with `step`.
 
@@ -49,7 +51,7 @@ def evaluate_checkpoint(
         evaluations: Names of the user's evaluations, with commas; by default the training run's, without
             those whose code was not given.
         settings: Settings of `evaluations`; others have their defaults, not the training run's values.
-        how: As in `open_checkpoint`: average, registry.
+        average, registry: As in `open_checkpoint`.
 
     Raises:
         CheckpointError: it is missing or damaged.
@@ -57,7 +59,9 @@ def evaluate_checkpoint(
         DataError: the dataset is missing, too small to validate on, or has another tokenizer, or
             HellaSwag cannot be read.
     """
-    checkpoint, config, model, tokenizer, device = open_checkpoint(path, None, log, **how)
+    checkpoint, config, model, tokenizer, device = open_checkpoint(
+        path, None, log, average, registry
+    )
     if config.train.precision == "bf16" and not has_bf16(device):
         log("evaluated in fp32: this device does not support bf16")
         config = config.updated({"precision": "fp32"})
@@ -134,13 +138,20 @@ def _validation_feed(
 
 
 def sample_checkpoint(
-    path: LocationLike, prompt: str, log: Log, *, num_samples: int, **options: Any
+    path: LocationLike,
+    prompt: str,
+    log: Log,
+    *,
+    num_samples: int,
+    average: int = 1,
+    registry: Registry = BUILT_IN,
+    **options: Any,
 ) -> list[str]:
     """Return continuations of a prompt, which may be empty, with the prompt.
 
     Args:
-        options: Those of `SamplingOptions`, where max_new_tokens defaults to that of the run's evaluations;
-            average and registry as in `open_checkpoint`.
+        average, registry: As in `open_checkpoint`.
+        options: Those of `SamplingOptions`, where max_new_tokens defaults to that of the run's evaluations.
 
     Raises:
         ConfigError: num_samples or an option is out of range.
@@ -148,8 +159,7 @@ def sample_checkpoint(
     """
     if num_samples < 1:
         raise ConfigError(f"num_samples={num_samples} is below 1; set num_samples to 1 or more")
-    opened = {name: options.pop(name) for name in ("average", "registry") if name in options}
-    _, config, model, tokenizer, device = open_checkpoint(path, None, log, **opened)
+    _, config, model, tokenizer, device = open_checkpoint(path, None, log, average, registry)
     how = SamplingOptions(**{"max_new_tokens": config.eval.max_new_tokens, **options})
     ids = prompt_tokens(tokenizer, prompt)
     if len(ids) > model.shape.seq_len:

@@ -19,6 +19,7 @@ from gguf.constants import MODEL_ARCH_NAMES
 from gguf.tensor_mapping import get_tensor_name_map
 
 from raytrain_gpt.checkpoint.open import open_checkpoint
+from raytrain_gpt.config.kinds import BUILT_IN, Registry
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.data.tokenizer import EOT
 from raytrain_gpt.data.tokenizer_file import GPT2_PATTERN, tokenizer_json
@@ -31,14 +32,21 @@ from raytrain_gpt.storage.location import Location, LocationLike, force_to_disk,
 _SUFFIX = ".gguf"
 
 
-def export_gguf(path: LocationLike, out: str | Path, dtype: DType, log: Log, **how: Any) -> Path:
+def export_gguf(
+    path: LocationLike,
+    out: str | Path,
+    dtype: DType,
+    log: Log,
+    average: int = 1,
+    registry: Registry = BUILT_IN,
+) -> Path:
     """Write a file that llama.cpp loads, including the tokenizer; return its path.
 
     Args:
         path: A checkpoint or a run.
         out: A new local file with suffix .gguf, or a directory for RUN_NAME.gguf.
         dtype: Type of the matrices; vectors and learned positions are fp32, as llama.cpp expects.
-        how: As in `open_checkpoint`: average, registry.
+        average, registry: As in `open_checkpoint`.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or the file exists.
@@ -51,7 +59,7 @@ def export_gguf(path: LocationLike, out: str | Path, dtype: DType, log: Log, **h
     is_directory = str(out).endswith("/") or place.path.is_dir() or not place.name.endswith(_SUFFIX)
     if not is_directory:
         _check_new(place)
-    checkpoint, config, model, encoding, _ = open_checkpoint(path, "cpu", log, **how)
+    checkpoint, config, model, encoding, _ = open_checkpoint(path, "cpu", log, average, registry)
     if is_directory:
         place /= f"{config.run.run_name}{_SUFFIX}"
         _check_new(place)

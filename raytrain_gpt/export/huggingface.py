@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import tiktoken
 import torch
@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from raytrain_gpt.checkpoint.catalog import HASHES_FILE, ROWS_FILE, Draft
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.checkpoint.open import open_checkpoint
+from raytrain_gpt.config.kinds import BUILT_IN, Registry
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.model import GPT, GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.registry import count_model
@@ -62,14 +63,19 @@ _TOKENIZERS = re.compile(r"(?i).*(token|vocab|merges|tekken|spiece|\.(model|spm|
 
 
 def export_checkpoint(
-    path: LocationLike, out: str | Path, dtype: DType, log: Log, **how: Any
+    path: LocationLike,
+    out: str | Path,
+    dtype: DType,
+    log: Log,
+    average: int = 1,
+    registry: Registry = BUILT_IN,
 ) -> Path:
     """Write a directory that transformers loads, with tokenizer and model card; return its path.
 
     Args:
         path: A checkpoint or a run.
         out: A local directory, new or empty.
-        how: As in `open_checkpoint`: average, registry.
+        average, registry: As in `open_checkpoint`.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or the directory is not empty.
@@ -79,7 +85,7 @@ def export_checkpoint(
         raise ConfigError(f"{out} is a URL; export to a local directory and copy it there")
     place = Location.of(out)
     _check_free(place)
-    checkpoint, config, model, encoding, _ = open_checkpoint(path, "cpu", log, **how)
+    checkpoint, config, model, encoding, _ = open_checkpoint(path, "cpu", log, average, registry)
     torch_name = str(_DTYPES[dtype]).removeprefix("torch.")
     with model.shape.kind.errors_as_line():
         config_files = hf_config_files(model.shape, encoding.eot_token, torch_name)

@@ -1,4 +1,4 @@
-"""What a command names: a name is a run of the storage, a path is written as a path."""
+"""Places that commands name: a name is a run of the storage, a path is written as a path."""
 
 from __future__ import annotations
 

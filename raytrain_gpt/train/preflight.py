@@ -53,7 +53,7 @@ def prepare_default_data(config: Config, log: Log) -> None:
     Of the processes of `torchrun` only rank 0 does; the others wait for it in `train_locally`.
     """
     is_first = os.environ.get("RANK", "0") == "0"
-    absolute = absolute_paths(config, *[log] * is_first)
+    absolute = absolute_paths(config, log) if is_first else absolute_paths(config)
     if config.data.data_path == DEFAULT_DATA and is_first and not data_is_there(absolute):
         data = Location.of(absolute.data.data_path)
         log(f"preparing {data} from the Python standard library's source")
@@ -128,7 +128,7 @@ def absolute_paths(config: Config, log: Log = lambda line: None) -> Config:
     """Return the configuration with every path absolute; `log` is that of `find`, for `init_from`.
 
     Raises a ConfigError if one is relative in a submitted job, whose working directory is deleted
-    afterwards, or a store or tracker cannot be used; a CheckpointError for a start that is not there.
+    afterwards, or a store or tracker cannot be used; a CheckpointError if `init_from` names nothing.
     """
     check_packages(config)
     run_location(config)

@@ -55,7 +55,7 @@ class RankJob:
 
     @property
     def ingest(self) -> IngestSpec:
-        """What the ranks read."""
+        """Data that the ranks read."""
         return IngestSpec(self.plan, self.data, self.position)
 
 

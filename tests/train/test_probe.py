@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.errors import ClusterError, TrainingFailed
@@ -18,8 +19,6 @@ from tests.conftest import raises_line
 from tests.faults.conftest import Command
 from tests.faults.gates import wait_until
 from tests.made_runs import MakeConfig, command, environment, flags
-
-pytestmark = pytest.mark.ray
 
 
 def reading_twice(job: RankJob) -> Events:
@@ -40,6 +39,21 @@ def summing_wrong(job: RankJob) -> Events:
         yield from probe.summing_rank(job)
 
 
+@pytest.mark.parametrize("broken", [0, 1])
+def test_sums_of_a_broken_device_are_counted(monkeypatch: pytest.MonkeyPatch, broken: int) -> None:
+    def all_reduce(values: torch.Tensor) -> None:
+        """Add what a second rank would send."""
+        values += values + 1
+        values[:broken] += 1
+
+    monkeypatch.setattr(probe, "_SUMMED_BYTES", 4000)
+    monkeypatch.setattr(probe.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(probe.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(probe.dist, "all_reduce", all_reduce)
+    assert probe._wrong_sums(use_gpu=False) == broken
+
+
+@pytest.mark.ray
 @pytest.mark.parametrize(
     ("loop", "error", "words"),
     [
@@ -61,6 +75,7 @@ def test_what_fails_is_one_line(
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.ray
 @pytest.mark.parametrize("before", ["the first step", "the last step"])
 def test_an_interrupted_doctor_leaves_nothing_behind(
     cluster: str, make_config: MakeConfig, tmp_path: Path, before: str
