@@ -102,16 +102,12 @@ def train(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "IProgress not found")
         from raytrain_gpt.checkpoint.catalog import Catalog, best_by_loss  # slow to import
-        from raytrain_gpt.cluster.signals import StopSignals
         from raytrain_gpt.runs.report import REPORT_FILE
         from raytrain_gpt.runs.summary import run_end
         from raytrain_gpt.trackers.run_files import read_rows
-        from raytrain_gpt.train import launch, preflight
-        from raytrain_gpt.train.run import BEFORE_FIRST_STEP
+        from raytrain_gpt.train import launch
 
     say(source)
-    with StopSignals(BEFORE_FIRST_STEP):
-        preflight.prepare_default_data(resolved, say)
     summary = launch.train(resolved, say)
     run_end(summary, say)
     rows = read_rows(summary.sync.work_dir)

@@ -111,13 +111,9 @@ def train(options: TrainOptions) -> None:
         return
     if os.environ.get("RANK", "0") == "0":  # torchrun starts the command once for each rank
         options.log(source)
-    from raytrain_gpt.cluster.signals import StopSignals
     from raytrain_gpt.runs.summary import run_end
-    from raytrain_gpt.train import launch, preflight
-    from raytrain_gpt.train.run import BEFORE_FIRST_STEP
+    from raytrain_gpt.train import launch
 
-    with StopSignals(BEFORE_FIRST_STEP):
-        preflight.prepare_default_data(config, options.log)
     run_end(launch.train(config, options.log), say)
 
 

@@ -94,7 +94,7 @@ def _probe_speed(config: Config, log: Log) -> tuple[Plan, float, str]:
         The timed plan, tokens/s over all workers, and the name of rank 0's device.
     """
     with StopSignals("interrupted; nothing is left behind") as signals:
-        preflight.prepare_default_data(config, log)
+        config = preflight.prepare_default_data(config, log)
         with training_session(config, log) as (fitted, world_size, data):
             plan = fit_memory(fitted, world_size, data.vocab_size, log)
             log(f"timing steps on {count(world_size, 'worker')}")

@@ -98,9 +98,7 @@ class Campaign:
     ) -> None:
         self.definition, self.title = definition, definition.title
         self.signals, self.log, self._train_loop = signals, log, train_loop
-        sized = one_worker_for_auto(base)
-        preflight.prepare_default_data(sized, log)
-        self.base: Config = preflight.absolute_paths(sized)
+        self.base = preflight.prepare_default_data(one_worker_for_auto(base), log)
         self.data = read_data(self.base)  # raises before a cluster starts
         self.directory = location(self.base, self.base.run.storage_path) / definition.name
         self._facts = {"data": self.data.hash, "vocabulary": self.data.vocab_hash}

@@ -25,7 +25,7 @@ def train(config: Config, log: Log, train_loop: TrainLoop = train_rank) -> RunSu
     """Run a configuration to its end, resuming the run of that name.
 
     Args:
-        config: May hold `auto` and relative paths.
+        config: May hold `auto` and relative paths; the demo's data is prepared if it is missing.
         train_loop: Events of every rank; tests inject faults here.
 
     Raises:
@@ -35,6 +35,7 @@ def train(config: Config, log: Log, train_loop: TrainLoop = train_rank) -> RunSu
         TrainingFailed: the run failed more than `max_failures` times without progress.
     """
     with StopSignals(BEFORE_FIRST_STEP) as signals:
+        config = preflight.prepare_default_data(config, log)
         if config.cluster.num_workers == 0:
             return train_locally(config, signals, log, train_loop)
         with training_session(config, log) as (fitted, world_size, data):
@@ -46,10 +47,8 @@ def train(config: Config, log: Log, train_loop: TrainLoop = train_rank) -> RunSu
 def training_session(config: Config, log: Log) -> Iterator[tuple[Config, int, Mixture]]:
     """Connect to a cluster and load the data; yields fitted configuration, world size and data.
 
-    Raises:
-        UserError: the configuration, data or cluster is unusable.
+    The paths of `config` are absolute. Raises a UserError if data or cluster is unusable.
     """
-    config = preflight.absolute_paths(config)
     data = read_data(config)
     with connected(cpus_to_start(config), log) as resources:
         fitted, world_size = fit_to_cluster(config, resources)

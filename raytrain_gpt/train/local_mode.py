@@ -41,7 +41,6 @@ from raytrain_gpt.format import Log, count
 from raytrain_gpt.runs.summary import RunSummary
 from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.train import preflight
 from raytrain_gpt.train.run import Run
 from raytrain_gpt.train.worker_group import RankJob, TrainLoop
 
@@ -57,13 +56,12 @@ T = TypeVar("T")
 def train_locally(
     config: Config, signals: StopSignals, log: Log, train_loop: TrainLoop
 ) -> RunSummary:
-    """Run a configuration in this process, or one of `torchrun`'s; raises like `launch.train`."""
+    """Run a configuration with absolute paths in this process, or one of `torchrun`'s; see `launch.train`."""
     here = InProcess.of_environment()
     if config.cluster.use_gpu is False and here.world_size > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else they use NCCL, which has no CPU tensors
     # Before Ray makes LOCAL_RANK's device current, and ranks wait for each other.
     fitted = fit_to_process(config, here.world_size, here.in_node, torch.cuda.device_count())
-    fitted = preflight.absolute_paths(fitted)
     if here.in_node < here.world_size:
         use_interface_towards(os.environ["MASTER_ADDR"], _OUTSIDE)
 

@@ -47,8 +47,8 @@ _RUN_FILES_BYTES = 2**24
 """Room for metrics, logs and events."""
 
 
-def prepare_default_data(config: Config, log: Log) -> None:
-    """Prepare a missing DEFAULT_DATA in this process, before a run's checks; raises like `absolute_paths`.
+def prepare_default_data(config: Config, log: Log) -> Config:
+    """Prepare a missing DEFAULT_DATA in this process, and return the `absolute_paths`; raises like these.
 
     Of the processes of `torchrun` only rank 0 does; the others wait for it in `train_locally`.
     """
@@ -58,6 +58,7 @@ def prepare_default_data(config: Config, log: Log) -> None:
         data = Location.of(absolute.data.data_path)
         log(f"preparing {data} from the Python standard library's source")
         prepare([STDLIB], data, _DEFAULT_TOKENIZER, PrepareOptions(), log=log, in_process=True)
+    return absolute
 
 
 def expected_vocab_size(config: Config) -> int:

@@ -174,7 +174,6 @@ def test_quiet_gives_a_run_and_a_sweep_no_place_to_print(
         (log or _[-1])("progress")
         raise ConfigError("it fails")
 
-    monkeypatch.setattr("raytrain_gpt.train.preflight.prepare_default_data", lambda *_: None)
     monkeypatch.setattr("raytrain_gpt.train.launch.train", run)
     monkeypatch.setattr("raytrain_gpt.sweep.tune.run_sweep", run)
     flags = ["--quiet"] * quiet
