@@ -32,7 +32,7 @@ from raytrain_gpt.data.documents import (
 from raytrain_gpt.data.imports import id_column, read_layout
 from raytrain_gpt.errors import DataError, failure_as, reason
 from raytrain_gpt.format import Log, count, listed
-from raytrain_gpt.storage.location import Location, is_url
+from raytrain_gpt.storage.location import Location
 
 _TEXT = (".txt", ".jsonl", ".ndjson", ".jsonlines", ".jl")
 _IDS = (".bin", ".npy")
@@ -150,7 +150,7 @@ def _find_files(
     wildcard = None if os.path.lexists(source) else re.search(r"[^/]*[*?[]", source)
     at = wildcard.start() if wildcard else len(source)
     pattern = Path(source[at:]).parts
-    root = (Location.of_source if is_url(source) else Location.of)(source[:at]).pinned()
+    root = Location.of(source[:at], is_source=True).pinned()
     if not pattern and root.is_file():
         return [(root.name, root, root.size_bytes())], False
     sizes = {} if root.is_local else dict(root.files())

@@ -72,42 +72,29 @@ class Location:
         *,
         retry_for_s: float = RETRY_FOR_S,
         endpoint: str | None = None,
+        is_source: bool = False,
     ) -> Location:
         """Make the location of a URL, or of a path relative to the working directory.
 
         The default endpoint is read from the store's variables here, so that it reaches processes without
-        them. Raises a ConfigError if the path or bucket is invalid, or the scheme unknown.
+        them. A source is only read, so it may be on the HF hub. Raises a ConfigError if the path, bucket or
+        dataset is invalid, or the scheme unknown.
         """
         if isinstance(path, Location):
             return path
-        text = str(path)
-        if not is_url(text):
-            _check_characters(text)
-            return cls(os.path.abspath(text), retry_for_s)  # noqa: PTH100, resolves ".." as well
-        return cls._of_url(text, retry_for_s, endpoint)
-
-    @classmethod
-    def of_source(cls, url: str) -> Location:
-        """Make a location to read only, also on the HF hub.
-
-        Raises a ConfigError for an unknown scheme, a web address, or no bucket or dataset.
-        """
-        if url.startswith(("http://", "https://")):
-            _check_user_info(url)
-            shown = url.partition("?")[0]  # a query may have a signature
-            raise ConfigError(f"source {shown} is a web address; download it first: curl -LO URL")
-        return cls._of_url(url, RETRY_FOR_S, None, is_source=True)
-
-    @classmethod
-    def _of_url(
-        cls, url: str, retry_for_s: float, endpoint: str | None, is_source: bool = False
-    ) -> Location:
+        url = str(path)
+        if not is_url(url):
+            _check_characters(url)
+            return cls(os.path.abspath(url), retry_for_s)  # noqa: PTH100, resolves ".." as well
         _check_user_info(url)
         scheme, _, rest = url.partition("://")
+        if is_source and scheme in ("http", "https"):
+            shown = url.partition("?")[0]  # a query may have a signature
+            raise ConfigError(f"source {shown} is a web address; download it first: curl -LO URL")
         parts, store = [part for part in rest.split("/") if part], STORES.get(scheme)
         if store is None or not (store.is_writable or is_source):
-            known = [name for name, one in STORES.items() if one.is_writable or is_source]
-            urls = " or ".join(f"{name}://bucket/prefix" for name in known if name != "hf")
+            known = [name for name, one in STORES.items() if one.is_writable]
+            urls = " or ".join(f"{name}://bucket/prefix" for name in known)
             hub = ", or hf://datasets/OWNER/NAME/PATH" if is_source else ""
             raise ConfigError(
                 f"{url} has the unknown scheme {scheme}; use a local path, {urls}{hub}"
@@ -314,26 +301,25 @@ class Location:
             shutil.copyfile(source, unfinished)
 
     def download(self, target: Path) -> None:
-        """Copy this file to a local path atomically; raises FileNotFoundError."""
+        """Copy this file to a local path atomically; raises FileNotFoundError.
+
+        Requests are concurrent. `pyarrow.fs.copy_files` drops errors of closing (pyarrow 25).
+        """
         if self.is_local:
             Location.of(target).upload(self.path)
             return
-        with Location.of(target)._unfinished() as unfinished:
-            self._fetch(unfinished)
-
-    def _fetch(self, target: Path) -> None:
-        """Download with concurrent requests; `pyarrow.fs.copy_files` drops errors of closing (pyarrow 25)."""
         source = self.reader()
-        target.write_bytes(b"")
+        with Location.of(target)._unfinished() as unfinished:
+            unfinished.write_bytes(b"")
 
-        def copy(offset: int) -> None:
-            # Not os.pwrite, which silently writes too little when the disk fills up.
-            with target.open("r+b") as file:
-                file.seek(offset)
-                file.write(source.read_at(CHUNK_BYTES, offset))
+            def copy(offset: int) -> None:
+                # Not os.pwrite, which silently writes too little when the disk fills up.
+                with unfinished.open("r+b") as file:
+                    file.seek(offset)
+                    file.write(source.read_at(CHUNK_BYTES, offset))
 
-        with ThreadPoolExecutor(_DOWNLOAD_THREADS) as threads:
-            list(threads.map(copy, range(0, source.size(), CHUNK_BYTES)))
+            with ThreadPoolExecutor(_DOWNLOAD_THREADS) as threads:
+                list(threads.map(copy, range(0, source.size(), CHUNK_BYTES)))
         source.close()
 
     def sha256(self) -> str:

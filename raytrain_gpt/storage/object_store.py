@@ -8,7 +8,6 @@ region) is raised at once. Ray, which calls a store itself, gets pyarrow's retri
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import os
@@ -227,7 +226,10 @@ def access_error(url: str, why: str) -> ClusterError:
 
 
 class RetriedReader:
-    """Random access to an object with retries: the file interface that `pa.PythonFile` needs."""
+    """Random access to an object with retries: the file interface that `pa.PythonFile` needs.
+
+    A copy has a separate position, and makes no request.
+    """
 
     def __init__(self, source: Any, url: str, retry_for_s: float) -> None:
         self._source = source
@@ -243,12 +245,6 @@ class RetriedReader:
             return bytes(self._source.read_at(num_bytes, offset))
 
         return retried(read, "read", self._url, self._retry_for_s)
-
-    def at_start(self) -> RetriedReader:
-        """Return a reader of the same object with a separate position, without a request."""
-        other = copy.copy(self)
-        other._position = 0
-        return other
 
     def read(self, num_bytes: int | None = None) -> bytes:
         """Read the next bytes; all remaining ones for None or −1."""

@@ -8,6 +8,7 @@ the file and 236 kB as pyarrow's object. Unpacking it takes 0.3 ms, decoding a r
 from __future__ import annotations
 
 import threading
+from copy import copy
 from functools import lru_cache
 
 import pyarrow as pa
@@ -39,7 +40,7 @@ class _StoredShard:
         reader, packed, num_bytes = self._open()
         footer = pa.BufferReader(pa.decompress(packed, num_bytes, codec="zstd"))
         file = pq.ParquetFile(
-            pa.PythonFile(reader.at_start(), mode="r"),
+            pa.PythonFile(copy(reader), mode="r"),
             metadata=pq.read_metadata(footer),
             # Otherwise one of Arrow's I/O threads makes the request; a process has only eight.
             pre_buffer=False,

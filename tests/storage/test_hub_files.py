@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -110,7 +109,7 @@ def test_a_hub_that_fails_for_a_while_is_asked_again(hub: HubServer) -> None:
 
 def test_a_hub_that_is_gone_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")
-    place = replace(Location.of_source("hf://datasets/owner/data/a.jsonl"), retry_for_s=0.3)
+    place = Location.of("hf://datasets/owner/data/a.jsonl", retry_for_s=0.3, is_source=True)
     with raises_line(StorageError, "hf://datasets/owner/data/a.jsonl", "storage unreachable"):
         place.pinned()
 

@@ -129,7 +129,7 @@ def test_the_endpoint_comes_from_the_variables_where_none_is_given(
     assert Location.of("gs://b/x").endpoint is None
     assert Location.of("/x").endpoint is None
     monkeypatch.setenv("HF_ENDPOINT", "http://hub:1")
-    assert Location.of_source("hf://datasets/a/b/c").endpoint == "http://hub:1"
+    assert Location.of("hf://datasets/a/b/c", is_source=True).endpoint == "http://hub:1"
 
 
 @pytest.mark.parametrize("url", ["ftp://host/x", "s3:///", "hf://datasets/a/b/c"])
