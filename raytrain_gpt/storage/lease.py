@@ -204,6 +204,8 @@ class Lease:
         self._location, self._what, self._log, self._times = location, what, log, times
         self._has_put = self._makes_directory = False
         self._seen_at = time.monotonic()
+        self._watched_since: float | None = None  # a remote holder that may be dead
+        self._first_text, self._last_read_at, self._next_line_s = "", 0.0, math.inf
         # A beat or removal retried for minutes could overwrite a successor's lease.
         self._impatient = replace(
             location, retry_for_s=min(location.retry_for_s, times.heartbeat_s)
@@ -225,29 +227,54 @@ class Lease:
 
     def acquire(self) -> None:
         """Take the lease, waiting for a remote holder that may be dead; raises like `hold_lease`."""
-        watch = _Watch(self._location, self._what, self._log, self._times.expiry_s)
         with _storage_errors("write", self._location, self._what):
             self._makes_directory = not self._location.parent.exists()
-            while not self._try(watch):
+            while not self._try():
                 time.sleep(self._times.expiry_s / _POLLS_PER_EXPIRY)
             holder = _holder(self._location)
         if holder is None or holder.token != self.token:
             raise _in_use(self._what, holder)
 
-    def _try(self, watch: _Watch) -> bool:
+    def _try(self) -> bool:
         """Read the lease, and take it if it is free; False if it must be read again."""
         self._location.parent.mkdir()
         with _guarded(self._location) as is_locked:
             read_at = time.monotonic()
             text = _read(self._location)
-            if text is not None and not watch.is_free(text, read_at):
+            if text is not None and not self._is_free(text, read_at):
                 return False
             if not self._put(is_first=text is None):
                 return False
         # A third machine may have waited for the same remote holder.
-        if not is_locked or watch.started_at is not None:
+        if not is_locked or self._watched_since is not None:
             time.sleep(self._times.settle_s)
         return True
+
+    def _is_free(self, text: str, read_at: float) -> bool:
+        """Decide over several reads whether the holder is dead; raises ClusterError if it is alive.
+
+        `read_at` is the monotonic time just before `text`, the lease file, was read.
+        """
+        holder, expiry_s = Holder.parse(text), self._times.expiry_s
+        alive = None if holder is None else holder.is_alive()
+        if alive is False:
+            self._log(f"{self._what} was held by {holder}, which is dead; taking over")
+            return True
+        if alive or (self._watched_since is not None and text != self._first_text):
+            raise _in_use(self._what, holder)
+        # After a storage outage, or a sleep of this machine, the holder's full time restarts.
+        if self._watched_since is None or read_at - self._last_read_at > expiry_s / 2:
+            self._watched_since, self._first_text = time.monotonic(), text
+            self._next_line_s = math.inf
+        self._last_read_at = time.monotonic()
+        left_s = self._watched_since + expiry_s - read_at
+        if 0 < left_s <= self._next_line_s:
+            self._next_line_s = left_s - expiry_s / _LINES_PER_EXPIRY
+            self._log(
+                f"{self._what} was held by {holder or _UNKNOWN}; taking over in {left_s:.0f} s "
+                "unless it renews its lease"
+            )
+        return left_s <= 0
 
     def _put(self, is_first: bool) -> bool:
         """Write the lease; on a disk, the first one only if the file still does not exist."""
@@ -301,44 +328,6 @@ class Lease:
                 f"cannot remove {self._location}; {self._what} is free once this process has exited, and "
                 f"{self._times.expiry_s:g} s later for other machines"
             )
-
-
-class _Watch:
-    """Decides over several reads whether a lease is free."""
-
-    def __init__(self, location: Location, what: str, log: Log, expiry_s: float) -> None:
-        self.started_at: float | None = None
-        self._location = location
-        self._what, self._log, self._expiry_s = what, log, expiry_s
-        self._first_text = ""
-        self._last_read_at = 0.0
-        self._next_line_s = math.inf
-
-    def is_free(self, text: str, read_at: float) -> bool:
-        """Whether the holder is dead, or False if undecided; raises ClusterError if it is alive.
-
-        `read_at` is the monotonic time just before `text`, the lease file, was read.
-        """
-        holder = Holder.parse(text)
-        alive = None if holder is None else holder.is_alive()
-        if alive is False:
-            self._log(f"{self._what} was held by {holder}, which is dead; taking over")
-            return True
-        if alive or (self.started_at is not None and text != self._first_text):
-            raise _in_use(self._what, holder)
-        # After a storage outage, or a sleep of this machine, the holder's full time restarts.
-        if self.started_at is None or read_at - self._last_read_at > self._expiry_s / 2:
-            self.started_at, self._first_text = time.monotonic(), text
-            self._next_line_s = math.inf
-        self._last_read_at = time.monotonic()
-        left_s = self.started_at + self._expiry_s - read_at
-        if 0 < left_s <= self._next_line_s:
-            self._next_line_s = left_s - self._expiry_s / _LINES_PER_EXPIRY
-            self._log(
-                f"{self._what} was held by {holder or _UNKNOWN}; taking over in {left_s:.0f} s "
-                "unless it renews its lease"
-            )
-        return left_s <= 0
 
 
 def _in_use(what: str, holder: Holder | None) -> ClusterError:

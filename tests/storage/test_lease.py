@@ -366,13 +366,13 @@ def test_time_in_which_nobody_could_look_does_not_count(
     location.write_text(elsewhere().to_text())
     now, lines = [0.0], list[str]()
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    watch = lease_module._Watch(location, "run x", lines.append, 60.0)
+    watch = lease_module.Lease(location, "run x", lines.append, lease_module.TIMES)
     for at, line in [(0, 60), (20, 40), (40, 20), (90, 60), (120, 30), (149, 1)]:
         now[0] = at
-        assert not watch.is_free(location.read_text(), at)
+        assert not watch._is_free(location.read_text(), at)
         assert f"in {line} s" in lines[-1]
     now[0] = 150
-    assert watch.is_free(location.read_text(), 150)
+    assert watch._is_free(location.read_text(), 150)
 
 
 def replaced(location: Location) -> None:
