@@ -15,8 +15,6 @@ from raytrain_gpt.config.sections import EvalSection
 from raytrain_gpt.config.wording import refusal, suggestion
 from raytrain_gpt.errors import ConfigError
 
-SHARD_TOKENS = 100_000_000
-
 
 @dataclass(frozen=True)
 class Metavar:
@@ -80,7 +78,7 @@ class PrepareOptions(Options):
     """Approximate tokens held out for validation, from the first documents (default: val_fraction)."""
     max_documents: int | None = Field(None, ge=1)
     """Number of documents to read, from the start of the sources (default: all)."""
-    shard_tokens: int = Field(SHARD_TOKENS, ge=1)
+    shard_tokens: int = Field(100_000_000, ge=1)
     """Approximate tokens per shard."""
     dedupe: Literal["none", "exact"] = "none"
     """Drop duplicates; exact: keep the first of documents with the same text."""

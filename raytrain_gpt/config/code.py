@@ -102,12 +102,11 @@ class Code:
         try:
             yield
         except (Exception, SystemExit) as error:
+            ours = f"#{self.sha256[:8]}"  # the file may have any name
             lines = [
-                f"{frame.f_code.co_filename.rpartition('#')[0]}, line {line}"
+                f"{frame.f_code.co_filename.removesuffix(ours)}, line {line}"
                 for frame, line in traceback.walk_tb(error.__traceback__)
-                if frame.f_code.co_filename.endswith(
-                    f"#{self.sha256[:8]}"
-                )  # the file may have any name
+                if frame.f_code.co_filename.endswith(ours)
             ]
             is_ours = isinstance(error, RaytrainGptError)
             if is_ours and not (lines and isinstance(error, UserError)):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
-from typing import Any, Self, TypeVar, cast
+from typing import Any, cast
 
 import yaml
 from pydantic import ValidationError, model_validator
@@ -120,7 +120,7 @@ class Config(Registered):
         """Return field name -> value over all sections, with the settings of the chosen kinds."""
         return dict(chain(*self.sections().values()))
 
-    def updated(self, values: Mapping[str, Any], given: Iterable[str] | None = None) -> Self:
+    def updated(self, values: Mapping[str, Any], given: Iterable[str] | None = None) -> Config:
         """Replace and validate values, and drop the settings of kinds that are no longer chosen.
 
         Args:
@@ -136,9 +136,9 @@ class Config(Registered):
             tree[self.registry.field(name)[0]][name] = value
         for title, section in opened.items():
             tree[title] = section.applicable(tree[title], values if given is None else given)
-        return _parsed(type(self), tree, "command line", self.registry)
+        return _parsed(tree, "command line", self.registry)
 
-    def replaced(self, values: Mapping[str, Any]) -> Self:
+    def replaced(self, values: Mapping[str, Any]) -> Config:
         """Replace values of sections that the program computed, without validating the tree again."""
         sections: dict[str, Strict] = {}
         for name, value in values.items():
@@ -158,12 +158,10 @@ SECTION_FIELDS |= {
     for name, field in cast(type[Strict], of_section.annotation).model_fields.items()
 }
 
-_C = TypeVar("_C", bound=Config)
-
 
 def parse_config(tree: Mapping[str, Any], where: str, registry: Registry = BUILT_IN) -> Config:
     """Validate a tree (section -> field -> value) from `where`; raises ConfigError for the first error."""
-    return _parsed(Config, tree, where, registry, _without_decay_fraction)
+    return _parsed(tree, where, registry, _without_decay_fraction)
 
 
 def _without_decay_fraction(tree: dict[str, Any]) -> dict[str, Any]:
@@ -178,12 +176,11 @@ def _without_decay_fraction(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(
-    kind: type[_C],
     tree: Mapping[str, Any],
     where: str,
     registry: Registry,
     prepare: Callable[[dict[str, Any]], dict[str, Any]] = lambda tree: tree,
-) -> _C:
+) -> Config:
     def unknown(path: str) -> str:
         name = path.rpartition(".")[2]
         hint = suggestion(name, [*registry.fields, *Config.model_fields])
@@ -195,7 +192,7 @@ def _parsed(
     tree = dict.fromkeys(Config.model_fields) | dict(tree)
     tree = {section: {} if fields is None else fields for section, fields in tree.items()}
     try:
-        return kind.model_validate(prepare(tree), context=registry)
+        return Config.model_validate(prepare(tree), context=registry)
     except ValidationError as error:
         fields = {name: field for name, (_, field) in registry.fields.items()}
         raise ConfigError(refusal(error, fields, unknown)) from None
