@@ -16,7 +16,7 @@ import ray
 
 from raytrain_gpt.cluster.capacity import Node, Resources, usable_cores
 from raytrain_gpt.cluster.failures import root_cause
-from raytrain_gpt.cluster.head import ask_head, check_head, given_address, keep_token_private
+from raytrain_gpt.cluster.head import check_head, given_address, keep_token_private
 from raytrain_gpt.cluster.private_cluster import end_own_cluster, start_own_cluster
 from raytrain_gpt.errors import ClusterError, ConfigError
 from raytrain_gpt.format import Log
@@ -85,7 +85,7 @@ def _join_given_cluster(quiet: dict[str, Any], log: Log) -> bool:
     if (address := given_address()) is None:
         return False
     try:
-        check_head(ask_head(address))
+        check_head(address)
     except ClusterError as refusal:
         if os.environ.get("RAY_ADDRESS"):
             raise

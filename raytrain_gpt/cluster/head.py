@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc  # type: ignore[import-untyped]
@@ -24,23 +23,6 @@ from raytrain_gpt.errors import ClusterError
 
 ANSWER_TIMEOUT_S = 5.0
 _CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
-
-
-@dataclass(frozen=True)
-class HeadFacts:
-    """Result of probing a head without and with our token.
-
-    Attributes:
-        error: Why there was no response, or empty.
-        accepts_us: Whether it accepts this process's token, if it requires one.
-        ray_version: Version of the head, or empty if access was refused.
-    """
-
-    address: str
-    error: str = ""
-    asks_for_token: bool = False
-    accepts_us: bool = False
-    ray_version: str = ""
 
 
 def given_address() -> str | None:
@@ -86,32 +68,51 @@ def check_reachable(address: str) -> None:
     socket.create_connection((host.strip("[]"), int(port)), ANSWER_TIMEOUT_S).close()
 
 
-def ask_head(address: str) -> HeadFacts:
-    """Probe the head at HOST:PORT within seconds."""
+def check_head(address: str) -> bool:
+    """Probe the head at HOST:PORT within seconds, without and with our token; return whether it asks for one.
+
+    Raises:
+        ClusterError: a driver cannot connect, with the reason and the fix.
+    """
     try:
         if "://" in address:
             raise ValueError(address)
         check_reachable(address)
     except OSError as error:
-        return HeadFacts(address, error=str(error))
+        raise _no_response(address, str(error)) from None
     except ValueError:  # also for a host name that is too long
-        return HeadFacts(address, error="not HOST:PORT, such as HOST:6379")
+        raise _no_response(address, "not HOST:PORT, such as HOST:6379") from None
     loader = AuthenticationTokenLoader.instance()
     token = loader.get_token_for_http_header(ignore_auth_mode=True).get("authorization", "")
+    asks_for_token, version = False, None
     with _channel(address) as channel:
         ask = channel.unary_unary(_CHECK_ALIVE, response_deserializer=CheckAliveReply.FromString)
         try:
             version = ask(b"", timeout=ANSWER_TIMEOUT_S).ray_version
-            return HeadFacts(address, ray_version=version)
         except grpc.RpcError as error:
             if error.code() != grpc.StatusCode.UNAUTHENTICATED:
-                return HeadFacts(address, error=f"{error.code().name}: {error.details()}")
-        try:
-            ours = (("authorization", token),)
-            version = ask(b"", timeout=ANSWER_TIMEOUT_S, metadata=ours).ray_version
-        except grpc.RpcError:
-            return HeadFacts(address, asks_for_token=True)
-        return HeadFacts(address, "", True, is_token_auth_enabled(), version)
+                raise _no_response(address, f"{error.code().name}: {error.details()}") from None
+            asks_for_token, ours = True, (("authorization", token),)
+            with contextlib.suppress(grpc.RpcError):
+                version = ask(b"", timeout=ANSWER_TIMEOUT_S, metadata=ours).ray_version
+    if asks_for_token and (version is None or not is_token_auth_enabled()):
+        raise ClusterError(
+            f"the cluster at {address} requires a token and refuses this machine's; copy the head's "
+            "~/.ray/auth_token (mode 0600) or RAY_AUTH_TOKEN, and set RAY_AUTH_MODE=token"
+        )
+    if version and version != ray.__version__:
+        raise ClusterError(
+            f"the cluster at {address} has ray {version}, this machine {ray.__version__}; "
+            "install the same version on every node"
+        )
+    return asks_for_token
+
+
+def _no_response(address: str, why: str) -> ClusterError:
+    return ClusterError(
+        f"no cluster responds at {address} ({why}); start it, open the port to this "
+        "machine, correct RAY_ADDRESS, or unset it to start a private cluster"
+    )
 
 
 def _channel(address: str) -> grpc.Channel:
@@ -121,25 +122,6 @@ def _channel(address: str) -> grpc.Channel:
     certificate, key, authority = load_certs_from_env()
     credentials = grpc.ssl_channel_credentials(authority, key, certificate)
     return grpc.secure_channel(address, credentials)
-
-
-def check_head(head: HeadFacts) -> None:
-    """Raise ClusterError, with the reason and the fix, unless a driver can connect."""
-    if head.error:
-        raise ClusterError(
-            f"no cluster responds at {head.address} ({head.error}); start it, open the port to this "
-            "machine, correct RAY_ADDRESS, or unset it to start a private cluster"
-        )
-    if head.asks_for_token and not head.accepts_us:
-        raise ClusterError(
-            f"the cluster at {head.address} requires a token and refuses this machine's; copy the head's "
-            "~/.ray/auth_token (mode 0600) or RAY_AUTH_TOKEN, and set RAY_AUTH_MODE=token"
-        )
-    if head.ray_version and head.ray_version != ray.__version__:
-        raise ClusterError(
-            f"the cluster at {head.address} has ray {head.ray_version}, this machine {ray.__version__}; "
-            "install the same version on every node"
-        )
 
 
 def keep_token_private() -> None:

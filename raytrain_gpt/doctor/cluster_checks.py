@@ -29,7 +29,7 @@ from raytrain_gpt.cluster.all_nodes import (
 from raytrain_gpt.cluster.capacity import Resources, cpus_to_start, fit_to_cluster
 from raytrain_gpt.cluster.connection import connect
 from raytrain_gpt.cluster.failures import root_cause
-from raytrain_gpt.cluster.head import ask_head
+from raytrain_gpt.cluster.head import check_head
 from raytrain_gpt.cluster.private_cluster import end_own_cluster
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.schema import Config
@@ -124,7 +124,7 @@ def check_cluster(exam: Examination) -> str:
     """Check that the cluster can be joined, and that it requires a token."""
     exam.resources = resources = connect(cpus_to_start(exam.config), exam.log)
     address = ray.get_runtime_context().gcs_address
-    if not ask_head(address).asks_for_token:
+    if not check_head(address):
         raise Failed(
             f"the cluster at {address} accepts calls without a token, so anyone who reaches it can run "
             "code on it; unset RAY_AUTH_MODE for a private cluster, or start every node with "

@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 import ray
+from ray.core.generated.gcs_service_pb2 import CheckAliveReply
 
-from raytrain_gpt.cluster.head import HeadFacts, ask_head, check_head, given_address
+from raytrain_gpt.cluster.head import check_head, given_address
 from raytrain_gpt.errors import ClusterError
 from tests.conftest import raises_line
 
-HEAD = HeadFacts(
-    "10.0.0.1:6379",
-    asks_for_token=True,
-    accepts_us=True,
-    ray_version=ray.__version__,
-)
+
+@contextmanager
+def head(ray_version: str, asks_for_token: bool = False) -> Iterator[str]:
+    """Serve the answer of a head, which accepts no token; yields the address."""
+
+    def answer(_: bytes, context: grpc.ServicerContext) -> bytes:
+        if asks_for_token:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "no token")
+        return bytes(CheckAliveReply(ray_version=ray_version).SerializeToString())
+
+    methods = {"CheckAlive": grpc.unary_unary_rpc_method_handler(answer)}
+    service = grpc.method_handlers_generic_handler("ray.rpc.NodeInfoGcsService", methods)
+    server = grpc.server(ThreadPoolExecutor(1), handlers=(service,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None)
 
 
 @pytest.fixture
@@ -64,19 +78,20 @@ def test_what_is_no_cluster_is_not_joined(started: tuple[Path, str], what: str) 
 
 def test_nobody_listens_at_the_address() -> None:
     with raises_line(ClusterError, "127.0.0.1:1", "refused", "RAY_ADDRESS"):
-        check_head(ask_head("127.0.0.1:1"))
+        check_head("127.0.0.1:1")
     for address in ("head", "http://127.0.0.1:8265"):
         with raises_line(ClusterError, address, "not HOST:PORT", "HOST:6379"):
-            check_head(ask_head(address))
+            check_head(address)
 
 
 @pytest.mark.fault(
     "`ray start` cluster with a different token or version", "one-line error or private cluster"
 )
 def test_what_keeps_a_driver_out() -> None:
-    check_head(HEAD)
-    check_head(HeadFacts("10.0.0.1:6379", ray_version=ray.__version__))
-    with raises_line(ClusterError, "requires a token", "copy", "set RAY_AUTH_MODE=token"):
-        check_head(replace(HEAD, accepts_us=False))
-    with raises_line(ClusterError, "2.59.1", ray.__version__):
-        check_head(replace(HEAD, ray_version="2.59.1"))
+    with head(ray.__version__) as address:
+        assert not check_head(address)
+    words = "requires a token", "copy", "set RAY_AUTH_MODE=token"
+    with head(ray.__version__, True) as address, raises_line(ClusterError, *words):
+        check_head(address)
+    with head("2.59.1") as address, raises_line(ClusterError, "2.59.1", ray.__version__):
+        check_head(address)
