@@ -114,16 +114,6 @@ class Muon(AdamW):
             for (rows, columns, num_maps), num in matrices.items()
         )
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
-        matrices = [matrix for stack in self._stacks.values() for matrix in stack]
-        gradients = [local_tensor(m.grad) for m in matrices if m.grad is not None]
-        if set_to_none:
-            for matrix in matrices:
-                matrix.grad = None
-        elif gradients:
-            torch._foreach_zero_(gradients)
-
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update all parameters; reads `grad_scale` and `found_inf` like a fused AdamW."""

@@ -45,8 +45,6 @@ class Optimizer(Protocol):
 
     def step(self) -> object: ...
 
-    def zero_grad(self, set_to_none: bool = True) -> None: ...
-
 
 def numbers_of_groups(groups: list[dict[str, Any]]) -> list[dict[str, float]]:
     """Return the numbers in each parameter group, without the learning rate, which `update` sets."""
@@ -171,9 +169,6 @@ class UserOptimizer:
             lr = group["lr"] * factor
             group["lr"] = rate.fill_(lr) if isinstance(rate, Tensor) else lr
         self.inner.step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.inner.zero_grad(set_to_none)
 
 
 class LossScale:
@@ -304,7 +299,11 @@ def update(
     optimizer.grad_scale = factor * ((norm + 1e-6) / grad_clip).clamp(min=1.0)
     optimizer.found_inf = not_finite.float()
     optimizer.step()
-    optimizer.zero_grad(set_to_none=not keeps_gradients)
+    if keeps_gradients:
+        torch._foreach_zero_(gradients)
+    else:
+        for parameter in parameters:
+            parameter.grad = None
     if loss_scale is not None:
         loss_scale.adjust(not_finite)
     return norm
