@@ -34,7 +34,7 @@ from raytrain_gpt.checkpoint.catalog import (
 from raytrain_gpt.cluster.capacity import Pause
 from raytrain_gpt.cluster.compilers import check_compiler
 from raytrain_gpt.cluster.failures import root_cause
-from raytrain_gpt.cluster.last_words import last_words
+from raytrain_gpt.cluster.orphans import last_words
 from raytrain_gpt.cluster.signals import STOPPING, StopSignals
 from raytrain_gpt.columns import Row
 from raytrain_gpt.config.plan import Plan
