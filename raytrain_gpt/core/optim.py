@@ -1,11 +1,11 @@
-"""The update: optimizer protocol, AdamW, loss scale, learning rate; only matrices and embeddings decay."""
+"""The update: AdamW, optimizers of users, loss scale, learning rate; only matrices and embeddings decay."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
 from collections.abc import Container, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,29 +21,6 @@ INIT_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000
 MatrixCounts = Mapping[tuple[int, int, int], int]
 """(rows, columns, fused projections) -> number of such matrices in a model's blocks."""
-
-
-class Optimizer(Protocol):
-    """An optimizer that skips a step on the device, like torch's fused ones.
-
-    Attributes:
-        grad_scale: Set before every step, which divides the gradients by it; a scalar on the device.
-        found_inf: Set before every step; 1.0 skips it, and 0.0 does not.
-        state: State by parameter, of tensors, numbers and lists of them.
-        group_numbers: Numbers in each parameter group when it was built; changed ones are state.
-    """
-
-    grad_scale: Tensor
-    found_inf: Tensor
-    group_numbers: list[dict[str, float]]
-
-    @property
-    def state(self) -> defaultdict[Tensor, Any]: ...
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]: ...
-
-    def step(self) -> object: ...
 
 
 def numbers_of_groups(groups: list[dict[str, Any]]) -> list[dict[str, float]]:
@@ -111,7 +88,7 @@ class AdamW(torch.optim.AdamW):
 
 
 class UserOptimizer:
-    """A user's optimizer behind the protocol `Optimizer`.
+    """A user's optimizer, made an `Optimizer`.
 
     Each step waits until it knows whether the gradients are finite, as torch's optimizers cannot skip a step
     on the device. Learning rates of its parameter groups keep their ratios to peak_lr.
@@ -169,6 +146,15 @@ class UserOptimizer:
             lr = group["lr"] * factor
             group["lr"] = rate.fill_(lr) if isinstance(rate, Tensor) else lr
         self.inner.step()
+
+
+Optimizer = AdamW | UserOptimizer
+"""An optimizer that skips a step on the device, like torch's fused ones.
+
+`update` sets two scalars on the device before every step: `grad_scale`, which divides the gradients, and
+`found_inf`, of which 1.0 skips the step. `state` by parameter has tensors, numbers and lists of them.
+`group_numbers` are the numbers in each parameter group when it was built; changed ones are state.
+"""
 
 
 class LossScale:
