@@ -111,7 +111,7 @@ def train_rank(job: RankJob) -> Events:
                 rank.flush(late=actions.flush == "late")
             if actions.save != "no":
                 rank.check_weights()
-            if rank.must_roll_back:  # only now is it known; bad steps are not saved
+            if rank.log.bad_streak:  # only now is it known; bad steps are not saved
                 break
             if actions.save == "before_evaluation":
                 rank.save_checkpoint()
@@ -249,7 +249,16 @@ class Rank:
         self.exchange_requests()
         if not self.stop_requested:
             self.link.work()
-            self._note_start()
+            self.outbox.note(
+                self.step,
+                "resume" if self.job.resumed else "start",
+                num_workers=self.collectives.world_size,
+                device=self._device_name,
+                threads=torch.get_num_threads(),
+                precision=setup.precision,
+                micro_batch_sequences=self.job.plan.micro_batch_sequences,
+                activation_checkpointing=self.job.plan.activation_checkpointing,
+            )
 
     def steps(self) -> Iterator[StepResult]:
         """Train, yielding the result of every remaining step."""
@@ -274,18 +283,6 @@ class Rank:
         )
         yield from self.profile.record_steps(results)
 
-    def _note_start(self) -> None:
-        self.outbox.note(
-            self.step,
-            "resume" if self.job.resumed else "start",
-            num_workers=self.collectives.world_size,
-            device=self._device_name,
-            threads=torch.get_num_threads(),
-            precision=self.setup.precision,
-            micro_batch_sequences=self.job.plan.micro_batch_sequences,
-            activation_checkpointing=self.job.plan.activation_checkpointing,
-        )
-
     def record(self, result: StepResult) -> None:
         """Add a result without reading it from the device."""
         if result.step == self._first_step and not self.config.cluster.is_local:
@@ -309,7 +306,7 @@ class Rank:
         Raises:
             Diverged: they are not, in a trial or without `spike_detection`.
         """
-        if self.must_roll_back:
+        if self.log.bad_streak:
             return
         started = time.perf_counter()
         is_bad = not has_finite_parameters(self.setup.raw_model)
@@ -323,11 +320,6 @@ class Rank:
         self.outbox.line(line)
         self.log.reject_weights(self.step)
 
-    @property
-    def must_roll_back(self) -> bool:
-        """Whether enough steps in a row were bad."""
-        return self.log.bad_streak is not None
-
     def evaluate(self) -> None:
         """Report metrics over all ranks, and samples; excluded from training time."""
         started, setup = time.perf_counter(), self.setup
@@ -337,7 +329,7 @@ class Rank:
             except UserError:  # raised on all ranks; a trial would never repeat the evaluation
                 if not self.job.is_trial:
                     self.check_weights()
-                    if not self.must_roll_back:
+                    if not self.log.bad_streak:
                         self.save_checkpoint()
                         self.checkpoints.collect()
                 raise

@@ -108,7 +108,10 @@ class Run:
     Attributes:
         link: What the ranks share with this process, if they train in it.
         stopped_as: What the trackers are told of a stop.
+        summary: The result, once the run has ended.
     """
+
+    summary: RunSummary
 
     def __init__(
         self,
@@ -140,15 +143,11 @@ class Run:
 
     def train(self) -> RunSummary:
         """Train to the end."""
-        evaluations = self.evaluations()
-        while True:
-            try:
-                next(evaluations)
-            except StopIteration as end:
-                summary: RunSummary = end.value
-                return summary
+        for _ in self.evaluations():
+            pass
+        return self.summary
 
-    def evaluations(self) -> NewRows[RunSummary]:
+    def evaluations(self) -> NewRows[None]:
         """Check, resume, train and finish; a trial yields the new rows at every evaluation.
 
         The first ones may be those of an earlier process.
@@ -175,15 +174,14 @@ class Run:
                 self._restore_rows(existing)
                 complete_trackers(self._tracked(existing))
                 self.sync.push()
-                summary = self._summary(existing, was_finished=True)
+                self._summarize(existing, was_finished=True)
             else:
                 preflight.announce(self.config, self.world_size, self.data, self.log)
                 self._write_config(self.config.model_copy(update={"cluster": self.asked}))
                 skipped = read_skipped(self.run_dir, resumed)
                 self.rollbacks = Rollbacks(self.config, skipped, self.log)
-                summary = yield from self._supervise(resumed, lease)
-        yield from self._missed_evaluations(summary.step)
-        return summary
+                yield from self._supervise(resumed, lease)
+        yield from self._missed_evaluations(self.summary.step)
 
     def _write_config(self, config: Config) -> None:
         """Write the resolved configuration and the code, so that `--config` and `--code` repeat the run."""
@@ -205,7 +203,7 @@ class Run:
             max([self._attempts, *recorded, *(int(name) for name in names if name.isdigit())]) + 1
         )
 
-    def _supervise(self, resumed: Checkpoint | None, lease: Lease) -> NewRows[RunSummary]:
+    def _supervise(self, resumed: Checkpoint | None, lease: Lease) -> NewRows[None]:
         place, config, counters = self.place, self.config, policy.Counters()
         while True:
             self.world_size = place.await_workers(config, self.world_size, self._pause, self.log)
@@ -227,7 +225,8 @@ class Run:
             match policy.next_action(end, started_at, step, counters, config, stopping):
                 case "finish":
                     assert resumed is not None, "a run has steps, and the last one is saved"
-                    return self._summary(resumed)
+                    self._summarize(resumed)
+                    return
                 case "interrupt":
                     raise Interrupted(self._interrupted_message(started_at))
                 case policy.GiveUp(message):
@@ -248,8 +247,9 @@ class Run:
         """Return the newest checkpoint that looks complete, for messages."""
         return next(reversed(self.catalog.complete()), None)
 
-    def _summary(self, newest: Checkpoint, was_finished: bool = False) -> RunSummary:
-        return RunSummary(self.run_dir, self.sync, newest.state.step, newest, was_finished)
+    def _summarize(self, newest: Checkpoint, was_finished: bool = False) -> None:
+        step = newest.state.step
+        self.summary = RunSummary(self.run_dir, self.sync, step, newest, was_finished)
 
     def _attempt(self, resumed: Checkpoint | None, lease: Lease) -> NewRows[policy.AttemptEnd]:
         """Run one attempt; on return all files are written and a rollback is complete."""
@@ -389,12 +389,9 @@ class Run:
         books.note(resume_step(newest), end.kind, **details)
 
     def _close(self, books: Books, end: policy.AttemptEnd, newest: Checkpoint | None) -> None:
-        status: End = "interrupted"
-        if end.kind == "stopped":
-            status = self.stopped_as
-        elif end.kind in ("finished", "failed", "hung", "out_of_memory"):
-            status = "finished" if end.kind == "finished" else "failed"
-        books.close(status, str(newest.path) if newest else None)
+        told: dict[str, End] = {"finished": "finished", "stopped": self.stopped_as}
+        told |= dict.fromkeys(("failed", "hung", "out_of_memory"), "failed")
+        books.close(told.get(end.kind, "interrupted"), str(newest.path) if newest else None)
 
     def _saved_rows(self) -> list[Row]:
         return [row for checkpoint in self.catalog.complete() for row in checkpoint.rows()]

@@ -22,7 +22,7 @@ class FakeRank(Rank):
         self.job, self.step, self._exit_reason = job, 0, None
         self.link, self.outbox = Link(), Outbox(0)
         self.profile: Any = SimpleNamespace(is_edge=lambda step: False)
-        self.log: Any = SimpleNamespace(exclude_time=lambda seconds: None)
+        self.log: Any = SimpleNamespace(exclude_time=lambda seconds: None, bad_streak=None)
         self.checkpoints: Any = SimpleNamespace(collect=lambda: self._do("collect"))
         for name in ("begin", "flush", "check_weights", "evaluate", "save_checkpoint", "finish"):
             setattr(self, name, lambda name=name, **_: self._do(name))
@@ -37,15 +37,12 @@ class FakeRank(Rank):
 
     def record(self, result: Any) -> None:
         self.step = result.step
+        self.log.bad_streak = self.step == self.job.bad_at
         self._do(f"step {result.step}")
 
     def exchange_requests(self) -> None:
         if self.step == self.job.stop_at:
             self._exit_reason = "stopped"
-
-    @property
-    def must_roll_back(self) -> bool:
-        return bool(self.step == self.job.bad_at)
 
 
 Loop = Callable[..., tuple[Events, list[str]]]
