@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -104,6 +103,11 @@ class ModelCounts:
 def count_model(shape: GPTShape) -> ModelCounts:
     """Count a model; raises a RuntimeError for sizes beyond 64 bits."""
     model, times = _on_meta(shape)
+    matrices = Counter[tuple[int, int, int]]()
+    for name, p in model.h.named_parameters():
+        if p.dim() == 2:
+            fused = model.fused_projections.get(name.partition(".")[2], 1)
+            matrices[p.shape[0], p.shape[1], fused] += times
     inside = [*model.h.parameters()]
     outside = {*model.parameters()} - {*inside}
     num_parameters = sum(p.numel() for p in outside) + times * sum(p.numel() for p in inside)
@@ -117,14 +121,8 @@ def count_model(shape: GPTShape) -> ModelCounts:
         block_elements=max(
             sum(p.numel() for p in block.parameters() if p.dim() == 2) for block in model.h
         ),
-        matrices=Counter({size: times * n for size, n in Counter(_with_maps(model)).items()}),
+        matrices=matrices,
     )
-
-
-def _with_maps(model: GPT) -> Iterator[tuple[int, int, int]]:
-    for name, p in model.h.named_parameters():
-        if p.dim() == 2:
-            yield p.shape[0], p.shape[1], model.fused_projections.get(name.partition(".")[2], 1)
 
 
 def resolved_shape(shape: GPTShape) -> GPTShape:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from itertools import chain
 
 import regex  # type: ignore[import-untyped]
 import tiktoken
@@ -21,9 +22,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
 from raytrain_gpt.config.call_options import PrepareOptions
-from raytrain_gpt.data.documents import SourcePiece
 from raytrain_gpt.data.prepare_plan import Plan, reader
-from raytrain_gpt.data.split import ReadDocuments, document_hash
+from raytrain_gpt.data.split import document_hash
 from raytrain_gpt.data.tokenizer import EOT, make_encoding
 from raytrain_gpt.data.tokenizer_file import GPT2_PATTERN, token_ranks
 from raytrain_gpt.errors import DataError
@@ -94,8 +94,9 @@ def sample(plan: Plan, options: PrepareOptions, max_bytes: int = _SAMPLE_BYTES) 
         )
     left = max_bytes
     for i in order:
-        left_here = min(each, left)
-        for text in _train_texts(plan, i, plan.pieces[i], read):
+        left_here, piece = min(each, left), plan.pieces[i]
+        parts = (plan.split.parts(i, piece.name, document) for document in read(piece))
+        for text in (text for split, text in chain.from_iterable(parts) if split == "train"):
             content = text.encode("utf-8", "replace")[:left_here]
             left_here, left = left_here - len(content), left - len(content)
             yield content.decode(errors="ignore")
@@ -103,13 +104,6 @@ def sample(plan: Plan, options: PrepareOptions, max_bytes: int = _SAMPLE_BYTES) 
                 break
         if left <= 0:
             return
-
-
-def _train_texts(plan: Plan, i: int, piece: SourcePiece, read: ReadDocuments) -> Iterator[str]:
-    for document in read(piece):
-        for split, text in plan.split.parts(i, piece.name, document):
-            if split == "train":
-                yield text
 
 
 def _pieces(texts: Iterable[str], stopped: threading.Event) -> Iterator[str]:
