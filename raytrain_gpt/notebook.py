@@ -137,8 +137,8 @@ def batch_at(
     Raises:
         UserError: the run, step or dataset does not exist.
     """
+    from raytrain_gpt.data.locations import find
     from raytrain_gpt.runs.provenance import RunProvenance
-    from raytrain_gpt.storage.find import find
 
     return RunProvenance(find(run, storage_path), data).step(step)
 
@@ -167,10 +167,9 @@ def replay(
     Raises:
         UserError: the run, a step, its data or its code does not exist.
     """
-    from raytrain_gpt.data.locations import read_code
+    from raytrain_gpt.data.locations import find, read_code
     from raytrain_gpt.replays.steps import Replay, sha256, undisturbed
     from raytrain_gpt.runs.provenance import RunProvenance
-    from raytrain_gpt.storage.find import find
 
     source = RunProvenance(find(run, storage_path), data)
 

@@ -62,7 +62,7 @@ class StorageOptions(Options):
 
     def find(self, name: str) -> Location:
         """Return the place of a name or path; raises CheckpointError if a name is nowhere."""
-        from raytrain_gpt.storage.find import find  # slow to import
+        from raytrain_gpt.data.locations import find  # slow to import
 
         return find(name, self.storage_path)
 

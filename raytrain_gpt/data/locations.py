@@ -1,8 +1,9 @@
-"""Paths and URLs of the configuration, with the run's storage settings."""
+"""Paths and URLs that commands name, and those of the configuration with the run's storage settings."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,10 +15,12 @@ from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.config.sections import EvalSection, TrackingSection
 from raytrain_gpt.data.mixture import BatchOrder, Mixture, parse_data_path, read_mixture
 from raytrain_gpt.data.shards import MANIFEST_FILE
-from raytrain_gpt.errors import ConfigError, DataError
-from raytrain_gpt.format import Log, shell
-from raytrain_gpt.storage.find import find
-from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location, is_url
+from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
+from raytrain_gpt.format import Log, listed, shell
+from raytrain_gpt.redact import say
+from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location, LocationLike, is_url
+
+_PATH = re.compile(r"/|~|\.\.?(/|$)")
 
 
 def location(config: Config, path: str) -> Location:
@@ -98,6 +101,30 @@ def recorded_data(config: Config, holder: Location) -> Mixture:
 
 def run_location(config: Config) -> Location:
     return location(config, config.run.storage_path) / config.run.run_name
+
+
+def find(name: str | Path, storage: LocationLike, log: Log = say) -> Location:
+    """Return the place of a run, sweep, checkpoint or export: `storage / name`, else the path from here.
+
+    A URL, a `Path`, and what starts with `/`, `./`, `../` or `~` is not looked up in the storage. Logs a line
+    if a name is in both places; raises a CheckpointError if it is in neither.
+    """
+    storage = Location.of(storage, retry_for_s=COMMAND_RETRY_S)
+    here = Location.of(name, retry_for_s=storage.retry_for_s)
+    if isinstance(name, Path) or is_url(name) or _PATH.match(name):
+        return here
+    there = storage / str(Path(name))
+    if there.exists():
+        if here.exists() and not (there.is_local and there.path.samefile(here.path)):
+            log(f"{name} is run {there}; for {here} write {shell(f'./{name}')}")
+        return there
+    if here.exists():
+        return here
+    names = (one for one in storage.names() if not (storage / one).is_file())
+    raise CheckpointError(
+        f"no run {name} in {storage}, which has {listed(names)}, and no {here}; set --storage_path to "
+        "where it is, or give its path"
+    )
 
 
 def find_in(config: Config, name: str, log: Log = lambda line: None) -> Location:

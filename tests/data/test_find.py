@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from raytrain_gpt.data.locations import find
 from raytrain_gpt.errors import CheckpointError
-from raytrain_gpt.storage.find import find
 from raytrain_gpt.storage.location import Location
 from tests.conftest import raises_line
 
