@@ -7,21 +7,14 @@ from typing import Annotated
 
 from pydantic import Field
 
-from raytrain_gpt.commands.flags import (
-    CommandGroup,
-    DataOptions,
-    JsonOptions,
-    ProgressOptions,
-    RunOptions,
-    command,
-)
+from raytrain_gpt.commands import flags
 from raytrain_gpt.config.call_options import Metavar, PrepareOptions
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import count, shell
 from raytrain_gpt.redact import say
 
 
-class PrepareFlags(PrepareOptions, ProgressOptions):
+class PrepareFlags(PrepareOptions, flags.ProgressOptions):
     sources: Annotated[list[str], Metavar("SOURCE", positional=True)]
     """Files, directories or globs: local, s3://…, gs://… or hf://datasets/OWNER/NAME/…; or stdlib
     (Python's own source). Text: .txt, .jsonl(.gz, .zst), .json, .parquet; token ids: .bin of nanoGPT
@@ -33,12 +26,12 @@ class PrepareFlags(PrepareOptions, ProgressOptions):
     dataset or checkpoint; for token ids: their tokenizer."""
 
 
-class DatasetOptions(JsonOptions):
+class DatasetOptions(flags.JsonOptions):
     directory: Annotated[str, Metavar("DIR", positional=True)]
     """A dataset: directory or s3://bucket/prefix."""
 
 
-class AtOptions(DataOptions, RunOptions):
+class AtOptions(flags.DataOptions, flags.RunOptions):
     step: int | None = Field(None, ge=1)
     """Step to show (default: none)."""
     batch: int | None = Field(None, ge=0)
@@ -47,14 +40,14 @@ class AtOptions(DataOptions, RunOptions):
     """Worker whose sequences to show (default: all)."""
 
 
-class FindOptions(DataOptions):
+class FindOptions(flags.DataOptions):
     text: Annotated[str, Metavar("TEXT", positional=True)]
     """Text to find in documents."""
     run: Annotated[str, Metavar("RUN", positional=True)]
     """Name, path or s3:// URL of a run."""
 
 
-@command("prepare", PrepareFlags)
+@flags.command("prepare", PrepareFlags)
 def prepare(options: PrepareFlags) -> None:
     """Make a dataset from text or token ids.
 
@@ -72,13 +65,13 @@ def prepare(options: PrepareFlags) -> None:
     say(_train_line(options.out))
 
 
-@command("show", DatasetOptions)
+@flags.command("show", DatasetOptions)
 def show(options: DatasetOptions) -> None:
     """Show the contents of a dataset."""
     _describe(options, verified=False)
 
 
-@command("verify", DatasetOptions)
+@flags.command("verify", DatasetOptions)
 def verify(options: DatasetOptions) -> None:
     """Check all bytes of a dataset."""
     from raytrain_gpt.data.shards import read_manifest
@@ -107,7 +100,7 @@ def _describe(options: DatasetOptions, *, verified: bool) -> None:
     options.say_json(facts | {"verified": verified})
 
 
-@command("at", AtOptions)
+@flags.command("at", AtOptions)
 def at(options: AtOptions) -> None:
     """Show the sequences that a run trained on at a step."""
     from raytrain_gpt.runs.provenance import describe_sequence
@@ -128,7 +121,7 @@ def at(options: AtOptions) -> None:
     options.say_json({"run": str(run.dir), "step": step, "batch": batch, "sequences": rows})
 
 
-@command("find", FindOptions)
+@flags.command("find", FindOptions)
 def find(options: FindOptions) -> None:
     """Find the steps of a run that trained on a text."""
     run = options.open_run(options.run)
@@ -147,7 +140,7 @@ def _train_line(directory: str) -> str:
     return f"next: {shell('raytrain-gpt', 'train', '--data_path', directory)} --run_name my-run"
 
 
-data = CommandGroup(
+data = flags.CommandGroup(
     "data",
     "Show or verify a dataset, or show the text that a run's steps trained on.",
     (show, verify, at, find),

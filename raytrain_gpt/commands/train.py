@@ -10,20 +10,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from raytrain_gpt.commands.flags import (
-    ChangedCodeOptions,
-    CodeOptions,
-    CommandGroup,
-    ConfigOptions,
-    DataOptions,
-    Groups,
-    JsonOptions,
-    ProgressOptions,
-    RunOptions,
-    RunsOptions,
-    command,
-    section_fields,
-)
+from raytrain_gpt.commands import flags
 from raytrain_gpt.config.call_options import Metavar
 from raytrain_gpt.config.kinds import Registry
 from raytrain_gpt.errors import ConfigError, TrainingFailed
@@ -33,7 +20,7 @@ from raytrain_gpt.scaling.study_file import Study
 from raytrain_gpt.sweep.spec import CampaignFile, Sweep
 
 
-class EstimateFlags(JsonOptions, ConfigOptions):
+class EstimateFlags(flags.JsonOptions, flags.ConfigOptions):
     probe: bool = False
     """Time a few real steps on the cluster that train would use."""
     device: Annotated[str | None, Metavar("NAME")] = None
@@ -56,7 +43,7 @@ class EstimateFlags(JsonOptions, ConfigOptions):
     """law.json of a study, to forecast the loss (default: none)."""
 
 
-@command("estimate", EstimateFlags, section_fields)
+@flags.command("estimate", EstimateFlags, flags.section_fields)
 def estimate(options: EstimateFlags) -> None:
     """Estimate parameters, memory, time and price of a run.
 
@@ -88,12 +75,12 @@ def estimate(options: EstimateFlags) -> None:
     options.say_json(result.as_json() | expected)
 
 
-class TrainOptions(ProgressOptions, ConfigOptions, ChangedCodeOptions):
+class TrainOptions(flags.ProgressOptions, flags.ConfigOptions, flags.ChangedCodeOptions):
     dry_run: bool = False
     """Print the resolved configuration, run size and whether the data exists, then exit."""
 
 
-@command("train", TrainOptions, section_fields)
+@flags.command("train", TrainOptions, flags.section_fields)
 def train(options: TrainOptions) -> None:
     """Train a model, or resume a run.
 
@@ -117,7 +104,7 @@ def train(options: TrainOptions) -> None:
     run_end(launch.train(config, options.log), say)
 
 
-class PlannedOptions(ProgressOptions, ChangedCodeOptions):
+class PlannedOptions(flags.ProgressOptions, flags.ChangedCodeOptions):
     file: Annotated[Path, Metavar("FILE", positional=True)]
     """Sweep file, as in tune_configs/, or study file, as in scale_configs/."""
     resume: bool = False
@@ -127,20 +114,20 @@ class PlannedOptions(ProgressOptions, ChangedCodeOptions):
     fields: dict[str, str | None] = Field({}, exclude=True)
 
 
-def _fields_of(file: type[CampaignFile]) -> Callable[[Registry], Groups]:
+def _fields_of(file: type[CampaignFile]) -> Callable[[Registry], flags.Groups]:
     """Return the file's fields that are flags, and the configuration's that the file does not set."""
 
-    def groups(registry: Registry) -> Groups:
+    def groups(registry: Registry) -> flags.Groups:
         sections = {
             section: {name: field for name, field in fields.items() if name not in file.set_by_file}
-            for section, fields in section_fields(registry).items()
+            for section, fields in flags.section_fields(registry).items()
         }
         return {file.kind(): {name: file.model_fields[name] for name in file.flags}, **sections}
 
     return groups
 
 
-@command("tune", PlannedOptions, _fields_of(Sweep))
+@flags.command("tune", PlannedOptions, _fields_of(Sweep))
 def tune(options: PlannedOptions) -> None:
     """Search learning rate, batch size or any other field over many runs.
 
@@ -179,7 +166,7 @@ class ScaleOptions(PlannedOptions):
     """Then forecast a model twice the largest size, and train it to check the forecast."""
 
 
-@command("scale", ScaleOptions, _fields_of(Study))
+@flags.command("scale", ScaleOptions, _fields_of(Study))
 def scale(options: ScaleOptions) -> None:
     """Forecast a large run from a ladder of small ones.
 
@@ -204,17 +191,17 @@ def scale(options: ScaleOptions) -> None:
     say(next_line(results[-1], train_best))
 
 
-class ReportOptions(RunsOptions):
+class ReportOptions(flags.RunsOptions):
     runs: Annotated[list[str], Metavar("RUN", positional=True)]
     """Names, paths or s3:// URLs of runs."""
 
 
-class WhyOptions(CodeOptions, DataOptions, RunOptions):
+class WhyOptions(flags.CodeOptions, flags.DataOptions, flags.RunOptions):
     step: int | None = Field(None, ge=1)
     """Step to explain (default: the run's last spike)."""
 
 
-class DiffOptions(CodeOptions, DataOptions):
+class DiffOptions(flags.CodeOptions, flags.DataOptions):
     runs: Annotated[list[str], Metavar("RUN", positional=True)]
     """Two runs, or one to replay with --code or --setting changed."""
     setting: Annotated[list[str], Metavar("NAME=VALUE")] = Field(default_factory=list)
@@ -225,31 +212,31 @@ class DiffOptions(CodeOptions, DataOptions):
     """Steps to replay with a change."""
 
 
-@command("list", RunsOptions)
-def list_runs(options: RunsOptions) -> None:
+@flags.command("list", flags.RunsOptions)
+def list_runs(options: flags.RunsOptions) -> None:
     """List all runs."""
     from raytrain_gpt.runs.listing import describe_runs
 
     options.say_json(describe_runs(options.storage_path, say))
 
 
-@command("show", RunOptions)
-def show_run(options: RunOptions) -> None:
+@flags.command("show", flags.RunOptions)
+def show_run(options: flags.RunOptions) -> None:
     """Show the state, speed and configuration of a run."""
     from raytrain_gpt.runs.listing import describe_run
 
     options.say_json(describe_run(options.find(options.run), say))
 
 
-@command("checkpoints", RunOptions)
-def checkpoints(options: RunOptions) -> None:
+@flags.command("checkpoints", flags.RunOptions)
+def checkpoints(options: flags.RunOptions) -> None:
     """List the checkpoints of a run."""
     from raytrain_gpt.runs.listing import describe_checkpoints
 
     options.say_json(describe_checkpoints(options.find(options.run), say))
 
 
-@command("report", ReportOptions)
+@flags.command("report", ReportOptions)
 def report(options: ReportOptions) -> None:
     """Write the report of a run or a sweep, or a page that compares several runs."""
     from raytrain_gpt.runs.listing import write_page
@@ -262,7 +249,7 @@ def report(options: ReportOptions) -> None:
     options.say_json({"report": str(page)})
 
 
-@command("why", WhyOptions)
+@flags.command("why", WhyOptions)
 def why(options: WhyOptions) -> None:
     """Replay a step of a run, and rank its sequences by their loss."""
     from raytrain_gpt.data.locations import read_code
@@ -272,7 +259,7 @@ def why(options: WhyOptions) -> None:
     options.say_json(explain_step(run, options.step, codes, say))
 
 
-@command("diff", DiffOptions)
+@flags.command("diff", DiffOptions)
 def diff(options: DiffOptions) -> None:
     """Find the first step and tensor that differ in two runs, or in a run and its replay with a change.
 
@@ -295,7 +282,7 @@ def diff(options: DiffOptions) -> None:
         sys.exit(1)
 
 
-runs = CommandGroup(
+runs = flags.CommandGroup(
     "runs",
     "List runs, show one, its checkpoints or a report; replay steps to explain or compare them.",
     (list_runs, show_run, checkpoints, report, why, diff),
