@@ -27,15 +27,7 @@ import pyarrow.fs as pafs
 from raytrain_gpt.errors import ClusterError, ConfigError
 from raytrain_gpt.format import preview
 from raytrain_gpt.redact import HIDDEN, has_user_info
-from raytrain_gpt.storage.object_store import (
-    REQUEST_TIMEOUT_S,
-    STORES,
-    RetriedReader,
-    access_error,
-    filesystem_for,
-    pinned_path,
-    retried,
-)
+from raytrain_gpt.storage import object_store
 
 T = TypeVar("T")
 
@@ -91,9 +83,9 @@ class Location:
         if is_source and scheme in ("http", "https"):
             shown = url.partition("?")[0]  # a query may have a signature
             raise ConfigError(f"source {shown} is a web address; download it first: curl -LO URL")
-        parts, store = [part for part in rest.split("/") if part], STORES.get(scheme)
+        parts, store = [part for part in rest.split("/") if part], object_store.STORES.get(scheme)
         if store is None or not (store.is_writable or is_source):
-            known = [name for name, one in STORES.items() if one.is_writable]
+            known = [name for name, one in object_store.STORES.items() if one.is_writable]
             urls = " or ".join(f"{name}://bucket/prefix" for name in known)
             hub = ", or hf://datasets/OWNER/NAME/PATH" if is_source else ""
             raise ConfigError(
@@ -155,10 +147,10 @@ class Location:
         """Run an operation on the object store and this key; `what` is its verb for messages."""
 
         def run() -> T:
-            store = filesystem_for(self._scheme, self.endpoint, self.retry_for_s)
+            store = object_store.filesystem_for(self._scheme, self.endpoint, self.retry_for_s)
             return operation(store, self._key)
 
-        return retried(run, what, self.url, self.retry_for_s)
+        return object_store.retried(run, what, self.url, self.retry_for_s)
 
     def _infos(self, recursive: bool = False) -> list[pafs.FileInfo]:
         selector = pafs.FileSelector(self._key, allow_not_found=True, recursive=recursive)
@@ -180,7 +172,7 @@ class Location:
 
     def _check_bucket(self) -> None:
         """Raise if the bucket is missing, which an object store reports as a missing key."""
-        if STORES[self._scheme].is_writable:
+        if object_store.STORES[self._scheme].is_writable:
             _check_bucket(replace(self, url=self.bucket))
 
     def exists(self) -> bool:
@@ -201,7 +193,7 @@ class Location:
         """Pin a hub location to the current commit, or raise a DataError; others are unchanged."""
         if self._scheme != "hf":
             return self
-        path = self._retried("read", lambda _, key: pinned_path(key, self.endpoint))
+        path = self._retried("read", lambda _, key: object_store.pinned_path(key, self.endpoint))
         return replace(self, url=f"hf://{path}")
 
     def names(self) -> list[str]:
@@ -232,14 +224,14 @@ class Location:
             return pa.OSFile(str(_regular(self.path)))
         return pa.PythonFile(self.reader(), mode="r")
 
-    def reader(self) -> RetriedReader:
+    def reader(self) -> object_store.RetriedReader:
         """Open an object for reads by many threads; raises FileNotFoundError."""
         try:
             source = self._retried("read", lambda store, key: store.open_input_file(key))
         except FileNotFoundError:
             self._check_bucket()
             raise FileNotFoundError(2, "No such file", str(self)) from None
-        return RetriedReader(source, self.url, self.retry_for_s)
+        return object_store.RetriedReader(source, self.url, self.retry_for_s)
 
     def read_bytes(self) -> bytes:
         """Read a file; raises FileNotFoundError."""
@@ -357,8 +349,8 @@ class Location:
         """Return Ray's `storage_filesystem`, which retries even when pickled, and `storage_path`."""
         if self.is_local:
             return pafs.LocalFileSystem(), self.url
-        connect = STORES[self._scheme].connect
-        return connect(self.endpoint, REQUEST_TIMEOUT_S, self.retry_for_s), self._key
+        connect = object_store.STORES[self._scheme].connect
+        return connect(self.endpoint, object_store.REQUEST_TIMEOUT_S, self.retry_for_s), self._key
 
 
 def unfinished_path(path: Path) -> Path:
@@ -424,4 +416,4 @@ def _check_bucket(bucket: Location) -> None:
     except ClusterError:  # a key may grant access to objects but not to the bucket
         return
     if info.type == pafs.FileType.NotFound:
-        raise access_error(bucket.url, "NO_SUCH_BUCKET")
+        raise object_store.access_error(bucket.url, "NO_SUCH_BUCKET")

@@ -16,28 +16,12 @@ from raytrain_gpt.errors import TrainingFailed
 from raytrain_gpt.format import Log
 from raytrain_gpt.runs.report import REPORT_FILE
 from raytrain_gpt.storage.location import Location
+from raytrain_gpt.sweep import results, trial_plan
 from raytrain_gpt.sweep.campaign import Campaign
 from raytrain_gpt.sweep.history import Trial, best_trial
-from raytrain_gpt.sweep.results import (
-    BEST_FILE,
-    RESULTS_FILE,
-    best_yaml,
-    failure_text,
-    final_table,
-    results_csv,
-)
 from raytrain_gpt.sweep.scheduler import Rule, halving
 from raytrain_gpt.sweep.spec import Asha, Sweep
 from raytrain_gpt.sweep.sweep_page import sweep_page
-from raytrain_gpt.sweep.trial_plan import (
-    base_config,
-    check_sweep,
-    num_trials,
-    planned_trials,
-    sampled_values,
-    tied_values,
-    trial_config,
-)
 from raytrain_gpt.train.rank import train_rank
 from raytrain_gpt.train.worker_group import TrainLoop
 
@@ -61,10 +45,10 @@ def run_sweep(
     Raises a UserError, Interrupted, or TrainingFailed if no trial has a result.
     """
     with StopSignals("interrupted before the first trial") as signals:
-        base = base_config(sweep)
+        base = trial_plan.base_config(sweep)
         campaign = Campaign(sweep, base, signals, log, train_loop, resume=resume)
-        check_sweep(sweep, campaign.base.cluster.workers)
-        number, maximize = num_trials(sweep), sweep.objective_mode == "max"
+        trial_plan.check_sweep(sweep, campaign.base.cluster.workers)
+        number, maximize = trial_plan.num_trials(sweep), sweep.objective_mode == "max"
         with campaign.on_cluster(number, sweep.max_concurrent_trials, maximize):
             names = [f"{index:03d}" for index in range(number)]
             rule: Rule = (
@@ -75,11 +59,11 @@ def run_sweep(
 
             def planned(name: str) -> tuple[Config, dict[str, Any]]:
                 if sweep.searcher == "optuna":
-                    values = sampled_values(sweep, campaign.history, name)
+                    values = trial_plan.sampled_values(sweep, campaign.history, name)
                 else:
-                    values = planned_trials(sweep)[int(name)]
-                config = trial_config(sweep, campaign.fitted, values)
-                return config, tied_values(sweep, values, config)
+                    values = trial_plan.planned_trials(sweep)[int(name)]
+                config = trial_plan.trial_config(sweep, campaign.fitted, values)
+                return config, trial_plan.tied_values(sweep, values, config)
 
             campaign.run(names, planned, rule, sweep.objective)
             return finish(sweep, campaign)
@@ -89,23 +73,23 @@ def finish(sweep: Sweep, campaign: Campaign) -> SweepSummary:
     """Write the results, and end the campaign."""
     history, objective = campaign.history, sweep.objective
     directory, trials = history.directory, history.trials()
-    files = {RESULTS_FILE: results_csv(trials, objective).encode()}
+    files = {results.RESULTS_FILE: results.results_csv(trials, objective).encode()}
     best, metrics = best_trial(trials), {}
     if best is not None:
         values = {name: best.values[name] for name in sweep.searched}
-        config = trial_config(sweep, campaign.base, values)
+        config = trial_plan.trial_config(sweep, campaign.base, values)
         # Restore fields that the sweep changes from base and overrides.
         original = sweep.base.load().field_values() | sweep.overrides
         restored = ("num_workers", "cpus_per_worker", "spike_detection")
         config = config.updated({name: original[name] for name in restored})
-        files[BEST_FILE] = best_yaml(config, best, sweep).encode()
+        files[results.BEST_FILE] = results.best_yaml(config, best, sweep).encode()
         metrics = {f"best/{objective}": best.objective or 0.0}
     files[REPORT_FILE] = sweep_page(history, sweep.model_dump(mode="json")).encode()
     for name, content in files.items():
         (directory / name).write_bytes(content)
-    failure = failure_text(trials, sweep.title)
+    failure = results.failure_text(trials, sweep.title)
     campaign.close(failure is None and best is not None, metrics, files)
-    campaign.log(final_table(trials, objective, sweep.budget_tokens))
+    campaign.log(results.final_table(trials, objective, sweep.budget_tokens))
     if best is None:
         raise TrainingFailed(failure or f"all trials of {sweep.title} diverged")
     return SweepSummary(directory, trials, tuple(files), failure)
