@@ -19,18 +19,11 @@ from math import ceil, floor
 
 import numpy as np
 
-from raytrain_gpt.data.order import (
-    WINDOW_TOKENS,
-    BatchRanges,
-    Ids,
-    Stream,
-    batches_to_read,
-    permutation,
-)
+from raytrain_gpt.data import order
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.format import count
 
-MIN_WINDOW_TOKENS = WINDOW_TOKENS // 16
+MIN_WINDOW_TOKENS = order.WINDOW_TOKENS // 16
 """Smallest window of a low-weight dataset, over several chunks; fewer row groups would shuffle poorly."""
 
 
@@ -48,7 +41,7 @@ class MixedOrder:
 
     def __init__(
         self,
-        row_group_sequences: Sequence[Ids],
+        row_group_sequences: Sequence[order.Ids],
         weights: Sequence[Fraction],
         batch_sequences: int,
         seq_len: int,
@@ -65,11 +58,11 @@ class MixedOrder:
         self._batch_sequences, self._seed = batch_sequences, seed
         self._seeds = [_dataset_seed(seed, i) for i in range(len(weights))]
         seeded = zip(row_group_sequences, self._seeds, strict=True)
-        self._streams = [Stream(counts, dataset_seed) for counts, dataset_seed in seeded]
+        self._streams = [order.Stream(counts, dataset_seed) for counts, dataset_seed in seeded]
         sizes = [stream.num_sequences for stream in self._streams]
         self._first_ids = np.cumsum(sizes) - sizes
         batch_tokens = batch_sequences * seq_len
-        self._chunk_batches = max(1, WINDOW_TOKENS // batch_tokens)
+        self._chunk_batches = max(1, order.WINDOW_TOKENS // batch_tokens)
         chunk_tokens = self._chunk_batches * batch_tokens
         self._window_batches = [
             self._chunk_batches * max(1, ceil(MIN_WINDOW_TOKENS / (weight * chunk_tokens)))
@@ -83,16 +76,16 @@ class MixedOrder:
             return floor(self.weights[dataset] * batch * self._batch_sequences)
         return batch * self._batch_sequences - sum(self._taken(i, batch) for i in range(dataset))
 
-    def _shuffled_window(self, dataset: int, window: int, epoch: int) -> tuple[int, Ids]:
+    def _shuffled_window(self, dataset: int, window: int, epoch: int) -> tuple[int, order.Ids]:
         """Return the stream offset and the sequences of a window's slice of an epoch."""
         size, stream = self._window_batches[dataset], self._streams[dataset]
         num = stream.num_sequences
         first = max(self._taken(dataset, window * size), epoch * num)
         stop = min(self._taken(dataset, (window + 1) * size), (epoch + 1) * num)
-        positions = permutation(stop - first, self._seeds[dataset], epoch, window)
+        positions = order.permutation(stop - first, self._seeds[dataset], epoch, window)
         return first, self._first_ids[dataset] + stream.ids(epoch, first - epoch * num + positions)
 
-    def _ids_of(self, dataset: int, batch: int) -> list[Ids]:
+    def _ids_of(self, dataset: int, batch: int) -> list[order.Ids]:
         """Return the sequences of a dataset in a batch, one array per epoch."""
         first, stop = self._taken(dataset, batch), self._taken(dataset, batch + 1)
         num = self._streams[dataset].num_sequences
@@ -107,18 +100,18 @@ class MixedOrder:
         """Count the sequences of each dataset in the global batches before `batch`."""
         return [self._taken(dataset, batch) for dataset in range(len(self.weights))]
 
-    def trained(self, num_batches: int, skipped: BatchRanges) -> list[int]:
+    def trained(self, num_batches: int, skipped: order.BatchRanges) -> list[int]:
         """Count the sequences of each dataset in the first `num_batches` batches that are not skipped."""
-        ranges = batches_to_read(0, num_batches, skipped)
+        ranges = order.batches_to_read(0, num_batches, skipped)
         counts = [
             np.subtract(self.taken_before(stop), self.taken_before(first)) for first, stop in ranges
         ]
         return [int(n) for n in np.sum(counts, axis=0)]
 
-    def batch_ids(self, batch: int) -> Ids:
+    def batch_ids(self, batch: int) -> order.Ids:
         """Return the sequence ids of a global batch in rank order, int64 (batch_sequences,)."""
         ids = np.concatenate([s for k in range(len(self.weights)) for s in self._ids_of(k, batch)])
-        return ids[permutation(len(ids), self._seed, batch)]
+        return ids[order.permutation(len(ids), self._seed, batch)]
 
     def epoch(self, batch: int) -> int:
         """Return the epoch, at a global batch, of the dataset read most often."""

@@ -37,13 +37,7 @@ from raytrain_gpt.format import Log, count
 from raytrain_gpt.parsing import parse_yaml
 from raytrain_gpt.storage.lease import LEASE_FILE, Lease, hold_lease
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.sweep.cost import (
-    data_cpus,
-    fit_here,
-    one_worker_for_auto,
-    trial_cpus,
-    trials_at_once,
-)
+from raytrain_gpt.sweep import cost
 from raytrain_gpt.sweep.history import ENDED, History
 from raytrain_gpt.sweep.results import counts_text
 from raytrain_gpt.sweep.scheduler import InPlannedOrder, PlannedTrials, Rule
@@ -98,7 +92,7 @@ class Campaign:
     ) -> None:
         self.definition, self.title = definition, definition.title
         self.signals, self.log, self._train_loop = signals, log, train_loop
-        self.base = preflight.prepare_default_data(one_worker_for_auto(base), log)
+        self.base = preflight.prepare_default_data(cost.one_worker_for_auto(base), log)
         self.data = read_data(self.base)  # raises before a cluster starts
         self.directory = location(self.base, self.base.run.storage_path) / definition.name
         self._facts = {"data": self.data.hash, "vocabulary": self.data.vocab_hash}
@@ -112,12 +106,13 @@ class Campaign:
     def on_cluster(self, number: int, most: int | None, maximize: bool = False) -> Iterator[None]:
         """Connect, fit trials, at `most` at once, and hold the lease; an error ends the tracked run."""
         definition, base = self.definition, self.base
-        with connected(fit_here(base, number, most) * trial_cpus(base), self.log) as resources:
-            resources = replace(resources, data_cpus=data_cpus(base))
+        cpus = cost.fit_here(base, number, most) * cost.trial_cpus(base)
+        with connected(cpus, self.log) as resources:
+            resources = replace(resources, data_cpus=cost.data_cpus(base))
             fitted, _ = fit_to_cluster(base, resources)
             # Trials of one worker only check their own node.
             check_storage(self.directory, [one.directory for one in self.data.datasets])
-            self._at_once = trials_at_once(fitted, resources, number, most)
+            self._at_once = cost.trials_at_once(fitted, resources, number, most)
             with hold_lease(self.directory / LEASE_FILE, self.title, self.log) as self.lease:
                 (self.directory / BASE_FILE).write_text(base.to_yaml())
                 (self.directory / FACTS_FILE).write_text(json.dumps(self._facts))
@@ -152,7 +147,7 @@ class Campaign:
         history.open = {*rest}
         self.log(
             f"{self.title}: {count(len(rest), 'run')} of {len(names)} to train, {self._at_once} at once, "
-            f"each {count(trial_cpus(self.base), 'CPU')}"
+            f"each {count(cost.trial_cpus(self.base), 'CPU')}"
         )
 
         def start(name: str) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def test_a_batch_follows_from_its_number_alone() -> None:
 
 def small_windows(monkeypatch: pytest.MonkeyPatch, batches: int, least_sequences: int) -> None:
     """Set chunks to `batches` batches of 12 sequences of 8 tokens, and the smallest window."""
-    monkeypatch.setattr(mixed_order, "WINDOW_TOKENS", 8 * 12 * batches)
+    monkeypatch.setattr("raytrain_gpt.data.order.WINDOW_TOKENS", 8 * 12 * batches)
     monkeypatch.setattr(mixed_order, "MIN_WINDOW_TOKENS", 8 * least_sequences)
 
 
