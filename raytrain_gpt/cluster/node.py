@@ -25,7 +25,6 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import ray
@@ -104,7 +103,9 @@ def _leave(address: str, name: str, grace_s: float, forced: Callable[[], bool], 
     drain = (DRAIN_NODE_REASON_PREEMPTION, why, int(deadline * 1000), ANSWER_TIMEOUT_S)
     while True:
         with contextlib.suppress(ray.exceptions.RayError):  # the head is slow: try again
-            node_id = _node_id(gcs, name)
+            nodes = gcs.get_all_node_info(timeout=ANSWER_TIMEOUT_S, state_filter=GcsNodeInfo.ALIVE)
+            labeled = (node for node in nodes.values() if node.labels.get(_LABEL) == name)
+            node_id = next((node.node_id.hex() for node in labeled), None)
             if node_id is None and is_draining:
                 log(f"node drained after {time.time() - started:.0f} s")
                 return
@@ -118,13 +119,6 @@ def _leave(address: str, name: str, grace_s: float, forced: Callable[[], bool], 
             log("grace period over; killing remaining processes on this node")
             return
         time.sleep(POLL_S)
-
-
-def _node_id(gcs: Any, name: str) -> str | None:
-    """Return the id of the node labeled `name`, or None if it is not in the cluster."""
-    nodes = gcs.get_all_node_info(timeout=ANSWER_TIMEOUT_S, state_filter=GcsNodeInfo.ALIVE)
-    ids = (node.node_id.hex() for node in nodes.values() if node.labels.get(_LABEL) == name)
-    return next(ids, None)
 
 
 def _kill_session(leader: subprocess.Popen[bytes]) -> None:

@@ -30,20 +30,17 @@ class TrainFeed:
     def micro_batches(self) -> Iterator[MicroBatch]:
         """Yield inputs and targets on the device; the next micro-batch is copied meanwhile."""
         ahead: MicroBatch | None = None
-        for tokens in self._slices():
-            ready, ahead = ahead, to_device(tokens, self._device)
-            if ready is not None:
-                yield ready
-        if ahead is not None:
-            yield ahead
-
-    def _slices(self) -> Iterator[Tokens]:
         for chunk in self._chunks:
             sums = sequence_hashes(chunk.ids).sum(1)
             for i, tokens in enumerate(chunk.tokens):
                 self._delivered.append((int(sums[i]), int(chunk.planned[i])))
                 for start in range(0, len(tokens), self._size):
-                    yield tokens[start : start + self._size]
+                    part = tokens[start : start + self._size]
+                    ready, ahead = ahead, to_device(part, self._device)
+                    if ready is not None:
+                        yield ready
+        if ahead is not None:
+            yield ahead
 
     def take_hash_sums(self) -> tuple[int, int]:
         """Pop the oldest step's hash sums: of this rank's sequences, and of the planned global batch."""
