@@ -111,14 +111,6 @@ def _check_own_file(path: str) -> None:
         raise ConnectionError(f"the rendezvous file is {name} of uid {owner}, not rank 0's")
 
 
-def host() -> str:
-    """Name this host by its network and process namespaces; containers may share only one of them."""
-    kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return " ".join(
-        [kernel, *(str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("net", "pid"))]
-    )
-
-
 def use_interface_towards(*hosts: str) -> None:
     """Have gloo and NCCL use the interface to the first of `hosts` outside this one, unless the user chose.
 

@@ -96,7 +96,7 @@ class Holder(BaseModel):
         return cls(
             token=token,
             host=socket.gethostname(),
-            machine=_machine(),
+            machine=machine("pid"),
             pid=os.getpid(),
             process_started=_state_and_start(os.getpid())[1],
             since=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
@@ -121,7 +121,7 @@ class Holder(BaseModel):
 
     def is_alive(self) -> bool | None:
         """Whether the process runs; None if it is on another machine."""
-        if self.machine != _machine():
+        if self.machine != machine("pid"):
             return None
         state, started = _state_and_start(self.pid)
         # A zombie, or another process with a reused pid.
@@ -407,11 +407,12 @@ def _storage_errors(verb: str, location: Location, what: str) -> AbstractContext
     return failure_as(ClusterError, f"cannot {verb} {location} for {what}", advice)
 
 
-def _machine() -> str:
-    """Identify this kernel boot and process namespace (containers have their own)."""
+def machine(*namespaces: str) -> str:
+    """Identify this kernel boot and its namespaces, such as `pid`; containers may share only some of them."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+        links = (Path(f"/proc/self/ns/{kind}").readlink() for kind in namespaces)
+        return " ".join([boot, *map(str, links)])
     except OSError:
         return socket.gethostname()
 

@@ -16,7 +16,7 @@ from ray.data import ExecutionOptions
 from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBackend
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint, resume_step
-from raytrain_gpt.cluster.process_groups import host, join, open_rendezvous
+from raytrain_gpt.cluster.process_groups import join, open_rendezvous
 from raytrain_gpt.columns import Row
 from raytrain_gpt.config.plan import Plan
 from raytrain_gpt.core.device import set_cuda_defaults
@@ -24,6 +24,7 @@ from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.order import Position
 from raytrain_gpt.events import Events, Link
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset
+from raytrain_gpt.storage.lease import machine
 from raytrain_gpt.storage.location import Location
 
 
@@ -69,7 +70,7 @@ class _Backend(_TorchBackend):  # type: ignore[misc]
         worker_group.execute(set_cuda_defaults)
         backend = "nccl" if uses_gpus else "gloo"
         addresses: list[str | None] = [None] * len(worker_group)
-        if len({*worker_group.execute(host)}) > 1:
+        if len({*worker_group.execute(machine, "net", "pid")}) > 1:
             addresses = worker_group.execute(ray.util.get_node_ip_address)
         rendezvous = worker_group.execute_single(0, open_rendezvous, addresses[0])
         worker_group.execute(_set_torch_distributed_env_vars)
