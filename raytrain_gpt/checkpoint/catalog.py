@@ -261,7 +261,9 @@ class Catalog:
         Raises:
             CheckpointError: all of them are damaged, or one was written by a later version.
         """
-        paths = [path for path in reversed(self._paths()) if _is_choice(which, _step(path), step)]
+        paths = self._paths()[::-1]
+        if which in ("step", "before"):
+            paths = [p for p in paths if (_step(p) == step if which == "step" else _step(p) < step)]
         found = self._readable(paths, log)
         for checkpoint in _by_preference(found) if which == "best" else found:
             try:
@@ -364,10 +366,6 @@ def _eval_tokens(checkpoint: Checkpoint) -> object:
 
 def _step(path: Location) -> int:
     return int(path.name.removeprefix("step="))
-
-
-def _is_choice(which: Which, step: int, of_step: int) -> bool:
-    return which in ("newest", "best") or (step == of_step if which == "step" else step < of_step)
 
 
 def resolve_checkpoint(path: Location, log: Log = say) -> Checkpoint:
