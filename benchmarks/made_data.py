@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import tiktoken
 
 from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.preparation import finish, start
@@ -19,8 +18,7 @@ from raytrain_gpt.data.shards import (
     write_manifest,
 )
 from raytrain_gpt.data.tokenize import run_task
-from raytrain_gpt.data.tokenizer import EOT, load_tokenizer, vocab_hash
-from raytrain_gpt.data.tokenizer_file import TOKENIZER_FILE, tokenizer_json
+from raytrain_gpt.data.tokenizer import EOT, TOKENIZER_FILE, load_tokenizer, make_tiktoken
 
 WRITE_TOKENS = 2**20
 
@@ -44,12 +42,8 @@ def made_dataset(directory: Path, tokens: int, vocab_size: int) -> Manifest:
     """
     pairs = (bytes([a, b]) for a in range(256) for b in range(256))
     token_bytes = [*(bytes([i]) for i in range(256)), *pairs][: vocab_size - 1]
-    encoding = tiktoken.Encoding(
-        "made",
-        pat_str=".",
-        mergeable_ranks={value: rank for rank, value in enumerate(token_bytes)},
-        special_tokens={EOT: vocab_size - 1},
-    )
+    ranks = {value: rank for rank, value in enumerate(token_bytes)}
+    encoding = make_tiktoken("made", "(?s).", ranks, {EOT: vocab_size - 1})
     generator = np.random.Generator(np.random.PCG64(0))
     directory.mkdir(parents=True, exist_ok=True)
     shards = []
@@ -59,8 +53,8 @@ def made_dataset(directory: Path, tokens: int, vocab_size: int) -> Manifest:
             ids = generator.zipf(1.2, WRITE_TOKENS) % (vocab_size - 1)
             writer.add(ids.astype(np.uint32), 4 * len(ids))
         shards.append(writer.close(split))
-    (directory / TOKENIZER_FILE).write_text(tokenizer_json(encoding))
-    manifest = made_manifest(shards, vocab_size, vocab_hash(encoding))
+    (directory / TOKENIZER_FILE).write_text(encoding.files[TOKENIZER_FILE])
+    manifest = made_manifest(shards, vocab_size, encoding.hash)
     write_manifest(directory, manifest)
     return manifest
 

@@ -50,10 +50,10 @@ from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.plan import Plan
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import resolve_precision
+from raytrain_gpt.core.llama import Qwen3
 from raytrain_gpt.core.loss import IGNORE_INDEX
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.optim import learning_rate
-from raytrain_gpt.core.qwen3 import Qwen3
 from raytrain_gpt.data.locations import read_data
 from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed
 from raytrain_gpt.ingest.prepare import prepare

@@ -128,7 +128,7 @@ encoding: tiktoken.Encoding
 def load(tokenizer: str) -> None:
     """Initialize a pool process."""
     global encoding
-    encoding = load_tokenizer(tokenizer)
+    encoding = load_tokenizer(tokenizer).encoding
 
 
 def tokenize_file(job: tuple[Path, Path]) -> None:

@@ -5,11 +5,11 @@ raytrain-gpt train --code z_loss.py --architecture qwen3_z --z_loss 1e-4
 
 import torch.nn.functional as F
 
-from raytrain_gpt.core.qwen3 import Qwen3
-from raytrain_gpt.extend import Field, Qwen3Settings, architecture
+from raytrain_gpt.core.llama import Qwen3
+from raytrain_gpt.extend import Field, LlamaSettings, architecture
 
 
-class ZLossSettings(Qwen3Settings):
+class ZLossSettings(LlamaSettings):
     z_loss: float = Field(1e-4, ge=0)
     """Weight of the squared logarithm of the softmax's denominator in the training loss."""
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import Field
 
-from raytrain_gpt.config.built_in import AdamWSettings, Qwen3Settings
+from raytrain_gpt.config.built_in import AdamWSettings, LlamaSettings, Qwen3Settings
 from raytrain_gpt.config.kinds import Kind, Selector, Settings, register
 from raytrain_gpt.errors import ConfigError
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from raytrain_gpt.core.model import GPT, Block, GPTShape
 
 __all__ = [
-    "GPT", "AdamWSettings", "Block", "Field", "GPTShape", "Qwen3Settings", "Settings",
+    "GPT", "AdamWSettings", "Block", "Field", "GPTShape", "LlamaSettings", "Qwen3Settings", "Settings",
     "architecture", "evaluation", "optimizer", "schedule", "tracker",
 ]  # fmt: skip
 

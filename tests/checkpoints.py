@@ -15,8 +15,7 @@ from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.state import MODEL_FILE
-from raytrain_gpt.data.tokenizer import load_tokenizer, vocab_hash
-from raytrain_gpt.data.tokenizer_file import TOKENIZER_FILE, tokenizer_json
+from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.storage.location import Location
 from tests.training import STATE
 
@@ -62,7 +61,7 @@ def write_checkpoint(
         tokens_seen=step * config.train.global_batch_tokens,
         config=config.model_dump(mode="json"),
         manifest_hash=manifest_hash,
-        vocab_hash=vocab_hash(tokenizer),
+        vocab_hash=tokenizer.hash,
     )
-    texts = {TOKENIZER_FILE: tokenizer_json(tokenizer)}
+    texts = {**tokenizer.files}
     return draft.commit(state, entries, texts).path

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import ray
-import tiktoken
 import torch
 from hypothesis import settings
 from ray._private import ray_constants
@@ -23,7 +22,7 @@ from raytrain_gpt import cli
 from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.kinds import Registry
 from raytrain_gpt.config.schema import Config, parse_config
-from raytrain_gpt.data.tokenizer import load_tokenizer
+from raytrain_gpt.data.tokenizer import Tiktoken, load_tokenizer
 from raytrain_gpt.runs.summary import RunSummary
 from raytrain_gpt.storage.location import Location
 from tests import forked_worker
@@ -105,7 +104,7 @@ def test_data() -> Iterator[Path | None]:
 
 
 @pytest.fixture(scope="session")
-def gpt2(test_data: Path | None) -> tiktoken.Encoding:
+def gpt2(test_data: Path | None) -> Tiktoken:
     """Load the gpt2 tokenizer from the test data, without a download."""
     if test_data is None:
         pytest.skip("the gpt2 vocabulary needs RAYTRAIN_GPT_TEST_DATA")

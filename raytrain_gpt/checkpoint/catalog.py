@@ -1,7 +1,8 @@
 """The catalog of a run's checkpoints: complete and hash-verified, or absent.
 
     checkpoints/step=00000250/         model.safetensors, optim-*.safetensors, tokenizer.json,
-                                       code.py if the run has user code,
+                                       code.py if the run has user code, import.json if its
+                                       weights descend from imported ones,
                                        state.json, rows.jsonl and, last, hashes.json
     checkpoints/unfinished-…           being written or removed; never read
     checkpoints/broken-step=00000250/  damaged, or written in a loss spike, and set aside
@@ -46,6 +47,8 @@ ROWS_FILE = "rows.jsonl"
 CODE_FILE = "code.py"
 SKIPPED_FILE = "skipped.json"
 """File of a run's directory with the global batches that rollbacks skipped."""
+IMPORT_FILE = "import.json"
+"""Configuration files of imported weights (name -> content), for their export."""
 _NAME = re.compile(r"step=(\d{8}|[1-9]\d{8,})")
 _UNFINISHED = re.compile(rf"unfinished-(removed-)?{_NAME.pattern}(-[\w-]+)?")
 _NEEDED = {STATE_FILE, "model.safetensors"}

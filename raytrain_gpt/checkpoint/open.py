@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tiktoken
 import torch
 
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, resolve_checkpoint
@@ -14,7 +13,8 @@ from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.registry import configured_model
 from raytrain_gpt.core.state import check_model_size, load_model
 from raytrain_gpt.data.locations import recorded
-from raytrain_gpt.data.tokenizer_file import TOKENIZER_FILE, read_tokenizer
+from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from raytrain_gpt.data.tokenizer_file import read_tokenizer
 from raytrain_gpt.errors import CheckpointError, ConfigError, reason
 from raytrain_gpt.format import Log, count
 from raytrain_gpt.redact import say
@@ -27,7 +27,7 @@ def open_checkpoint(
     log: Log = say,
     average: int = 1,
     registry: Registry = BUILT_IN,
-) -> tuple[Checkpoint, Config, GPT, tiktoken.Encoding, torch.device]:
+) -> tuple[Checkpoint, Config, GPT, Tokenizer, torch.device]:
     """Load a verified checkpoint, with its configuration, model, tokenizer and device.
 
     Args:
@@ -48,7 +48,7 @@ def open_checkpoint(
     config = recorded(checkpoint.state.config, str(checkpoint.path), registry)
     placed = best_device() if device is None else torch.device(device)
     tokenizer, num_ids = read_tokenizer(checkpoint.path), checkpoint.state.vocab_size
-    if TOKENIZER_FILE not in checkpoint.file_names or tokenizer.max_token_value + 1 != num_ids:
+    if TOKENIZER_FILE not in checkpoint.file_names or tokenizer.n_vocab != num_ids:
         raise CheckpointError(
             f"{checkpoint.path / TOKENIZER_FILE} is not the checkpoint's tokenizer, which has {num_ids} ids"
         )

@@ -23,6 +23,8 @@ class _EvalOptions(JsonOptions, CheckpointOptions):
     """Dataset (default: the training run's)."""
     eval_tokens: int | None = Field(None, ge=1)
     """Maximum number of validation tokens (default: as in training)."""
+    seq_len: int | None = Field(None, ge=1)
+    """Tokens per validation sequence (default: as in training, or at most 2048 for an import)."""
     hellaswag: Annotated[str | None, Metavar("FILE|download")] = None
     """HellaSwag .jsonl file; download: the public file (default: not scored)."""
     evaluations: Annotated[str | None, Metavar("NAME,…")] = None
@@ -116,6 +118,8 @@ class ImportOptions(Options):
     """New directory or s3://bucket/prefix."""
     tokenizer: Annotated[str | None, Metavar("NAME")] = None
     """Tokenizer: bytes, a tiktoken encoding or a checkpoint (default: the directory's, or by size)."""
+    eot: Annotated[str | None, Metavar("TOKEN")] = None
+    """Special token of a tokenizer.json that ends documents (default: its eos_token)."""
 
 
 @command("export", _ExportOptions)
@@ -136,10 +140,14 @@ def export(options: _ExportOptions) -> None:
 
 @command("import", ImportOptions)
 def import_(options: ImportOptions) -> None:
-    """Make a checkpoint from Hugging Face weights of GPT-2 or Qwen3."""
+    """Make a checkpoint from Hugging Face weights of GPT-2, Llama, Mistral, Qwen2 or Qwen3."""
+    from raytrain_gpt.evaluate.inference import IMPORT_SEQ_LEN
     from raytrain_gpt.export.huggingface import import_weights
 
-    path, shape = import_weights(options.source, options.out, say, tokenizer=options.tokenizer)
-    train = shell("raytrain-gpt", "train", "--init_from", path, "--seq_len", shape.seq_len)
+    path, shape = import_weights(
+        options.source, options.out, say, tokenizer=options.tokenizer, eot=options.eot
+    )
+    seq_len = min(shape.seq_len, IMPORT_SEQ_LEN)
+    train = shell("raytrain-gpt", "train", "--init_from", path, "--seq_len", seq_len)
     say(f"fine-tune: {train} --data_path DATA --run_name NAME")
     say(f"next: {sample_command(path)}")

@@ -10,26 +10,38 @@ from raytrain_gpt.config.kinds import Kind, Settings, declare
 from raytrain_gpt.config.wording import check_divides
 
 
-class Qwen3Settings(Settings):
-    """Settings of Qwen3: rotary positions, grouped heads, gated MLP."""
+class LlamaSettings(Settings):
+    """Settings of Llama, Qwen2 and Qwen3: rotary positions, grouped heads, gated MLP."""
 
     num_kv_heads: int | None = Field(None, ge=1)
     """Key-value heads per block; must divide num_heads; null: num_heads."""
+    head_size: int | None = Field(None, ge=2, le=2**16, multiple_of=2)
+    """Channels per attention head; null: embd_size / num_heads."""
     mlp_size: int | None = Field(None, ge=1, le=2**24)
     """Hidden channels of the MLP; null: 8/3 of embd_size, rounded to a multiple of 64."""
     tied_embeddings: bool = True
     """Share one matrix between embedding and output head; false: separate weights."""
     rope_theta: float = Field(10_000.0, ge=1)
     """Base of the rotary positions' wavelengths."""
+    rope_factor: float = Field(1.0, ge=1)
+    """Divisor of the slow rotations, as in Llama 3.1, for contexts beyond rope_context; 1: off."""
+    rope_context: int = Field(8192, ge=1, le=2**24)
+    """Context, in tokens, of the training before rope_factor; no effect if that is 1."""
+    norm_eps: float = Field(1e-6, gt=0)
+    """Constant added to the mean square in RMSNorm."""
 
     def check(self, section: Any) -> None:
-        if section.embd_size // section.num_heads % 2:
+        if self.head_size is None and section.embd_size // section.num_heads % 2:
             raise ValueError(
                 f"embd_size={section.embd_size} / num_heads={section.num_heads} gives an odd head size, and "
                 "rotary positions need an even one; choose another num_heads"
             )
         if self.num_kv_heads is not None:
             check_divides("num_kv_heads", self.num_kv_heads, "num_heads", section.num_heads)
+
+
+Qwen3Settings = LlamaSettings
+"""The name in user code of earlier versions."""
 
 
 class AdamWSettings(Settings):
@@ -86,7 +98,9 @@ class TrackioSettings(Settings):
 declare(
     (
         Kind("architecture", "gpt2", Settings, "raytrain_gpt.core.gpt2:GPT2"),
-        Kind("architecture", "qwen3", Qwen3Settings, "raytrain_gpt.core.qwen3:Qwen3"),
+        Kind("architecture", "llama", LlamaSettings, "raytrain_gpt.core.llama:Llama"),
+        Kind("architecture", "qwen2", LlamaSettings, "raytrain_gpt.core.llama:Qwen2"),
+        Kind("architecture", "qwen3", LlamaSettings, "raytrain_gpt.core.llama:Qwen3"),
         Kind("optimizer", "adamw", AdamWSettings, "raytrain_gpt.core.optim:AdamW", True),
         Kind("optimizer", "muon", MuonSettings, "raytrain_gpt.core.muon:Muon", True),
         Kind("schedule", "cosine", Settings, "raytrain_gpt.core.optim:cosine"),

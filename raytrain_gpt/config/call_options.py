@@ -80,6 +80,8 @@ class PrepareOptions(Options):
     """Number of documents to read, from the start of the sources (default: all)."""
     shard_tokens: int = Field(100_000_000, ge=1)
     """Approximate tokens per shard."""
+    eot: Annotated[str | None, Metavar("TOKEN")] = None
+    """Special token of a tokenizer.json that ends documents (default: its eos_token)."""
     dedupe: Literal["none", "exact"] = "none"
     """Drop duplicates; exact: keep the first of documents with the same text."""
     max_bad_documents: int = Field(0, ge=0)

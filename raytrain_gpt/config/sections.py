@@ -46,7 +46,8 @@ class ModelSection(OpenSection):
 
     selectors = ("architecture",)
     architecture: Name = "gpt2"
-    """Model family; gpt2, qwen3 (rotary positions, RMSNorm, gated MLP, no biases), or one from --code."""
+    """Model family; gpt2, llama (rotary positions, RMSNorm, gated MLP), qwen2 (llama with biases of queries,
+    keys and values), qwen3 (llama with norms of queries and keys), or one from --code."""
     num_layers: int = Field(4, ge=1, le=10_000)
     """Number of transformer blocks."""
     num_heads: int = Field(4, ge=1)

@@ -71,8 +71,12 @@ class GPTShape:
     registry: Registry = field(default=BUILT_IN, repr=False)
 
     def __post_init__(self) -> None:
-        if type(self.settings) is not self.kind.settings:
+        if type(self.settings) is Settings:
             object.__setattr__(self, "settings", self.kind.settings())
+        if (given := type(self.settings)) is not (wanted := self.kind.settings):
+            raise TypeError(
+                f"architecture {self.architecture} has {wanted.__name__}, not {given.__name__}"
+            )
 
     @classmethod
     def of(cls, config: Config, vocab_size: int) -> GPTShape:
@@ -111,7 +115,13 @@ class GPTShape:
 
     @property
     def head_size(self) -> int:
-        return self.embd_size // self.num_heads
+        """Channels of a head of queries, keys or values."""
+        return getattr(self.settings, "head_size", None) or self.embd_size // self.num_heads
+
+    @property
+    def attention_size(self) -> int:
+        """Channels of all query heads together."""
+        return self.num_heads * self.head_size
 
     @property
     def padded_vocab_size(self) -> int:
@@ -169,7 +179,7 @@ class GPT(nn.Module, ABC):
         self.shape = shape = self.resolved(shape)
         self.activation_checkpointing = activation_checkpointing
         self.document_end = document_end
-        keep = partial(_policy, shape.embd_size)
+        keep = partial(_policy, (shape.embd_size, shape.attention_size))
         # Created here, since a compiled model treats it as a constant.
         self._selective = partial(create_selective_checkpoint_contexts, keep)
         self.make_layers(shape)
@@ -300,11 +310,13 @@ class GPT(nn.Module, ABC):
         return head_loss(self.hidden(ids), self.head_weight, targets, reduction)
 
 
-def _policy(embd_size: int, _: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(
+    input_sizes: Collection[int], _: Any, operation: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
     if operation in _LINEAR_OPERATORS:
         rows = args[-2]
-        # Only a block's last linear layer has a different input size; nothing else reads its output.
-        is_needed = rows.shape[1] == embd_size
+        # Only a block's last linear layer has another input size; nothing else reads its output.
+        is_needed = rows.shape[1] in input_sizes
     else:
         is_needed = operation in _ATTENTION_OPERATORS
     return CheckpointPolicy.MUST_SAVE if is_needed else CheckpointPolicy.PREFER_RECOMPUTE

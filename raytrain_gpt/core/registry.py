@@ -85,9 +85,10 @@ class ModelCounts:
     Attributes:
         num_parameters: Parameters, including padding; a tied embedding counts once.
         embedding_parameters: Parameters of embeddings and head.
-        flops_per_token: FLOPs of forward and backward for one token, `6·N + 12·layers·embd_size·seq_len`,
-            where N excludes embeddings that are only looked up. Causal attention counts in full;
-            recomputed activations do not count. Source: Chowdhery et al., "PaLM" (2022), appendix B.
+        flops_per_token: FLOPs of forward and backward for one token, `6·N + 12·layers·A·seq_len`, where N
+            excludes embeddings that are only looked up, and A is the channels of all query heads. Causal
+            attention counts in full; recomputed activations do not count. Source: Chowdhery et al., "PaLM"
+            (2022), appendix B.
         block_elements: Elements of the matrices in the largest block.
         matrices: (rows, columns, fused projections) -> number of such matrices in all blocks.
     """
@@ -113,7 +114,7 @@ def count_model(shape: GPTShape) -> ModelCounts:
     num_parameters = sum(p.numel() for p in outside) + times * sum(p.numel() for p in inside)
     embedding_parameters = sum(p.numel() for p in outside if p.dim() == 2)
     matmul_parameters = num_parameters - embedding_parameters + model.head_weight.numel()
-    attention_flops = 12 * shape.num_layers * shape.embd_size * shape.seq_len
+    attention_flops = 12 * shape.num_layers * shape.attention_size * shape.seq_len
     return ModelCounts(
         num_parameters=num_parameters,
         embedding_parameters=embedding_parameters,

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import tiktoken
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from raytrain_gpt.data.documents import SourcePiece
+from raytrain_gpt.data.tokenizer import Tokenizer
 from raytrain_gpt.errors import DataError, failure_as, reason
 from raytrain_gpt.storage.location import Location
 
@@ -114,32 +114,32 @@ def id_column(schema: pa.Schema, text_field: str) -> str | None:
     return None
 
 
-def read_ids(piece: SourcePiece, encoding: tiktoken.Encoding) -> Iterator[IdChunk]:
+def read_ids(piece: SourcePiece, tokenizer: Tokenizer) -> Iterator[IdChunk]:
     """Yield a chunk's ids; raises a DataError if the file is damaged or an id is outside the vocabulary."""
     is_parquet = piece.location.name.lower().endswith(".parquet")
     chunks = _parquet_chunks if is_parquet else _flat_chunks
-    num_ids = encoding.max_token_value + 1
+    num_ids = tokenizer.n_vocab
     offset, opens = 0, False
     for chunk in chunks(piece):
-        _refuse_width(piece.location, chunk.ids, encoding)
+        _refuse_width(piece.location, chunk.ids, tokenizer)
         low, top = int(chunk.ids.min(initial=0)), int(chunk.ids.max(initial=0))
         if low < 0 or top >= num_ids:
             at = int(chunk.ids.argmin() if low < 0 else chunk.ids.argmax())
             raise DataError(
                 f"{piece.location} has token id {chunk.ids[at]} at {chunk.position + at * chunk.step} of "
-                f"{chunk.name}, but the vocabulary of {encoding.name} is 0 to {num_ids - 1}; set --tokenizer "
-                "to the one that made the ids"
+                f"{chunk.name}, but the vocabulary of {tokenizer.name} is 0 to {num_ids - 1}; set "
+                "--tokenizer to the one that made the ids"
             )
         if len(chunk.ids):
             yield replace(chunk, offset=offset, opens=opens)
-            offset, opens = offset + len(chunk.ids), bool(chunk.ids[-1] == encoding.eot_token)
+            offset, opens = offset + len(chunk.ids), bool(chunk.ids[-1] == tokenizer.eot_token)
 
 
-def _refuse_width(path: Location, ids: Ids, encoding: tiktoken.Encoding) -> None:
+def _refuse_width(path: Location, ids: Ids, tokenizer: Tokenizer) -> None:
     """Raise a DataError for ids of 16 bits that cannot be all, or are halves or quarters of wider ones."""
-    width, num_ids, few = ids.dtype.itemsize, encoding.max_token_value + 1, ids[:_CHUNK_ROWS]
+    width, num_ids, few = ids.dtype.itemsize, tokenizer.n_vocab, ids[:_CHUNK_ROWS]
     if width == 2 and num_ids > 2**16:
-        why = f"{encoding.name} has {num_ids} ids"
+        why = f"{tokenizer.name} has {num_ids} ids"
     elif width <= 4 and len(few) >= 64 and sum(few[i::4].max() <= 1 for i in range(4)) > 1:
         why = "every second one is 0 or 1, which no text has"
     else:

@@ -215,9 +215,9 @@ def check_val_split(mixture: Mixture, seq_len: int) -> None:
 
 
 def check_vocabulary(data: Mixture, other_hash: str, other: str) -> None:
-    """Raise a DataError if the data's tokenizer is not that of `other` (named in the message)."""
+    """Raise a DataError if the data's tokenizer is not that of the checkpoint `other`."""
     if data.vocab_hash != other_hash:
         raise DataError(
             f"the data's tokenizer ({data.tokenizer}, vocabulary hash {data.vocab_hash[:12]}) "
-            f"does not match {other} ({other_hash[:12]}); prepare the data with the same tokenizer"
+            f"does not match {other} ({other_hash[:12]}); prepare the data with --tokenizer {other}"
         )

@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
-import tiktoken
-
 from raytrain_gpt.data.documents import BAD_FILE, BadDocuments
 from raytrain_gpt.data.prepare_plan import Plan
 from raytrain_gpt.data.shards import (
@@ -29,8 +27,8 @@ from raytrain_gpt.data.shards import (
     read_manifest,
     write_manifest,
 )
-from raytrain_gpt.data.tokenizer import token_dtype, vocab_hash
-from raytrain_gpt.data.tokenizer_file import TOKENIZER_FILE, read_tokenizer, tokenizer_json
+from raytrain_gpt.data.tokenizer import Tokenizer, token_dtype
+from raytrain_gpt.data.tokenizer_file import read_tokenizer
 from raytrain_gpt.data.verify import check_shards, check_tokenizer
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.format import count, preview
@@ -82,25 +80,25 @@ def write_result(
     return result
 
 
-def prepared_tokenizer(directory: LocationLike, plan: Plan, name: str) -> tiktoken.Encoding | None:
+def prepared_tokenizer(directory: LocationLike, plan: Plan, name: str) -> Tokenizer | None:
     """Return the tokenizer of this name that an earlier preparation trained for the same plan, or None.
 
     The recorded hash of that plan includes the tokenizer's, so another one does not match.
     """
     directory = Location.of(directory)
     try:
-        encoding = read_tokenizer(directory)
+        tokenizer = read_tokenizer(directory)
         if (directory / MANIFEST_FILE).exists():
             recorded = read_manifest(directory).source.get("plan_hash")
         else:
             recorded = (directory / _NOTES_DIR / _PLAN_FILE).read_bytes().decode(errors="replace")
     except (DataError, FileNotFoundError):
         return None
-    is_same = replace(plan, vocab_hash=vocab_hash(encoding)).hash == recorded
-    return encoding if is_same and encoding.name == name else None
+    is_same = replace(plan, vocab_hash=tokenizer.hash).hash == recorded
+    return tokenizer if is_same and tokenizer.name == name else None
 
 
-def start(directory: LocationLike, plan: Plan, encoding: tiktoken.Encoding) -> Manifest | None:
+def start(directory: LocationLike, plan: Plan, tokenizer: Tokenizer) -> Manifest | None:
     """Make the directory ready for the tasks; returns the manifest if the dataset is finished, else None.
 
     Results of an interrupted preparation with the same plan are reused.
@@ -130,7 +128,8 @@ def start(directory: LocationLike, plan: Plan, encoding: tiktoken.Encoding) -> M
             f"{directory} is not empty and not a dataset; choose another --out or empty it"
         )
     plan_file.write_text(plan.hash)
-    (directory / TOKENIZER_FILE).write_text(tokenizer_json(encoding))
+    for name, text in tokenizer.files.items():
+        (directory / name).write_text(text)
     return None
 
 
@@ -142,8 +141,8 @@ def notices(plan: Plan, results: list[dict[str, Any]]) -> Iterator[str]:
     documents, empty = noticed["documents"], noticed["empty"]
     if plan.pieces[0].ids is not None and not noticed["ends"]:
         yield (
-            "no document has an end: no id is that of <|endoftext|>, so rows and files run into each other; "
-            "add it to each document and prepare again"
+            "no document has an end: no id is the one that ends documents, so rows and files run into each "
+            "other; add it to each document and prepare again"
         )
     if separator is not None and not noticed["separators"]:
         yield (
@@ -169,8 +168,7 @@ def finish(
     Raises a DataError if a split is empty, or too many documents could not be read.
     """
     directory = Location.of(directory)
-    encoding = read_tokenizer(directory)
-    vocab_size = encoding.max_token_value + 1
+    tokenizer = read_tokenizer(directory)
     results = sorted(results, key=lambda result: int(result["task"]))
     bad = BadDocuments(max_bad_documents)
     for result in results:
@@ -186,11 +184,11 @@ def finish(
             )
     manifest = Manifest(
         format_version=FORMAT_VERSION,
-        tokenizer=encoding.name,
+        tokenizer=tokenizer.name,
         vocab_hash=plan.vocab_hash,
-        vocab_size=vocab_size,
-        eot_token=encoding.eot_token,
-        dtype=token_dtype(vocab_size),
+        vocab_size=tokenizer.n_vocab,
+        eot_token=tokenizer.eot_token,
+        dtype=token_dtype(tokenizer.n_vocab),
         row_group_tokens=plan.row_group_tokens,
         shards=tuple(sorted(shards, key=lambda shard: (SPLITS.index(shard.split), shard.path))),
         source={**source, **skipped, **plan.commits, "plan_hash": plan.hash},

@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 
-import tiktoken
-
 from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.documents import BadDocuments, Document, SourcePiece, read_documents
 from raytrain_gpt.data.duplicates import only_first
@@ -21,7 +19,7 @@ from raytrain_gpt.data.imports import read_ids
 from raytrain_gpt.data.shards import ROW_GROUP_TOKENS
 from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.data.split import ReadDocuments, SplitRule, id_rule, is_named_val, text_rule
-from raytrain_gpt.data.tokenizer import vocab_hash
+from raytrain_gpt.data.tokenizer import Tokenizer
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.format import Log, listed
 
@@ -77,7 +75,7 @@ class Plan:
 
 def make_plan(
     sources: list[str],
-    encoding: tiktoken.Encoding | None,
+    tokenizer: Tokenizer | None,
     options: PrepareOptions,
     log: Log,
     row_group_tokens: int = ROW_GROUP_TOKENS,
@@ -85,7 +83,7 @@ def make_plan(
     """Make the plan of a preparation; `max_bad_documents` does not change it.
 
     Args:
-        encoding: The tokenizer, or None to train one; then the plan has no `vocab_hash` yet.
+        tokenizer: The tokenizer, or None to train one; then the plan has no `vocab_hash` yet.
 
     Raises:
         DataError: a source is missing or empty, a split would be empty, or there is no text to train on.
@@ -105,12 +103,12 @@ def make_plan(
     dedupe = options.dedupe == "exact"
     read = reader(options)
     is_import = pieces[0].ids is not None
-    if encoding is None and is_import:
+    if tokenizer is None and is_import:
         raise DataError(
             f"{pieces[0].location} contains token ids, but a new tokenizer needs text; set --tokenizer to "
             "the one that made them"
         )
-    if encoding is None and options.val_tokens is not None:
+    if tokenizer is None and options.val_tokens is not None:
         raise DataError(
             f"val_tokens={options.val_tokens} counts tokens of a tokenizer that is not trained yet; use "
             "--val_fraction or --val"
@@ -122,14 +120,14 @@ def make_plan(
     if num_val:
         rule = SplitRule(cut_piece=len(pieces) - num_val)
     elif is_import:
-        assert encoding is not None
-        rule = id_rule(pieces, partial(read_ids, encoding=encoding), encoding.eot_token, options)
+        assert tokenizer is not None
+        rule = id_rule(pieces, partial(read_ids, tokenizer=tokenizer), tokenizer.eot_token, options)
     else:
-        rule = text_rule(pieces, read, encoding, options, log)
+        rule = text_rule(pieces, read, tokenizer, options, log)
     if rule.by_name:
         named = sorted({piece.location.name for piece in pieces if is_named_val(piece.name)})
         log(f"validation split by file names: {listed(named)} (override with --val_fraction)")
-    is_bytes = encoding is not None and encoding.max_token_value <= 256 and not is_import
+    is_bytes = tokenizer is not None and tokenizer.n_vocab <= 257 and not is_import
     bytes_per_token = 1 if is_bytes else _TEXT_BYTES_PER_TOKEN
     total = sum(piece.text_bytes for piece in pieces)
     task_bytes = min(
@@ -140,7 +138,7 @@ def make_plan(
         tasks=tuple(_group(pieces, task_bytes)),
         text_field=options.text_field,
         split=rule,
-        vocab_hash="" if encoding is None else vocab_hash(encoding),
+        vocab_hash="" if tokenizer is None else tokenizer.hash,
         row_group_tokens=row_group_tokens,
         dedupe=dedupe,
         document_separator=options.document_separator,

@@ -59,6 +59,8 @@ class Shard(BaseModel):
     tokens: _Count
     documents: _Count
     text_bytes: _Count
+    token_bytes: _Count | None = None
+    """Bytes of the tokens where they differ from those of the text, as after NFC normalization."""
     file_bytes: _Count
     sha256: str
 
@@ -99,7 +101,7 @@ class Manifest(BaseModel):
     @property
     def hash(self) -> str:
         """Hash of everything but the source, stored in every checkpoint."""
-        fields = self.model_dump(exclude={"source"})
+        fields = self.model_dump(exclude={"source"}, exclude_none=True)
         content = json.dumps(fields, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(content.encode()).hexdigest()
 
@@ -108,6 +110,12 @@ class Manifest(BaseModel):
 
     def split_tokens(self, split: Split) -> int:
         return sum(shard.tokens for shard in self.split_shards(split))
+
+    def text_share(self, split: Split) -> float:
+        """Return the bytes of a split's text per byte of its tokens."""
+        shards = self.split_shards(split)
+        of_tokens = sum(s.text_bytes if s.token_bytes is None else s.token_bytes for s in shards)
+        return sum(shard.text_bytes for shard in shards) / of_tokens if of_tokens else 1.0
 
     def row_group_sequences(self, split: Split, seq_len: int) -> NDArray[np.int64]:
         """Count the complete sequences of each row group of a split, int64 (row groups,)."""
@@ -156,17 +164,22 @@ class ShardWriter:
         )
         self._buffer: list[NDArray[np.integer[Any]]] = []
         self._buffered = 0
-        self.tokens = self.documents = self.text_bytes = 0
+        self.tokens = self.documents = self.text_bytes = self.token_bytes = 0
 
     def add(
-        self, tokens: NDArray[np.integer[Any]], text_bytes: int, num_documents: int = 1
+        self,
+        tokens: NDArray[np.integer[Any]],
+        text_bytes: int,
+        num_documents: int = 1,
+        token_bytes: int | None = None,
     ) -> None:
-        """Append token ids in which `num_documents` documents end."""
+        """Append token ids in which `num_documents` documents end; their bytes may differ from the text's."""
         self._buffer.append(tokens)
         self._buffered += len(tokens)
         self.tokens += len(tokens)
         self.documents += num_documents
         self.text_bytes += text_bytes
+        self.token_bytes += text_bytes if token_bytes is None else token_bytes
         if self._buffered >= self._row_group_tokens:
             self._write(full_only=True)
 
@@ -201,6 +214,7 @@ class ShardWriter:
             tokens=self.tokens,
             documents=self.documents,
             text_bytes=self.text_bytes,
+            token_bytes=None if self.token_bytes == self.text_bytes else self.token_bytes,
             file_bytes=file_bytes,
             sha256=sha256,
         )
@@ -214,7 +228,7 @@ class ShardWriter:
 
 
 def write_manifest(directory: LocationLike, manifest: Manifest) -> None:
-    content = {**manifest.model_dump(), "manifest_hash": manifest.hash}
+    content = {**manifest.model_dump(exclude_none=True), "manifest_hash": manifest.hash}
     path = Location.of(directory) / MANIFEST_FILE
     path.write_text(json.dumps(content, indent=1) + "\n")
     if path.is_local:

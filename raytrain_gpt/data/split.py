@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import tiktoken
 
 from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.documents import Document, SourcePiece
 from raytrain_gpt.data.imports import IdChunk, Ids
 from raytrain_gpt.data.shards import Split
-from raytrain_gpt.data.tokenizer import encode_document
+from raytrain_gpt.data.tokenizer import Tokenizer
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.format import Log, count
 
@@ -103,17 +102,17 @@ def document_hash(name: str, position: int) -> int:
 def text_rule(
     pieces: list[SourcePiece],
     read: ReadDocuments,
-    encoding: tiktoken.Encoding | None,
+    tokenizer: Tokenizer | None,
     options: PrepareOptions,
     log: Log,
 ) -> SplitRule:
     """Make the rule for text: by option, else by file names, else by _VAL_FRACTION.
 
-    A fraction is exact for few documents, and by hash for many. `val_tokens` needs an encoding.
+    A fraction is exact for few documents, and by hash for many. `val_tokens` needs a tokenizer.
     """
     if options.val_tokens is not None:
-        assert encoding is not None
-        return _head_rule(pieces, read, encoding, options.val_tokens, log)
+        assert tokenizer is not None
+        return _head_rule(pieces, read, tokenizer, options.val_tokens, log)
     # Every file is named for one split; `test` alone is in the names of many ordinary text files.
     kinds = {(bool(_TRAIN_NAME.search(piece.name)), is_named_val(piece.name)) for piece in pieces}
     if options.val_fraction is None and kinds == {(True, False), (False, True)}:
@@ -171,7 +170,7 @@ def _tail_rule(pieces: list[SourcePiece], read: ReadDocuments, fraction: float) 
 def _head_rule(
     pieces: list[SourcePiece],
     read: ReadDocuments,
-    encoding: tiktoken.Encoding,
+    tokenizer: Tokenizer,
     val_tokens: int,
     log: Log,
 ) -> SplitRule:
@@ -183,7 +182,7 @@ def _head_rule(
             if tokens >= val_tokens:
                 log(f"val split: {count(documents, 'document')}, {count(tokens, 'token')}")
                 return SplitRule(cut_piece=i, cut_position=document.position, head_is_val=True)
-            tokens += len(encode_document(encoding, document.text))
+            tokens += len(tokenizer.encode_document(document.text))
             documents += 1
     raise _nothing_to_train_on(val_tokens, tokens)
 

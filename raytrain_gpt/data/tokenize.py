@@ -15,7 +15,6 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import tiktoken
 from numpy.typing import NDArray
 
 from raytrain_gpt.data.documents import BadDocuments, Document, read_documents
@@ -24,7 +23,7 @@ from raytrain_gpt.data.imports import read_ids
 from raytrain_gpt.data.preparation import read_result, task_file, write_result
 from raytrain_gpt.data.prepare_plan import Plan
 from raytrain_gpt.data.shards import SPLITS, ShardWriter, Split
-from raytrain_gpt.data.tokenizer import bytes_per_id, encode_document, token_dtype
+from raytrain_gpt.data.tokenizer import Tokenizer, token_dtype
 from raytrain_gpt.data.tokenizer_file import read_tokenizer
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.storage.location import Location, LocationLike
@@ -61,20 +60,20 @@ def run_task(
     directory = Location.of(directory)
     if (result := read_result(directory, task)) is not None:
         return result
-    encoding = _tokenizer(directory, plan.vocab_hash)
-    dtype = token_dtype(encoding.max_token_value + 1)
+    tokenizer = _tokenizer(directory, plan.vocab_hash)
+    dtype = token_dtype(tokenizer.n_vocab)
     bad = BadDocuments(max_bad_documents)
     writers: dict[Split, ShardWriter] = {}
     try:
         if plan.pieces[0].ids is not None:
-            runs = _imported(plan, task, encoding, bad)
+            runs = _imported(plan, task, tokenizer, bad)
         else:
-            runs = _encoded(plan, task, encoding, bad, left_out)
+            runs = _encoded(plan, task, tokenizer, bad, left_out)
         for run in runs:
             if run.split not in writers:
                 path = directory / f"{run.split}-{task:05d}.parquet"
                 writers[run.split] = ShardWriter(path, dtype, plan.row_group_tokens)
-            writers[run.split].add(run.tokens, run.text_bytes, run.num_documents)
+            writers[run.split].add(run.tokens, run.text_bytes, run.num_documents, run.token_bytes)
         shards = [writers[split].close(split) for split in SPLITS if split in writers]
     except BaseException:
         for writer in writers.values():
@@ -92,12 +91,13 @@ class _Tokens:
     tokens: NDArray[np.integer[Any]]
     text_bytes: int
     num_documents: int
+    token_bytes: int | None = None
 
 
 def _encoded(
     plan: Plan,
     task: int,
-    encoding: tiktoken.Encoding,
+    tokenizer: Tokenizer,
     bad: BadDocuments,
     left_out: NDArray[np.bool_] | None,
 ) -> Iterator[_Tokens]:
@@ -107,22 +107,21 @@ def _encoded(
         bad.noticed["empty"] += not document.text or document.text.isspace()
         for split, text in plan.split.parts(i, plan.pieces[i].name, document):
             try:
-                tokens = encode_document(encoding, text)
+                tokens = tokenizer.encode_document(text)
             except DataError as error:
                 bad.add(plan.pieces[i].location, f"document {document.position}", str(error))
                 continue
-            yield _Tokens(split, tokens, len(text.encode()), 1)
+            num_bytes = int(tokenizer.lengths[tokens].sum())
+            yield _Tokens(split, tokens, len(text.encode()), 1, num_bytes)
 
 
-def _imported(
-    plan: Plan, task: int, encoding: tiktoken.Encoding, bad: BadDocuments
-) -> Iterator[_Tokens]:
+def _imported(plan: Plan, task: int, tokenizer: Tokenizer, bad: BadDocuments) -> Iterator[_Tokens]:
     """Yield a task's token ids; ids after the last `eot` of a file also count as a document."""
-    eot = encoding.eot_token
-    num_bytes = bytes_per_id(encoding, encoding.max_token_value + 1).astype(np.uint16)
+    eot = tokenizer.eot_token
+    num_bytes = tokenizer.lengths.astype(np.uint16)
     for i in range(*plan.tasks[task]):
         piece, last = plan.pieces[i], None
-        for chunk in read_ids(piece, encoding):
+        for chunk in read_ids(piece, tokenizer):
             for split, ids in plan.split.id_parts(i, piece.name, chunk, eot):
                 ended = int(np.count_nonzero(ids == eot))
                 bad.noticed["ends"] += ended
@@ -135,6 +134,6 @@ def _imported(
 
 
 @lru_cache(maxsize=1)
-def _tokenizer(directory: Location, _vocab_hash: str) -> tiktoken.Encoding:
+def _tokenizer(directory: Location, _vocab_hash: str) -> Tokenizer:
     """Read a tokenizer, cached: building 50,000 tokens takes as long as tokenizing a megabyte."""
     return read_tokenizer(directory)

@@ -9,7 +9,6 @@ from typing import Any
 
 from raytrain_gpt.data.documents import BAD_FILE
 from raytrain_gpt.data.shards import REPAIR, SPLITS, Manifest, Shard, read_row_group
-from raytrain_gpt.data.tokenizer import token_to_bytes, vocab_hash
 from raytrain_gpt.data.tokenizer_file import read_tokenizer
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.format import Log, amount, count, size
@@ -22,7 +21,7 @@ _CHECK_THREADS = 16
 
 def check_tokenizer(directory: LocationLike, manifest: Manifest) -> None:
     """Raise a DataError if a dataset's tokenizer is missing, damaged or does not match its shards."""
-    if vocab_hash(read_tokenizer(directory)) != manifest.vocab_hash:
+    if read_tokenizer(directory).hash != manifest.vocab_hash:
         raise DataError(
             f"the tokenizer in {directory} does not match its shards ({manifest.tokenizer}); {REPAIR}"
         )
@@ -87,9 +86,9 @@ def describe_dataset(directory: Location, manifest: Manifest, say: Log) -> dict[
         say(f"  skipped: {count(skipped['duplicates'], 'duplicate')}")
     first = manifest.split_shards("train")[0]
     tokens = read_row_group(directory, manifest, first, 0)[:SAMPLE_TOKENS].tolist()
-    encoding, decoder = read_tokenizer(directory), codecs.getincrementaldecoder("utf-8")("replace")
+    tokenizer, decoder = read_tokenizer(directory), codecs.getincrementaldecoder("utf-8")("replace")
     # Without the bytes of an incomplete character at the end.
-    sample = decoder.decode(b"".join(token_to_bytes(encoding, token) for token in tokens))
+    sample = decoder.decode(tokenizer.decode_bytes(tokens))
     say(f"  starts with {sample!r}")
     return {
         "path": str(directory),

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-import tiktoken
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
@@ -26,7 +25,7 @@ from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.core.loop import Autocast, MicroBatch
 from raytrain_gpt.core.loss import IGNORE_INDEX
 from raytrain_gpt.core.model import GPT
-from raytrain_gpt.data.tokenizer import bytes_per_id, decode_tokens, prompt_tokens
+from raytrain_gpt.data.tokenizer import Tokenizer
 from raytrain_gpt.errors import ConfigError, UserError, reason
 from raytrain_gpt.format import Log
 
@@ -64,7 +63,7 @@ class Evaluation:
         self,
         config: Config,
         model: GPT,
-        tokenizer: tiktoken.Encoding,
+        tokenizer: Tokenizer,
         feed: EvalFeed | None,
         collectives: Collectives,
         autocast: Autocast,
@@ -72,7 +71,7 @@ class Evaluation:
         self._config, self._model, self._tokenizer = config, model, tokenizer
         self._feed, self._collectives, self._autocast = feed, collectives, autocast
         self._kinds = [config.registry.kind(*one) for one in config.eval.chosen_names()]
-        self._token_bytes = torch.from_numpy(bytes_per_id(tokenizer, model.shape.padded_vocab_size))
+        self._token_bytes = torch.from_numpy(tokenizer.bytes_per_id(model.shape.padded_vocab_size))
 
     def metrics(
         self, progress: Callable[[], None] = lambda: None, log: Log = lambda _: None
@@ -153,6 +152,8 @@ class Evaluation:
             for part in feed.micro_batches()
         ]
         sums = self._collectives.all_reduce_sum(torch.stack(own))  # (datasets, 4)
+        shares = [one.manifest.text_share("val") for one in feed.data.datasets]
+        sums[:, 3] *= torch.tensor(shares).double()  # text as it was before its normalization
         weights = torch.tensor([float(weight) for weight in feed.data.weights]).double()
         factors = weights * sums[:, 1].sum() / sums[:, 1]  # each has its share of the mixture
         metrics = loss_metrics((sums * factors[:, None]).sum(0))
@@ -165,12 +166,12 @@ class Evaluation:
 
     def samples(self) -> str:
         e = self._config.eval
-        prompt = prompt_tokens(self._tokenizer, e.sample_prompt)
+        prompt = self._tokenizer.encode_prompt(e.sample_prompt)
         sampling = e.model_dump(include={"max_new_tokens", "temperature", "top_k"})
         options = SamplingOptions(**sampling, seed=self._config.train.seed)
         with self._autocast():
             drawn = sample_tokens(self._model, None, prompt, e.num_samples, options)
-        texts = [e.sample_prompt + decode_tokens(self._tokenizer, tokens) for tokens in drawn]
+        texts = [e.sample_prompt + self._tokenizer.decode(tokens) for tokens in drawn]
         return "\n".join(f"{i}: {text!r}" for i, text in enumerate(texts))
 
 

@@ -20,7 +20,6 @@ from functools import lru_cache
 from typing import Annotated
 
 import numpy as np
-import tiktoken
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
@@ -31,7 +30,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.attention import without_cudnn_sdpa
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.data.locations import location
-from raytrain_gpt.data.tokenizer import encode
+from raytrain_gpt.data.tokenizer import Tokenizer
 from raytrain_gpt.errors import DataError, failure_as, reason
 from raytrain_gpt.storage.location import Location, LocationLike, cache_directory
 
@@ -116,14 +115,14 @@ def downloaded() -> Location:
     return place
 
 
-def encode_example(example: Example, tokenizer: tiktoken.Encoding, seq_len: int) -> Choices:
-    """Encode rows of tokens: a context, then a space and an ending, tokenized separately.
+def encode_example(example: Example, tokenizer: Tokenizer, seq_len: int) -> Choices:
+    """Encode rows of tokens: a context, then a space and an ending, tokenized separately by tiktoken.
 
     A row has at most `seq_len` + 1 tokens, for `seq_len` inputs with a target each. Longer ones are cut from
     the left: first the context, then the ending itself.
     """
-    context = encode(tokenizer, example.ctx)
-    endings = [encode(tokenizer, f" {ending}") for ending in example.endings]
+    context = np.concatenate((tokenizer.before, tokenizer.encode(example.ctx)))
+    endings = [tokenizer.encode_after(example.ctx, f" {ending}") for ending in example.endings]
     return Choices(
         rows=[np.concatenate([context, ending])[-(seq_len + 1) :] for ending in endings],
         num_scored=[min(len(ending), seq_len) for ending in endings],
@@ -199,7 +198,7 @@ class HellaSwag:
         read_examples(_place(config))
 
     def __call__(
-        self, model: GPT, tokenizer: tiktoken.Encoding, rank: int, world_size: int, config: Config
+        self, model: GPT, tokenizer: Tokenizer, rank: int, world_size: int, config: Config
     ) -> Iterator[dict[str, tuple[int, int]]]:
         examples = _encoded(_place(config), tokenizer, model.shape.seq_len)
         first = int(rank == 0)
@@ -231,7 +230,7 @@ HELLASWAG = HellaSwag()
 
 
 @lru_cache(maxsize=1)
-def _encoded(place: Location, tokenizer: tiktoken.Encoding, seq_len: int) -> list[Choices]:
+def _encoded(place: Location, tokenizer: Tokenizer, seq_len: int) -> list[Choices]:
     """Read the file once for all evaluations of a run."""
     return [encode_example(example, tokenizer, seq_len) for example in read_examples(place)]
 

@@ -18,7 +18,6 @@ from raytrain_gpt.core.device import has_bf16, inference_autocast, make_autocast
 from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.data.locations import read_data, recorded_data
 from raytrain_gpt.data.mixture import Mixture, check_val_split, check_vocabulary
-from raytrain_gpt.data.tokenizer import decode_tokens, prompt_tokens
 from raytrain_gpt.errors import ConfigError, DataError
 from raytrain_gpt.evaluate.evaluation import Evaluation, check_evaluations
 from raytrain_gpt.format import Log, shell
@@ -27,6 +26,9 @@ from raytrain_gpt.storage.location import Location, LocationLike
 if TYPE_CHECKING:
     from raytrain_gpt.ingest.feed import EvalFeed
 
+IMPORT_SEQ_LEN = 2048
+"""Tokens of a sequence of imported weights whose context is longer."""
+
 
 def evaluate_checkpoint(
     path: LocationLike,
@@ -34,6 +36,7 @@ def evaluate_checkpoint(
     *,
     data: str | Path | None = None,
     eval_tokens: int | None = None,
+    seq_len: int | None = None,
     hellaswag: str | None = None,
     evaluations: str | None = None,
     settings: Mapping[str, Any] | None = None,
@@ -47,6 +50,7 @@ def evaluate_checkpoint(
         data: Dataset, or several with weights as in `data_path`. By default the checkpoint's training data,
             which may be missing if something else is evaluated.
         eval_tokens: Maximum of validation tokens, as in training if None.
+        seq_len: Tokens of a validation sequence; if None, as in training, or IMPORT_SEQ_LEN for an import.
         hellaswag: The file, or `download`.
         evaluations: Names of the user's evaluations, with commas; by default the training run's, without
             those whose code was not given.
@@ -55,7 +59,7 @@ def evaluate_checkpoint(
 
     Raises:
         CheckpointError: it is missing or damaged.
-        ConfigError: eval_tokens is below 1, or a user's evaluation is unknown or fails.
+        ConfigError: eval_tokens or seq_len is out of range, or a user's evaluation is unknown or fails.
         DataError: the dataset is missing, too small to validate on, or has another tokenizer, or
             HellaSwag cannot be read.
     """
@@ -68,6 +72,12 @@ def evaluate_checkpoint(
     own = _known_evaluations(checkpoint, config, log) if evaluations is None else evaluations
     config = config.updated({"evaluations": own, "hellaswag_path": hellaswag, **(settings or {})})
     check_evaluations(config)
+    context, is_import = model.shape.seq_len, not checkpoint.state.manifest_hash
+    seq_len = seq_len or (min(context, IMPORT_SEQ_LEN) if is_import else context)
+    if seq_len > context:
+        raise ConfigError(
+            f"seq_len={seq_len} is above the context of {checkpoint.path}; set it to at most {context}"
+        )
     ours, theirs = config.eval.model_extra or {}, checkpoint.state.config.get("eval", {})
     left = [name for name in ours if name not in (settings or {})]
     if flags := [f"--{n}={theirs[n]}" for n in left if theirs.get(n, ours[n]) != ours[n]]:
@@ -75,7 +85,7 @@ def evaluate_checkpoint(
     feed = None
     try:
         mixture = trained_data(checkpoint, config) if data is None else read_data(config, str(data))
-        feed = _validation_feed(checkpoint, config, device, mixture, eval_tokens)
+        feed = _validation_feed(checkpoint, config, device, mixture, eval_tokens, seq_len)
     except DataError as error:
         if data is not None or not config.eval.chosen_names():
             raise
@@ -119,8 +129,9 @@ def _validation_feed(
     device: torch.device,
     data: Mixture,
     eval_tokens: int | None,
+    seq_len: int,
 ) -> EvalFeed:
-    """Read the validation sequences of `data`, up to `eval_tokens`.
+    """Read the validation sequences of `data`, of `seq_len` tokens and up to `eval_tokens` in all.
 
     Raises a DataError if its tokenizer differs from the checkpoint's, or it is too small to validate on.
     """
@@ -129,7 +140,6 @@ def _validation_feed(
     check_vocabulary(data, checkpoint.state.vocab_hash, str(checkpoint.path))
     if eval_tokens is not None:
         config = config.updated({"eval_tokens": eval_tokens})
-    seq_len = config.data.seq_len
     check_val_split(data, seq_len)
     tokens, ids = data.read("val", seq_len, data.val_ids(seq_len, config.eval.eval_tokens))
     micro = config.train.micro_batch_sequences
@@ -161,9 +171,9 @@ def sample_checkpoint(
         raise ConfigError(f"num_samples={num_samples} is below 1; set num_samples to 1 or more")
     _, config, model, tokenizer, device = open_checkpoint(path, None, log, average, registry)
     how = SamplingOptions(**{"max_new_tokens": config.eval.max_new_tokens, **options})
-    ids = prompt_tokens(tokenizer, prompt)
+    ids = tokenizer.encode_prompt(prompt)
     if len(ids) > model.shape.seq_len:
         log(f"the prompt has {len(ids)} tokens; the model sees the last {model.shape.seq_len}")
     with inference_autocast(device):
         drawn = sample_tokens(model, tokenizer.eot_token, ids, num_samples, how)
-    return [prompt + decode_tokens(tokenizer, tokens) for tokens in drawn]
+    return [prompt + tokenizer.decode(tokens) for tokens in drawn]

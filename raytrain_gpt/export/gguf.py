@@ -12,7 +12,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import tiktoken
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, TokenType
 from gguf.constants import MODEL_ARCH_NAMES
@@ -21,10 +20,10 @@ from gguf.tensor_mapping import get_tensor_name_map
 from raytrain_gpt.checkpoint.open import open_checkpoint
 from raytrain_gpt.config.kinds import BUILT_IN, Registry
 from raytrain_gpt.core.model import GPT
-from raytrain_gpt.data.tokenizer import EOT
-from raytrain_gpt.data.tokenizer_file import GPT2_PATTERN, tokenizer_json
+from raytrain_gpt.data.library_tokenizer import CONFIG_FILE, GPT2, TEMPLATE_FILE, split_of
+from raytrain_gpt.data.tokenizer import EOT, TOKENIZER_FILE, Tokenizer
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
-from raytrain_gpt.export.hf_weights import mapping_of, unpadded
+from raytrain_gpt.export.hf_weights import HF_CONFIG_FILE, mapping_of, read_imported, unpadded
 from raytrain_gpt.export.huggingface import DType, shape_line, staging_dir
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location, LocationLike, force_to_disk, is_url
@@ -72,12 +71,22 @@ def export_gguf(
     writer = GGUFWriter(None, name)
     writer.add_name(config.run.run_name)
     _add_tokenizer(writer, encoding)
-    with model.shape.kind.errors_as_line():
-        writer.add_context_length(model.shape.seq_len)
-        writer.add_embedding_length(model.shape.embd_size)
-        writer.add_block_count(model.shape.num_layers)
-        writer.add_head_count(model.shape.num_heads)
-        mapping.add_gguf_sizes(writer, model.shape)
+    shape, imported = read_imported(checkpoint, model.shape)
+    for key, own, add in (
+        ("bos_token_id", encoding.encode_prompt("")[0], writer.add_bos_token_id),
+        ("eos_token_id", encoding.eot_token, writer.add_eos_token_id),
+        ("pad_token_id", None, writer.add_pad_token_id),
+    ):
+        one = imported.get(HF_CONFIG_FILE, {}).get(key)
+        one = one[0] if isinstance(one, list) and one else one
+        if (one := one if one in range(encoding.n_vocab) else own) is not None:
+            add(one)
+    with shape.kind.errors_as_line():
+        writer.add_context_length(shape.seq_len)
+        writer.add_embedding_length(shape.embd_size)
+        writer.add_block_count(shape.num_layers)
+        writer.add_head_count(shape.num_heads)
+        mapping.add_gguf_sizes(writer, shape)
         _add_tensors(writer, model, mapping, dtype)
     with staging_dir(place) as directory:
         file = directory / place.name
@@ -87,9 +96,7 @@ def export_gguf(
         writer.close()
         force_to_disk(file)
         file.rename(place.path)
-    log(
-        f"exported {checkpoint.path}: {shape_line(model.shape)}, {dtype}, tokenizer {encoding.name}"
-    )
+    log(f"exported {checkpoint.path}: {shape_line(shape)}, {dtype}, tokenizer {encoding.name}")
     return place.path
 
 
@@ -98,34 +105,46 @@ def _check_new(file: Location) -> None:
         raise CheckpointError(f"{file} exists; set --out to a new file")
 
 
-def _add_tokenizer(writer: GGUFWriter, encoding: tiktoken.Encoding) -> None:
-    """Add the tokenizer as GPT-2 style BPE.
+def _add_tokenizer(writer: GGUFWriter, tokenizer: Tokenizer) -> None:
+    """Add the tokenizer as byte-level BPE, which llama.cpp splits into words by the name of its family.
 
     llama.cpp refuses a vocabulary without merges such as `bytes`, so add one that never applies, since words
     are split into single bytes first.
     """
-    has_merges = any(len(token) > 1 for token in encoding._mergeable_ranks)
-    is_like_gpt2 = not has_merges or encoding._pat_str == GPT2_PATTERN
-    model = json.loads(tokenizer_json(encoding))["model"] if is_like_gpt2 else {}
-    if not is_like_gpt2 or model["ignore_merges"]:
+    files = tokenizer.files
+    content, config = (json.loads(files.get(n, "{}")) for n in (TOKENIZER_FILE, CONFIG_FILE))
+    model, split, begin = content["model"], split_of(content), tokenizer.before.tolist()
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    if not merges:
+        split = GPT2
+    # llama.cpp matches words that merges do not produce in this family only.
+    ignores = model.get("ignore_merges") and split is not None and split.llama_cpp != "llama-bpe"
+    if split is None or ignores or len(begin) > 1:
         raise DataError(
-            f"tokenizer {encoding.name} is not GPT-2 style BPE, the only kind llama.cpp tokenizes "
-            "identically; use --format hf"
+            f"tokenizer {tokenizer.name} is not BPE like that of GPT-2, SmolLM2, Llama 3 or Qwen2, the only "
+            "kinds llama.cpp tokenizes identically; use --format hf"
         )
-    merges = [" ".join(pair) for pair in model["merges"]]
-    tokens = [f"[UNUSED_{i}]" for i in range(encoding.n_vocab)]
-    types = [TokenType.UNUSED] * encoding.n_vocab
+    if content.get("normalizer"):
+        raise DataError(
+            f"tokenizer {tokenizer.name} normalizes text, which llama.cpp does not; use --format hf, and "
+            "llama.cpp's convert_hf_to_gguf.py if all your text is normalized"
+        )
+    tokens = [f"[UNUSED_{i}]" for i in range(tokenizer.n_vocab)]
+    types = [TokenType.UNUSED] * tokenizer.n_vocab
     for text, i in model["vocab"].items():
-        is_special = text in encoding._special_tokens
-        tokens[i], types[i] = text, TokenType.CONTROL if is_special else TokenType.NORMAL
+        tokens[i], types[i] = text, TokenType.NORMAL
+    for added in content["added_tokens"]:
+        kind = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
+        tokens[added["id"]], types[added["id"]] = added["content"], kind
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre(split.llama_cpp)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges(merges or [f"{EOT} {EOT}"])
-    writer.add_bos_token_id(encoding.eot_token)
-    writer.add_eos_token_id(encoding.eot_token)
-    writer.add_add_bos_token(False)
+    writer.add_add_bos_token(bool(begin))
+    template = files.get(TEMPLATE_FILE, config.get("chat_template"))
+    if isinstance(template, str):
+        writer.add_chat_template(template)
 
 
 def _add_tensors(writer: GGUFWriter, model: GPT, mapping: Any, dtype: DType) -> None:

@@ -56,7 +56,7 @@ def add_gguf_sizes(writer: GGUFWriter, shape: GPTShape) -> None:
 
 
 def plain_values(content: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Return key -> values that this package supports, transformers' default first."""
+    """Return key -> values that this package supports, first that of a missing key."""
     return {
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names for one function
         "scale_attn_weights": (True,),

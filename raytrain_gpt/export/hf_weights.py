@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,24 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from raytrain_gpt.checkpoint.catalog import IMPORT_FILE, Checkpoint
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.registry import new_model
 from raytrain_gpt.data.documents import refuse_lfs_pointer
 from raytrain_gpt.data.tokenizer import EOT
 from raytrain_gpt.errors import CheckpointError, ConfigError, damage_as, failure_as
-from raytrain_gpt.export import hf_gpt2, hf_qwen3
+from raytrain_gpt.export import hf_gpt2
+from raytrain_gpt.export.hf_llama import Llama, Qwen2, Qwen3
 from raytrain_gpt.format import listed
 from raytrain_gpt.parsing import parse_json
 
 HF_CONFIG_FILE = "config.json"
-ARCHITECTURES = {"gpt2": hf_gpt2, "qwen3": hf_qwen3}
-"""Architecture, the same as Hugging Face's `model_type` -> module that converts its files."""
+_GENERATION_FILE = "generation_config.json"
+ARCHITECTURES: dict[str, Any] = {"gpt2": hf_gpt2, "llama": Llama, "qwen2": Qwen2, "qwen3": Qwen3}
+"""Architecture, the same as Hugging Face's `model_type` -> module or class that converts its files."""
 HF_WEIGHTS_FILE = "model.safetensors"
+_NOT_KEPT = {"architectures", "auto_map", "dtype", "model_type", "torch_dtype"}
+"""Keys of an import's `config.json` that are not true of an export, or name code."""
 _EMBEDDING, _HEAD = "wte.weight", "lm_head.weight"
 _WRAPPED = re.compile(r"(|.*?\.)(?:(?:transformer\.)?wte|(?:model\.)?embed_tokens)\.weight")
 """Embedding after a prefix that is not transformers', such as `_orig_mod.` of torch.compile."""
@@ -47,11 +53,35 @@ def mapping_of(shape: GPTShape, *needed: str) -> Any:
     return mapping
 
 
-def hf_config_files(shape: GPTShape, eot_token: int, dtype: str) -> dict[str, str]:
+Imported = Mapping[str, Any]
+"""File name -> what imported weights came with beyond their shape, or None without such a file."""
+NOT_IMPORTED: Imported = {}
+
+
+def read_imported(checkpoint: Checkpoint, shape: GPTShape) -> tuple[GPTShape, Imported]:
+    """Return the shape to export, with the context of an import, and what the import came with."""
+    path = checkpoint.path / IMPORT_FILE
+    if IMPORT_FILE not in checkpoint.file_names:
+        return shape, NOT_IMPORTED
+    with damage_as(CheckpointError, path):
+        imported = dict(parse_json(path.read_bytes()))
+        theirs = {k: v for k, v in imported[HF_CONFIG_FILE].items() if k not in _NOT_KEPT}
+        context = max(shape.seq_len, int(theirs.get("max_position_embeddings", 0)))
+    return replace(shape, seq_len=context), {**imported, HF_CONFIG_FILE: theirs}
+
+
+def hf_config_files(
+    shape: GPTShape,
+    eot_token: int,
+    dtype: str,
+    imported: Imported = NOT_IMPORTED,
+    bos_token: int | None = None,
+) -> dict[str, str]:
     """Return name -> content of the files besides tensors; `dtype` is torch's name, such as `bfloat16`."""
-    ends = {"bos_token_id": eot_token, "eos_token_id": eot_token}
     of_shape = mapping_of(shape, "config_of", "to_hf").config_of(shape)
-    config = {**of_shape, "use_cache": True, "torch_dtype": dtype, **ends}
+    bos_token = eot_token if bos_token is None else bos_token
+    ends = {"bos_token_id": bos_token, "eos_token_id": eot_token}
+    own = {**of_shape, "use_cache": True, **ends}
     # Without a padding id, transformers uses eos and warns at every call.
     generation = {**ends, "pad_token_id": eot_token, "do_sample": True}
     tokenizer = {
@@ -61,28 +91,28 @@ def hf_config_files(shape: GPTShape, eot_token: int, dtype: str) -> dict[str, st
         "clean_up_tokenization_spaces": False,
         "model_max_length": shape.seq_len,
     }
-    return {
-        HF_CONFIG_FILE: json.dumps(config, indent=2) + "\n",
-        "generation_config.json": json.dumps(generation, indent=2) + "\n",
-        "tokenizer_config.json": json.dumps(tokenizer, indent=2) + "\n",
+    contents = {
+        HF_CONFIG_FILE: {**own, **imported.get(HF_CONFIG_FILE, {}), "torch_dtype": dtype},
+        _GENERATION_FILE: imported.get(_GENERATION_FILE, generation),
+        "tokenizer_config.json": tokenizer,
     }
+    return {name: json.dumps(one, indent=2) + "\n" for name, one in contents.items() if one}
 
 
 def read_hf_config(directory: Path) -> GPTShape:
-    """Read the shape from a `config.json`; raises a CheckpointError unless it is a plain GPT-2 or Qwen3."""
+    """Read the shape of a directory; raises a CheckpointError unless it is that of a plain model."""
     path = directory / HF_CONFIG_FILE
     if not path.exists():
         raise CheckpointError(
             f"{directory} has no {HF_CONFIG_FILE}; give a Hugging Face directory, or a file of weights"
         )
-    only = "only plain GPT-2 and Qwen3 models can be imported"
+    only = "only plain GPT-2, Llama, Mistral, Qwen2 and Qwen3 models can be imported"
     with damage_as(CheckpointError, path):
         refuse_lfs_pointer(path)
         content = parse_json(path.read_bytes())
         kind = content.get("model_type", "gpt2")
-        if kind not in ARCHITECTURES:
+        if (theirs := {**ARCHITECTURES, "mistral": Llama}.get(kind)) is None:
             raise CheckpointError(f"{path} has model_type={kind!r}; {only}")
-        theirs = ARCHITECTURES[kind]
         for key, plain in theirs.plain_values(content).items():
             value = content.get(key, plain[0])
             if value not in plain:
@@ -93,6 +123,18 @@ def read_hf_config(directory: Path) -> GPTShape:
         if not 0 <= shape.dropout < 1:
             raise ValueError(f"a dropout of {shape.dropout} is not in [0, 1)")
         return shape
+
+
+def imported_entries(directory: Path, shape: GPTShape) -> Imported:
+    """Return what an export of a directory's weights will need; raises a CheckpointError for damage."""
+    found: dict[str, Any] = dict.fromkeys((HF_CONFIG_FILE, _GENERATION_FILE))
+    for path in (directory / name for name in found):
+        if path.is_file():
+            with damage_as(CheckpointError, path):
+                found[path.name] = dict(parse_json(path.read_bytes()))
+    ours = mapping_of(shape).config_of(shape) | {"max_position_embeddings": None}
+    theirs = found[HF_CONFIG_FILE].items()
+    return {**found, HF_CONFIG_FILE: {k: v for k, v in theirs if k not in ours or ours[k] != v}}
 
 
 def hf_tensors(model: GPT, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -171,7 +213,8 @@ def model_of(hf: Mapping[str, Tensor], where: str, shape: GPTShape) -> GPT:
     with torch.device("meta"):
         wanted = {name: tuple(t.shape) for name, t in new_model(shape).state_dict().items()}
     wanted |= {name: rows for name in (_EMBEDDING, _HEAD) if name in wanted}
-    if not any(name.endswith(".bias") for name in tensors):  # as in nanoGPT
+    has_biases = any(name.endswith(".bias") for name in tensors)
+    if shape.architecture == "gpt2" and not has_biases:  # as in nanoGPT
         biases = [name for name in wanted if name.endswith(".bias")]
         tensors |= {name: torch.zeros(()).expand(wanted[name]) for name in biases}
     for name in sorted(wanted.keys() | tensors.keys()):

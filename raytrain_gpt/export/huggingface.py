@@ -14,12 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import tiktoken
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from raytrain_gpt.checkpoint.catalog import HASHES_FILE, ROWS_FILE, Draft
+from raytrain_gpt.checkpoint.catalog import HASHES_FILE, IMPORT_FILE, ROWS_FILE, Draft
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.checkpoint.open import open_checkpoint
 from raytrain_gpt.config.kinds import BUILT_IN, Registry
@@ -28,23 +27,22 @@ from raytrain_gpt.core.model import GPT, GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.data.order import ORDER_VERSION
-from raytrain_gpt.data.tokenizer import MAX_VOCAB_SIZE, load_tokenizer, make_encoding, vocab_hash
-from raytrain_gpt.data.tokenizer_file import (
-    IMPORTED,
-    TOKENIZER_FILE,
-    open_tokenizer,
-    tokenizer_json,
-)
+from raytrain_gpt.data.tokenizer import MAX_VOCAB_SIZE, TOKENIZER_FILE, Tokenizer, load_tokenizer
+from raytrain_gpt.data.tokenizer_file import open_tokenizer
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError, failure_as
 from raytrain_gpt.export.hf_gpt2 import shape_of_tensors
 from raytrain_gpt.export.hf_weights import (
     HF_WEIGHTS_FILE,
+    NOT_IMPORTED,
+    Imported,
     find_hf_weights,
     hf_config_files,
     hf_tensors,
+    imported_entries,
     model_of,
     read_hf_config,
     read_hf_weights,
+    read_imported,
 )
 from raytrain_gpt.export.model_card import CARD_FILE, IMPORT_EVENT, model_card
 from raytrain_gpt.format import Log, amount, count, listed
@@ -54,8 +52,6 @@ from raytrain_gpt.trackers.mlflow_run import track_export
 UNFINISHED = ".unfinished-"
 DType = Literal["fp32", "bf16"]
 _DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_EVAL_SEQUENCES = 4
-"""micro_batch_sequences of imported weights: 4 × 1024 tokens of GPT-2 have 0.8 GB of logits."""
 _GUESSED_TOKENIZERS = {GPT2_VOCAB_SIZE: "gpt2", 257: "bytes"}
 """Vocabulary size -> tokenizer to assume if the weights have none."""
 _TOKENIZERS = re.compile(r"(?i).*(token|vocab|merges|tekken|spiece|\.(model|spm|bpe)$)|encoder\.")
@@ -87,16 +83,16 @@ def export_checkpoint(
     _check_free(place)
     checkpoint, config, model, encoding, _ = open_checkpoint(path, "cpu", log, average, registry)
     torch_name = str(_DTYPES[dtype]).removeprefix("torch.")
-    with model.shape.kind.errors_as_line():
-        config_files = hf_config_files(model.shape, encoding.eot_token, torch_name)
+    shape, imported = read_imported(checkpoint, model.shape)
+    eot, bos = encoding.eot_token, encoding.encode_prompt("")[0]
+    with shape.kind.errors_as_line():
+        config_files = hf_config_files(shape, eot, torch_name, imported, bos)
         tensors = hf_tensors(model, _DTYPES[dtype])
     num_parameters = sum(tensor.numel() for tensor in tensors.values())
     texts = {
         **config_files,
-        TOKENIZER_FILE: tokenizer_json(encoding),
-        CARD_FILE: model_card(
-            checkpoint, config, encoding.name, model.shape, num_parameters, dtype
-        ),
+        **encoding.files,
+        CARD_FILE: model_card(checkpoint, config, encoding.name, shape, num_parameters, dtype),
     }
     with staging_dir(place) as staging:
         directory = staging / place.name
@@ -109,9 +105,7 @@ def export_checkpoint(
         for file in directory.iterdir():
             force_to_disk(file)
         directory.rename(place.path)
-    log(
-        f"exported {checkpoint.path}: {shape_line(model.shape)}, {dtype}, tokenizer {encoding.name}"
-    )
+    log(f"exported {checkpoint.path}: {shape_line(shape)}, {dtype}, tokenizer {encoding.name}")
     track_export(checkpoint.path.parent.parent, place.path, log)
     return place.path
 
@@ -125,9 +119,14 @@ def shape_line(shape: GPTShape) -> str:
 
 
 def import_weights(
-    source: str | Path, out: str | Path, log: Log, *, tokenizer: str | None = None
+    source: str | Path,
+    out: str | Path,
+    log: Log,
+    *,
+    tokenizer: str | None = None,
+    eot: str | None = None,
 ) -> tuple[Location, GPTShape]:
-    """Create a checkpoint from GPT-2 or Qwen3 weights in Hugging Face's format; return it and its shape.
+    """Create a checkpoint from weights in Hugging Face's format; return it and its shape.
 
     The embedding is padded to a multiple of 64 rows; see `hf_weights.model_of`.
 
@@ -135,9 +134,10 @@ def import_weights(
         source: A Hugging Face directory, or a file of GPT-2's weights.
         out: Directory or URL of the checkpoint, new or empty.
         tokenizer: Name; if None that beside the weights, else gpt2 or bytes by vocabulary size.
+        eot: As in `open_tokenizer`.
 
     Raises:
-        CheckpointError: weights are missing, damaged, not a plain GPT-2 or Qwen3, or `out` is not empty.
+        CheckpointError: weights are missing, damaged or not those of a plain model, or `out` is not empty.
         ConfigError: a size is out of range.
         DataError: the tokenizer is unknown, damaged, or has another vocabulary size.
     """
@@ -156,17 +156,18 @@ def import_weights(
     model = model_of(tensors, str(directory), shape)
     if config_shape is None:
         log(f"no config.json; assuming {shape.num_heads} heads, one per 64 channels")
-    encoding = _tokenizer(directory, tokenizer, shape.vocab_size, log)
-    _write(model, encoding, place, directory.name)
+    imported = NOT_IMPORTED if config_shape is None else imported_entries(directory, shape)
+    encoding = _tokenizer(directory, tokenizer, shape.vocab_size, log, eot)
+    _write(model, encoding, place, directory.name, imported)
     log(f"imported {directory}: {shape_line(model.shape)}, tokenizer {encoding.name}")
     return place, model.shape
 
 
-def _tokenizer(source: Path, name: str | None, rows: int, log: Log) -> tiktoken.Encoding:
+def _tokenizer(source: Path, name: str | None, rows: int, log: Log, eot: str | None) -> Tokenizer:
     directory = Location.of(source if source.is_dir() else source.parent)
     file = directory / TOKENIZER_FILE
     if name is not None or file.is_file():
-        encoding = open_tokenizer(str(file) if name is None else name, log)
+        encoding = open_tokenizer(str(file) if name is None else name, eot)
     elif others := sorted(filter(_TOKENIZERS.match, directory.names())):
         raise DataError(
             f"{directory} has {listed(others)}, but no {TOKENIZER_FILE}; add it: python -c 'from "
@@ -191,18 +192,22 @@ def _tokenizer(source: Path, name: str | None, rows: int, log: Log) -> tiktoken.
         )
     if extra:
         log(f"{count(extra, 'row')} of the embedding without a token")
-        # A special token takes the last id, so that ids match rows; ids between have no text.
-        special = encoding._special_tokens | {f"<|unused_{rows - 1}|>": rows - 1}
-        ranks = encoding._mergeable_ranks
-        encoding = make_encoding(IMPORTED, encoding._pat_str, ranks, special)
+        encoding = encoding.with_rows(rows)
     return encoding
 
 
-def _write(model: GPT, encoding: tiktoken.Encoding, place: Location, source: str) -> None:
+def _write(
+    model: GPT,
+    encoding: Tokenizer,
+    place: Location,
+    source: str,
+    imported: Imported = NOT_IMPORTED,
+) -> None:
     """Write the checkpoint next to its target and rename it, or upload it with its hashes last."""
     texts = {
-        TOKENIZER_FILE: tokenizer_json(encoding),
+        **encoding.files,
         ROWS_FILE: json.dumps({"step": 0, "event": IMPORT_EVENT, "source": source}) + "\n",
+        **({IMPORT_FILE: json.dumps(imported, indent=1) + "\n"} if imported else {}),
     }
     write_model = partial(save_file, model.state_dict(), metadata={"format": "pt"})
     with staging_dir(place) as directory:
@@ -218,19 +223,20 @@ def _write(model: GPT, encoding: tiktoken.Encoding, place: Location, source: str
 
 def _config(shape: GPTShape) -> Config:
     """Return the configuration of imported weights, or raise a ConfigError."""
+    sequences = max(1, min(4, 4096 // shape.seq_len))  # of GPT-2: 0.8 GB of logits
     return Config().updated(
         {
             **shape.fields,
             "data_path": "",
-            "micro_batch_sequences": _EVAL_SEQUENCES,
-            "global_batch_tokens": _EVAL_SEQUENCES * shape.seq_len,
+            "micro_batch_sequences": sequences,
+            "global_batch_tokens": sequences * shape.seq_len,
             "run_name": "imported",
             "precision": "fp32",  # makes `eval` comparable to other programs
         }
     )
 
 
-def _state(shape: GPTShape, encoding: tiktoken.Encoding) -> CheckpointState:
+def _state(shape: GPTShape, encoding: Tokenizer) -> CheckpointState:
     return CheckpointState(
         step=0,
         next_batch=0,
@@ -239,7 +245,7 @@ def _state(shape: GPTShape, encoding: tiktoken.Encoding) -> CheckpointState:
         tokens_seen=0,
         config=_config(shape).model_dump(),
         manifest_hash="",
-        vocab_hash=vocab_hash(encoding),
+        vocab_hash=encoding.hash,
         vocab_size=shape.vocab_size,
         order_version=ORDER_VERSION,
         num_workers=1,

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import tiktoken
 
 from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.config.call_options import PrepareOptions
@@ -25,8 +24,8 @@ from raytrain_gpt.data.preparation import finish, notices, prepared_tokenizer, s
 from raytrain_gpt.data.prepare_plan import Plan, make_plan
 from raytrain_gpt.data.shards import Manifest
 from raytrain_gpt.data.tokenize import hash_task, run_task
-from raytrain_gpt.data.tokenizer import vocab_hash
-from raytrain_gpt.data.tokenizer_file import open_tokenizer
+from raytrain_gpt.data.tokenizer import Tokenizer
+from raytrain_gpt.data.tokenizer_file import check_eot, open_tokenizer
 from raytrain_gpt.errors import DataError, failure_as
 from raytrain_gpt.format import Log, amount, count, duration
 from raytrain_gpt.ingest.train_tokenizer import new_vocab_size, train_on_plan
@@ -69,14 +68,14 @@ def prepare(
         StorageError: the storage was unreachable for too long; finished shards are kept.
     """
     directory = Location.of(directory)
-    plan, encoding = _plan_and_tokenizer(sources, directory, tokenizer, options, log)
+    plan, tokenizer_used = _plan_and_tokenizer(sources, directory, tokenizer, options, log)
     is_small = sum(piece.text_bytes for piece in plan.pieces) < SMALL_BYTES
     names_cluster = os.environ.get("RAY_ADDRESS", "local") not in ("", "local")
     on_ray = not in_process and (names_cluster or not is_small)
     run, cluster = _on_ray(log) if on_ray else (map, nullcontext())
     lease = directory.parent / f".{directory.name}{LEASE_FILE}"
     with _storage_errors(directory), hold_lease(lease, f"dataset {directory}", log):
-        manifest = start(directory, plan, encoding)
+        manifest = start(directory, plan, tokenizer_used)
         if manifest is not None:
             log(f"{directory} is already prepared")
             return manifest
@@ -93,16 +92,17 @@ def prepare(
 
 def _plan_and_tokenizer(
     sources: list[str], directory: Location, tokenizer: str, options: PrepareOptions, log: Log
-) -> tuple[Plan, tiktoken.Encoding]:
+) -> tuple[Plan, Tokenizer]:
     vocab_size = new_vocab_size(tokenizer)
     if vocab_size is None:
-        encoding = open_tokenizer(tokenizer, log)
-        return make_plan(sources, encoding, options, log), encoding
+        opened = open_tokenizer(tokenizer, options.eot)
+        return make_plan(sources, opened, options, log), opened
+    check_eot(tokenizer, options.eot)
     plan = make_plan(sources, None, options, log)
     with _storage_errors(directory):
         found = prepared_tokenizer(directory, plan, tokenizer)
-    encoding = found or train_on_plan(plan, vocab_size, options, log)
-    return replace(plan, vocab_hash=vocab_hash(encoding)), encoding
+    trained = found or train_on_plan(plan, vocab_size, options, log)
+    return replace(plan, vocab_hash=trained.hash), trained
 
 
 def _run_tasks(

@@ -15,7 +15,6 @@ from concurrent.futures import Future, wait
 from itertools import chain
 
 import regex  # type: ignore[import-untyped]
-import tiktoken
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -24,8 +23,7 @@ from tokenizers.trainers import BpeTrainer
 from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.prepare_plan import Plan, reader
 from raytrain_gpt.data.split import document_hash
-from raytrain_gpt.data.tokenizer import EOT, make_encoding
-from raytrain_gpt.data.tokenizer_file import GPT2_PATTERN, token_ranks
+from raytrain_gpt.data.tokenizer import EOT, GPT2_PATTERN, Tiktoken, make_tiktoken, token_ranks
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.format import Log, count, duration, size
 
@@ -55,9 +53,7 @@ def new_vocab_size(name: str) -> int | None:
     return int(digits)
 
 
-def train_on_plan(
-    plan: Plan, vocab_size: int, options: PrepareOptions, log: Log
-) -> tiktoken.Encoding:
+def train_on_plan(plan: Plan, vocab_size: int, options: PrepareOptions, log: Log) -> Tiktoken:
     """Train on _SAMPLE_BYTES of a plan's training documents.
 
     Raises a DataError if their text is too little for `vocab_size`, or cannot be read.
@@ -70,12 +66,12 @@ def train_on_plan(
             num_documents, num_bytes = num_documents + 1, num_bytes + len(text.encode())
             yield text
 
-    encoding = train_bpe(texts(), vocab_size)
+    trained = train_bpe(texts(), vocab_size)
     log(
-        f"trained {encoding.name} on {size(num_bytes)} of {count(num_documents, 'training document')} "
+        f"trained {trained.name} on {size(num_bytes)} of {count(num_documents, 'training document')} "
         f"in {duration(time.monotonic() - started)}"
     )
-    return encoding
+    return trained
 
 
 def sample(plan: Plan, options: PrepareOptions, max_bytes: int = _SAMPLE_BYTES) -> Iterator[str]:
@@ -120,7 +116,7 @@ def _pieces(texts: Iterable[str], stopped: threading.Event) -> Iterator[str]:
         yield text[start:]
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> tiktoken.Encoding:
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tiktoken:
     """Train a byte-level BPE: 256 bytes, merges in the order of their ids, `<|endoftext|>` as the last id.
 
     Raises:
@@ -161,4 +157,4 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tiktoken.Encoding:
             f"the training text is enough for {len(ranks) + 1} ids, not for {_PREFIX}{vocab_size}; use "
             f"{_PREFIX}{len(ranks) + 1}, or add text"
         )
-    return make_encoding(f"{_PREFIX}{vocab_size}", GPT2_PATTERN, ranks, {EOT: len(ranks)})
+    return make_tiktoken(f"{_PREFIX}{vocab_size}", GPT2_PATTERN, ranks, {EOT: len(ranks)})

@@ -22,7 +22,6 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import make_order, read_data, recorded, recorded_data
 from raytrain_gpt.data.order import Ids, batches_to_read
 from raytrain_gpt.data.shards import read_row_group
-from raytrain_gpt.data.tokenizer import decode_tokens, token_to_bytes
 from raytrain_gpt.data.tokenizer_file import read_tokenizer
 from raytrain_gpt.errors import ConfigError, DataError
 from raytrain_gpt.format import count, preview
@@ -175,7 +174,7 @@ class RunProvenance:
                     dataset=self.data.names[at],
                     shard=shard.path,
                     row=index * dataset.manifest.row_group_tokens + in_group,
-                    text=decode_tokens(self._tokenizer, own_tokens.tolist()),
+                    text=self._tokenizer.decode(own_tokens.tolist()),
                 )
             )
         return sequences
@@ -200,10 +199,9 @@ class RunProvenance:
     def _ids_with(self, text: bytes) -> tuple[Ids, int]:
         """Return the ids of sequences that contain a text, and the number of split occurrences."""
         tokenizer, size = self._tokenizer, self.seq_len
-        special = set(tokenizer._special_tokens.values())
         table = [
-            _NO_TEXT if token in special else token_to_bytes(tokenizer, token)
-            for token in range(self.data.vocab_size)
+            tokenizer.token_bytes(token) if num_bytes else _NO_TEXT
+            for token, num_bytes in enumerate(tokenizer.lengths)
         ]
         lengths = np.array([len(one) for one in table])
         first_id = cut = 0

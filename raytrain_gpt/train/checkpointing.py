@@ -10,7 +10,7 @@ from pathlib import Path
 import ray.train
 from ray.train import CheckpointUploadMode
 
-from raytrain_gpt.checkpoint.catalog import CODE_FILE, ROWS_FILE, Catalog
+from raytrain_gpt.checkpoint.catalog import CODE_FILE, IMPORT_FILE, ROWS_FILE, Catalog
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.checkpoint.code_check import code_hash, replaced_code
 from raytrain_gpt.checkpoint.collectives import Collectives
@@ -18,7 +18,6 @@ from raytrain_gpt.checkpoint.writer import CheckpointWriter, WrittenCheckpoint
 from raytrain_gpt.columns import Row
 from raytrain_gpt.core.device import numerics_environment
 from raytrain_gpt.data.order import ORDER_VERSION
-from raytrain_gpt.data.tokenizer_file import TOKENIZER_FILE, tokenizer_json
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.events import Outbox
 from raytrain_gpt.storage.lease import LEASE_FILE, still_held
@@ -74,9 +73,11 @@ class Checkpointing:
         values = [item for row in self._rows if "event" not in row for item in row.items()]
         self._numbers = {name: value for name, value in values if type(value) in (int, float)}
         self._rows = []
-        texts = {TOKENIZER_FILE: tokenizer_json(self._setup.tokenizer), ROWS_FILE: lines}
+        texts = {**self._setup.tokenizer.files, ROWS_FILE: lines}
         if code := self._config.code:
             texts[CODE_FILE] = code.text
+        if (imported := self._setup.imported) is not None:
+            texts[IMPORT_FILE] = imported
         # In a bad stretch, keep the checkpoint before it: the run may roll back to it.
         self._writer.begin(self._state(step, val_loss), texts, prune=not self._log.in_bad_stretch)
         self._blocked_since(started)

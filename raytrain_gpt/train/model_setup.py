@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ray.train.torch
-import tiktoken
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from raytrain_gpt.checkpoint.catalog import Checkpoint, read_checkpoint
+from raytrain_gpt.checkpoint.catalog import IMPORT_FILE, Checkpoint, read_checkpoint
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.config.kinds import BUILT_IN
 from raytrain_gpt.config.plan import Plan
@@ -34,6 +33,7 @@ from raytrain_gpt.core.registry import build_optimizer, configured_model, init_w
 from raytrain_gpt.core.state import load_model, load_optimizer
 from raytrain_gpt.data.locations import location
 from raytrain_gpt.data.mixture import Mixture
+from raytrain_gpt.data.tokenizer import Tokenizer
 from raytrain_gpt.data.tokenizer_file import read_tokenizer
 
 
@@ -140,10 +140,11 @@ class TrainingSetup:
         model: Model for the training loop: `raw_model`, in DDP if it is replicated.
         eval_model: Model for evaluations, without collectives.
         loss_scale: For fp16, or None without scaling.
+        imported: The content of `import.json` for all checkpoints, or None.
     """
 
     strategy: Strategy
-    tokenizer: tiktoken.Encoding
+    tokenizer: Tokenizer
     raw_model: GPT
     model: nn.Module
     eval_model: GPT
@@ -152,6 +153,7 @@ class TrainingSetup:
     precision: str
     autocast: Autocast
     loss_scale: LossScale | None
+    imported: str | None
 
 
 def set_up_training(
@@ -168,19 +170,22 @@ def set_up_training(
     tokenizer = read_tokenizer(data.datasets[0].directory)
     model = configured_model(
         config,
-        tokenizer.max_token_value + 1,
+        tokenizer.n_vocab,
         tokenizer.eot_token,
         plan.activation_checkpointing,
     )
     source = resumed
     if source is None and config.model.init_from:
         source = read_checkpoint(location(config, config.model.init_from))
+    imported = None
     with nullcontext() if source is None else files_on_machine(source, ranks) as directory:
         # Weights load before sharding, moments after it: the optimizer is built on shards.
         if directory is None:
             init_weights(model, config.train.seed)
         else:
             load_model(directory, model, crop_context=resumed is None)
+        if directory is not None and source is not None and IMPORT_FILE in source.file_names:
+            imported = (directory / IMPORT_FILE).read_text("utf-8")
         eval_model = strategy.eval_model(model)
         if config.train.compile:
             if BUILT_IN.find("architecture", config.model.architecture):
@@ -205,6 +210,7 @@ def set_up_training(
         precision=precision,
         autocast=make_autocast(precision, device),
         loss_scale=loss_scale_for(precision, device, resumed.state.loss_scale if resumed else None),
+        imported=imported,
     )
 
 

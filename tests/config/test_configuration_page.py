@@ -50,7 +50,7 @@ def keys_table() -> str:
             mark = "" if is_safe or changes_math(name, Config()) else " \\*"
             meaning = " ".join((info.description or "").split())
             if owners := BUILT_IN.owners(name):
-                meaning += f" For {owners[0].selector} {' and '.join(one.name for one in owners)}."
+                meaning += f" For {owners[0].selector} {', '.join(one.name for one in owners)}."
             kind = _names(name, BUILT_IN) if name in SECTIONS else _kind(info.annotation)
             values = ", ".join(f"`{one}`" for one in kind.split("|"))
             lines.append(

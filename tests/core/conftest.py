@@ -21,7 +21,15 @@ QWEN3 = replace(
     architecture="qwen3",
     settings=Qwen3Settings(num_kv_heads=2, mlp_size=48, tied_embeddings=False, rope_theta=500.0),
 )
-SHAPES = {"gpt2": TINY, "qwen3": QWEN3}
+SCALED = {"rope_theta": 100.0, "rope_factor": 8.0, "rope_context": 64, "norm_eps": 1e-5}
+SHAPES = {
+    "gpt2": TINY,
+    "llama": replace(
+        QWEN3, architecture="llama", settings=Qwen3Settings(num_kv_heads=2, head_size=12, **SCALED)
+    ),
+    "qwen2": replace(QWEN3, architecture="qwen2"),
+    "qwen3": QWEN3,
+}
 BOTH = pytest.mark.parametrize("architecture", SHAPES, indirect=True)
 """Mark for tests that need `shape`, `model` and `new_model` of each architecture, not GPT-2 only."""
 

@@ -24,7 +24,7 @@ from raytrain_gpt.core.optim import loss_scale_for
 from raytrain_gpt.core.parallel import full_tensor, gathered_weights, shard, unsharded_twin
 from raytrain_gpt.core.registry import build_optimizer, new_model
 from raytrain_gpt.core.state import HostSnapshot, load_model, load_optimizer
-from tests.core.conftest import QWEN3
+from tests.core.conftest import QWEN3, SHAPES
 from tests.core.conftest import TINY as SHAPE
 from tests.training import steps
 
@@ -62,6 +62,8 @@ CASES = {
     "muon": Case(optim=MUON),
     "muon, odd": Case(shape=ODD, optim=MUON),
     "normuon, odd": Case(shape=ODD, optim=NORMUON),
+    "normuon, wide heads": Case(shape=SHAPES["llama"], optim=NORMUON),
+    "qwen2, bf16": Case("bf16", shape=SHAPES["qwen2"]),
 }
 MUON_CASES = [name for name, case in CASES.items() if case.optim is not ADAMW]
 

@@ -24,13 +24,10 @@ from raytrain_gpt.core.loop import MicroBatch
 from raytrain_gpt.core.loss import IGNORE_INDEX
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.registry import configured_model, new_model
-from tests.core.conftest import QWEN3, TINY
+from tests.core import conftest
 
 END = 99
-SHAPES = {
-    "gpt2": replace(TINY, seq_len=48),
-    "qwen3": replace(QWEN3, seq_len=48),
-}
+SHAPES = {name: replace(shape, seq_len=48) for name, shape in conftest.SHAPES.items()}
 BOTH = pytest.mark.parametrize("architecture", SHAPES)
 LAYOUTS = {
     "three": (7, 20, 21),
@@ -137,6 +134,8 @@ def test_gradients_are_the_sum_of_those_of_the_documents_alone(architecture: str
         ("gpt2", "selective", 0.2, True, END),
         ("gpt2", "full", 0.0, False, None),
         ("qwen3", "selective", 0.0, False, None),
+        ("qwen2", "selective", 0.0, True, None),
+        ("llama", "selective", 0.0, False, END),
         ("qwen3", "full", 0.2, True, END),
     ],
 )

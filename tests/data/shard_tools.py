@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import tiktoken
 from numpy.typing import NDArray
 
 from raytrain_gpt.config.call_options import PrepareOptions
@@ -27,8 +26,8 @@ from raytrain_gpt.data.shards import (
     write_manifest,
 )
 from raytrain_gpt.data.tokenize import hash_task, run_task
-from raytrain_gpt.data.tokenizer import load_tokenizer, token_dtype, vocab_hash
-from raytrain_gpt.data.tokenizer_file import TOKENIZER_FILE, read_tokenizer, tokenizer_json
+from raytrain_gpt.data.tokenizer import Tokenizer, load_tokenizer, token_dtype
+from raytrain_gpt.data.tokenizer_file import TOKENIZER_FILE, read_tokenizer
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import LocationLike
 
@@ -122,7 +121,7 @@ def write_dataset(
     """
     directory.mkdir(parents=True)
     encoding = load_tokenizer("bytes")
-    (directory / TOKENIZER_FILE).write_text(tokenizer_json(encoding))
+    (directory / TOKENIZER_FILE).write_text(encoding.files[TOKENIZER_FILE])
     dtype = token_dtype(vocab_size)
     generator = np.random.default_rng(seed)
 
@@ -134,7 +133,7 @@ def write_dataset(
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         tokenizer="bytes",
-        vocab_hash=vocab_hash(encoding),
+        vocab_hash=encoding.hash,
         vocab_size=vocab_size,
         eot_token=encoding.eot_token,
         dtype=dtype,
@@ -149,12 +148,10 @@ def write_dataset(
     return manifest
 
 
-def plan_of(
-    sources: list[str], encoding: tiktoken.Encoding, log: Log = print, **options: Any
-) -> Plan:
+def plan_of(sources: list[str], tokenizer: Tokenizer, log: Log = print, **options: Any) -> Plan:
     """Make a plan; `options` are those of PrepareOptions, and row_group_tokens."""
     size = options.pop("row_group_tokens", ROW_GROUP_TOKENS)
-    return make_plan(sources, encoding, PrepareOptions(**options), log, size)
+    return make_plan(sources, tokenizer, PrepareOptions(**options), log, size)
 
 
 def prepare_here(

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from raytrain_gpt.data.mixture import check_val_split, read_mixture
 from raytrain_gpt.data.shards import MANIFEST_FILE, read_manifest
-from raytrain_gpt.data.tokenizer import encode_document
 from raytrain_gpt.data.tokenizer_file import TOKENIZER_FILE, read_tokenizer
 from raytrain_gpt.data.verify import check_shards, check_tokenizer, describe_dataset
 from raytrain_gpt.storage.location import Location
@@ -72,5 +71,5 @@ def test_a_damaged_dataset_is_read_or_refused(
 
     works_or_says_why(train)
     works_or_says_why(verify)
-    works_or_says_why(lambda: encode_document(read_tokenizer(place), "Hello, é 日本"))
+    works_or_says_why(lambda: read_tokenizer(place).encode_document("Hello, é 日本"))
     works_or_says_why(lambda: describe_dataset(place, read_manifest(place), lambda line: None))

@@ -16,7 +16,7 @@ from raytrain_gpt.data import imports, sources
 from raytrain_gpt.data.imports import read_ids
 from raytrain_gpt.data.shards import MANIFEST_FILE
 from raytrain_gpt.data.sources import find_pieces
-from raytrain_gpt.data.tokenizer import make_encoding
+from raytrain_gpt.data.tokenizer import make_tiktoken
 from raytrain_gpt.data.verify import check_shard
 from raytrain_gpt.errors import DataError
 from tests.conftest import raises_line
@@ -293,7 +293,7 @@ def test_halves_of_wider_ids_are_refused(tmp_path: Path, kind: str) -> None:
 def test_a_large_vocabulary_does_not_fit_in_16_bits(tmp_path: Path) -> None:
     piece = find_pieces([write_nanogpt(tmp_path / "a.bin", [3, 4, 5])], PrepareOptions(), print)[0]
     ranks = {bytes([i]): i for i in range(256)}
-    large = make_encoding("large", r"(?s).", ranks, {"<|endoftext|>": 2**16})
+    large = make_tiktoken("large", r"(?s).", ranks, {"<|endoftext|>": 2**16})
     with raises_line(DataError, "a.bin is read as uint16", "large has 65537 ids", "'uint32'"):
         next(read_ids(piece, large))
 

@@ -21,7 +21,7 @@ from raytrain_gpt.data.prepare_plan import Plan
 from raytrain_gpt.data.shards import MANIFEST_FILE, read_manifest
 from raytrain_gpt.data.split import SplitRule
 from raytrain_gpt.data.tokenize import run_task
-from raytrain_gpt.data.tokenizer import load_tokenizer, make_encoding, vocab_hash
+from raytrain_gpt.data.tokenizer import load_tokenizer, make_tiktoken
 from raytrain_gpt.data.tokenizer_file import read_tokenizer
 from raytrain_gpt.data.verify import check_shard
 from raytrain_gpt.errors import DataError, UserError
@@ -120,7 +120,7 @@ def test_the_manifest_says_what_is_in_the_shards(tmp_path: Path) -> None:
     encoding = load_tokenizer("bytes")
     assert read_manifest(out) == manifest
     assert (manifest.tokenizer, manifest.vocab_size, manifest.dtype) == ("bytes", 257, "uint16")
-    assert manifest.vocab_hash == vocab_hash(encoding) == vocab_hash(read_tokenizer(out))
+    assert manifest.vocab_hash == encoding.hash == read_tokenizer(out).hash
     assert sum(shard.documents for shard in manifest.shards) == len(MANY) + len(TEXTS)
     for shard in manifest.shards:
         content = (out / shard.path).read_bytes()
@@ -325,7 +325,9 @@ def test_a_task_that_fails_leaves_no_file(tmp_path: Path) -> None:
 
 def test_a_document_that_loses_text_is_named(tmp_path: Path) -> None:
     encoding, out = load_tokenizer("bytes"), tmp_path / "out"
-    odd = make_encoding("odd", "[^丁]", encoding._mergeable_ranks, encoding._special_tokens)
+    odd = make_tiktoken(
+        "odd", "[^丁]", encoding.encoding._mergeable_ranks, encoding.encoding._special_tokens
+    )
     source = write_jsonl(tmp_path / "a.jsonl", ["all of it", "一丁"])
     start(out, plan := plan_of([source], odd, val_fraction=0.5), odd)
     place = len(Path(source).read_bytes().splitlines(keepends=True)[0])

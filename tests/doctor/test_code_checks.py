@@ -267,10 +267,10 @@ def test_a_shipped_example_passes(file: Path, tmp_path: Path, run_cli: RunCli) -
 @pytest.mark.long
 @pytest.mark.slow
 def test_the_shipped_examples_run_together_and_resume_with_the_same_bits() -> None:
-    chosen = ("inverse_sqrt", "lion", "llama3")
+    chosen = ("inverse_sqrt", "lion", "olmo2")
     checks = checks_of("".join(file.read_text() for file in EXAMPLES if file.stem in chosen))
     assert failures(checks) == []
-    names = "architecture llama3, optimizer lion, schedule inverse_sqrt"
+    names = "architecture olmo2, optimizer lion, schedule inverse_sqrt"
     assert [c.name for c in checks if c.name.startswith("runs")] == [f"runs of {names}"]
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiktoken
 import torch
 import xllamacpp
 from gguf import GGUFReader
@@ -17,14 +16,23 @@ from torch import Tensor
 from raytrain_gpt.config.built_in import Qwen3Settings
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.registry import new_model
-from raytrain_gpt.data.tokenizer import EOT, load_tokenizer, make_encoding
-from raytrain_gpt.data.tokenizer_file import GPT2_PATTERN
+from raytrain_gpt.data.tokenizer import (
+    EOT,
+    GPT2_PATTERN,
+    Tiktoken,
+    Tokenizer,
+    load_tokenizer,
+    make_tiktoken,
+    valid_text,
+)
+from raytrain_gpt.data.tokenizer_file import open_tokenizer
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.export import huggingface
 from raytrain_gpt.export.gguf import export_gguf
 from raytrain_gpt.ingest.train_tokenizer import train_bpe
 from raytrain_gpt.storage.location import Location
 from tests.conftest import RunCli, raises_line
+from tests.data.families import TEMPLATE, nasty_texts, write_family
 
 SEQ_LEN = 160
 SETTINGS = {"num_kv_heads": 2, "mlp_size": 96, "rope_theta": 5000.0}
@@ -32,6 +40,12 @@ QWEN3 = {"architecture": "qwen3", "settings": Qwen3Settings(**SETTINGS)}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "qwen3": QWEN3,
+    "qwen3-wide": {**QWEN3, "settings": Qwen3Settings(**SETTINGS, head_size=32)},
+    "qwen2": {"architecture": "qwen2", "settings": Qwen3Settings(**SETTINGS)},
+    "llama-scaled": {
+        "architecture": "llama",
+        "settings": Qwen3Settings(**SETTINGS, norm_eps=1e-5, rope_factor=4.0, rope_context=64),
+    },
     "qwen3-untied": {**QWEN3, "settings": Qwen3Settings(**SETTINGS, tied_embeddings=False)},
 }
 TEXT = "To be, or not to be: that is the question."
@@ -44,7 +58,7 @@ TEXTS = [
 ]
 
 
-def write_checkpoint(place: Path, model: str, encoding: tiktoken.Encoding) -> GPT:
+def write_checkpoint(place: Path, model: str, encoding: Tokenizer) -> GPT:
     """Write a checkpoint with weights large enough for clear choices, and return its model."""
     made = new_model(GPTShape(2, 4, 64, SEQ_LEN, encoding.n_vocab, **MODELS[model]))
     torch.manual_seed(1)
@@ -112,7 +126,7 @@ class LlamaCpp:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("gpt2", "fp32"), ("qwen3", "bf16"), ("qwen3-untied", "fp32")]
+    ("name", "dtype"), [(name, "bf16" if name == "qwen3" else "fp32") for name in MODELS]
 )
 def test_llama_cpp_computes_what_the_model_computes(
     name: str, dtype: str, run_cli: RunCli, tmp_path: Path
@@ -155,7 +169,7 @@ def test_llama_cpp_computes_what_the_model_computes(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "qwen3"])
 def test_llama_cpp_reads_texts_as_the_tokenizer_does(
-    name: str, gpt2: tiktoken.Encoding, tmp_path: Path
+    name: str, gpt2: Tiktoken, tmp_path: Path
 ) -> None:
     check_texts(name, gpt2 if name == "gpt2" else load_tokenizer("bytes"), tmp_path)
 
@@ -164,7 +178,7 @@ def test_llama_cpp_reads_texts_as_a_tokenizer_of_ones_own_does(tmp_path: Path) -
     check_texts("qwen3", train_bpe([Path(__file__).read_text(), *TEXTS], 600), tmp_path)
 
 
-def check_texts(name: str, encoding: tiktoken.Encoding, tmp_path: Path) -> None:
+def check_texts(name: str, encoding: Tiktoken, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "checkpoint", name, encoding)
     llama = LlamaCpp(export_gguf(tmp_path / "checkpoint", tmp_path / "a.gguf", "bf16", print))
     for text in TEXTS:
@@ -193,7 +207,7 @@ def test_what_a_file_says(tmp_path: Path) -> None:
 
 def test_ids_that_the_vocabulary_skips_are_unused(tmp_path: Path) -> None:
     ranks = {bytes([i]): i for i in range(256)}
-    encoding = make_encoding("gaps", GPT2_PATTERN, {**ranks, b"ab": 260}, {EOT: 258, "<|x|>": 263})
+    encoding = make_tiktoken("gaps", GPT2_PATTERN, {**ranks, b"ab": 260}, {EOT: 258, "<|x|>": 263})
     model = write_checkpoint(tmp_path / "checkpoint", "qwen3", encoding)
     file = export_gguf(tmp_path / "checkpoint", tmp_path / "a.gguf", "fp32", print)
     llama = LlamaCpp(file)
@@ -210,9 +224,11 @@ def test_a_tokenizer_that_llama_cpp_lacks_is_one_line(
     pattern: str, token: bytes, tmp_path: Path
 ) -> None:
     ranks = {bytes([i]): i for i in range(256)} | {token: 257}
-    encoding = make_encoding("odd", pattern, ranks, {EOT: 256})
+    encoding = make_tiktoken("odd", pattern, ranks, {EOT: 256})
     write_checkpoint(tmp_path / "checkpoint", "qwen3", encoding)
-    with raises_line(DataError, "tokenizer odd", "GPT-2 style BPE", "use --format hf"):
+    with raises_line(
+        DataError, "tokenizer odd", "is not BPE like that of GPT-2", "use --format hf"
+    ):
         export_gguf(tmp_path / "checkpoint", tmp_path / "a.gguf", "fp32", print)
     assert not (tmp_path / "a.gguf").exists()
 
@@ -250,3 +266,25 @@ def test_a_directory_receives_a_file_with_the_name_of_the_run(
     assert (code, errors) == (2, f"error: {file} exists; set --out to a new file\n")
     assert Path("there", "notes.txt").read_text() == "mine"
     assert len(list(tmp_path.rglob("*.gguf"))) == 1
+
+
+@pytest.mark.parametrize("family", ["gpt2", "smollm2", "llama3", "qwen2.5"])
+def test_llama_cpp_reads_texts_as_the_tokenizer_of_a_family_does(
+    family: str, tmp_path: Path
+) -> None:
+    changes = {"normalizer": None} if family == "qwen2.5" else {}
+    library = write_family(family, tmp_path / "theirs", **changes)
+    tokenizer = open_tokenizer(str(tmp_path / "theirs"))
+    write_checkpoint(tmp_path / "checkpoint", "qwen3", tokenizer)
+    file = export_gguf(tmp_path / "checkpoint", tmp_path / "a.gguf", "fp32", print)
+    fields = GGUFReader(file).fields
+    assert fields["tokenizer.chat_template"].contents() == TEMPLATE
+    hf = huggingface.export_checkpoint(tmp_path / "checkpoint", tmp_path / "hf", "fp32", print)
+    for end, token in (("bos", tokenizer.encode_prompt("")[0]), ("eos", tokenizer.eot_token)):
+        in_hf = json.loads((hf / "config.json").read_text())[f"{end}_token_id"]
+        assert fields[f"tokenizer.ggml.{end}_token_id"].contents() == in_hf == token
+    llama = LlamaCpp(file)
+    for text in (*TEXTS, *nasty_texts()):
+        assert llama.tokens(valid_text(text)) == tokenizer.encode_ordinary(text), text
+    whole = llama.ask("/tokenize", content=TEXT, add_special=True)["tokens"]
+    assert whole == library.encode(TEXT).ids

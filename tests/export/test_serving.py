@@ -14,7 +14,7 @@ import pytest
 from raytrain_gpt.checkpoint.open import open_checkpoint
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.core.generate import sample_tokens
-from raytrain_gpt.data.tokenizer import decode_tokens, load_tokenizer, prompt_tokens
+from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.export.huggingface import export_checkpoint
 from tests.checkpoints import write_checkpoint
 from tests.ports import free_port
@@ -44,9 +44,9 @@ def test_a_served_export_answers_with_the_text_that_the_checkpoint_samples(tmp_p
         server.wait(WITHIN_S)
     _, _, model, encoding, _ = open_checkpoint(run)
     options = SamplingOptions(max_new_tokens=40, temperature=0)
-    prompt = prompt_tokens(encoding, "To be")
+    prompt = encoding.encode_prompt("To be")
     (tokens,) = sample_tokens(model, encoding.eot_token, prompt, 1, options)
-    assert answer.choices[0].text == decode_tokens(load_tokenizer("bytes"), tokens)
+    assert answer.choices[0].text == load_tokenizer("bytes").decode(tokens)
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == len(prompt)
 

@@ -27,6 +27,7 @@ from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.mailbox import push_events
 from raytrain_gpt.train.rank import train_rank
 from raytrain_gpt.train.worker_group import RankJob, TrainLoop
+from tests.export.test_families import config_from, imported
 from tests.faults.conftest import MakeGate
 from tests.made_runs import MakeConfig, Straight, assert_same, environment, events
 
@@ -93,6 +94,25 @@ def test_a_killed_worker_costs_no_step(
     assert lost.lost_steps <= len(gates) * config.train.checkpoint_every_steps
     for checkpoint in catalog.complete():
         checkpoint.verify()
+
+
+def test_a_killed_worker_of_an_import_costs_no_step(
+    make_config: MakeConfig, gate: MakeGate, tmp_path: Path
+) -> None:
+    place, data = imported("Qwen3-0.6B", tmp_path)
+    fields = {"num_workers": 2, "max_steps": 9, "checkpoint_every_steps": 4, "document_mask": True}
+    whole = train(config_from(place, data, make_config, run_name="whole", **fields), print)
+    there = gate(1, 6)
+
+    def kill() -> None:
+        pid = there.reached()
+        there.open()
+        os.kill(pid, signal.SIGKILL)
+
+    cut = config_from(place, data, make_config, run_name="cut", **fields)
+    run_dir, _ = train_while(cut, Faults((there,)), kill)
+    assert_same(run_dir, whole)
+    assert [row["step"] for row in events(run_dir, "resume")] == [4]
 
 
 def dies_with_a_word(spec: RankJob) -> Events:

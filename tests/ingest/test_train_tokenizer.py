@@ -11,21 +11,13 @@ from pathlib import Path
 
 import pytest
 import regex  # type: ignore[import-untyped]
-import tiktoken
 from tokenizers import Tokenizer
 
 from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.prepare_plan import make_plan
 from raytrain_gpt.data.shards import read_manifest
-from raytrain_gpt.data.tokenizer import vocab_hash
-from raytrain_gpt.data.tokenizer_file import (
-    GPT2_PATTERN,
-    TOKENIZER_FILE,
-    merges_of,
-    open_tokenizer,
-    read_tokenizer,
-    tokenizer_json,
-)
+from raytrain_gpt.data.tokenizer import GPT2_PATTERN, TOKENIZER_FILE, Tiktoken, merges_of
+from raytrain_gpt.data.tokenizer_file import open_tokenizer, read_tokenizer
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.ingest.train_tokenizer import _pieces, sample, train_bpe
@@ -44,15 +36,15 @@ MIXED = [
 
 
 @pytest.fixture(scope="module")
-def encoding() -> tiktoken.Encoding:
+def encoding() -> Tiktoken:
     return train_bpe(MIXED, 600)
 
 
-def test_ids_are_those_of_tokenizers_and_every_id_is_made(encoding: tiktoken.Encoding) -> None:
-    theirs = Tokenizer.from_str(tokenizer_json(encoding))
+def test_ids_are_those_of_tokenizers_and_every_id_is_made(encoding: Tiktoken) -> None:
+    theirs = Tokenizer.from_str(encoding.files[TOKENIZER_FILE])
     assert encoding.n_vocab == 600
     assert encoding.eot_token == 599
-    assert len(merges_of(encoding._mergeable_ranks)) == 600 - 257
+    assert len(merges_of(encoding.encoding._mergeable_ranks)) == 600 - 257
     for text in [
         *MIXED,
         "  def f(x):\n\n    return x\n",
@@ -62,7 +54,7 @@ def test_ids_are_those_of_tokenizers_and_every_id_is_made(encoding: tiktoken.Enc
         ids = encoding.encode_ordinary(text)
         assert theirs.encode(text, add_special_tokens=False).ids == ids or "<|end" in text
         assert encoding.decode(ids) == text
-    longest = max(map(len, encoding._mergeable_ranks))
+    longest = max(map(len, encoding.encoding._mergeable_ranks))
     assert longest <= 64, "no token is as long as a rule"
 
 
@@ -81,10 +73,9 @@ def test_words_for_training_are_cut(word: str) -> None:
 def test_any_number_of_threads_trains_the_same_tokenizer() -> None:
     code = (
         "import argparse, inspect, typing\n"
-        "from raytrain_gpt.data.tokenizer import vocab_hash\n"
         "from raytrain_gpt.ingest.train_tokenizer import train_bpe\n"
         "texts = [open(module.__file__).read() for module in (argparse, inspect, typing)]\n"
-        "print(vocab_hash(train_bpe(texts, 2000)))"
+        "print(train_bpe(texts, 2000).hash)"
     )
     hashes = {
         subprocess.run(
@@ -140,8 +131,8 @@ def test_a_dataset_has_its_own_tokenizer_and_trains_it_once(tmp_path: Path) -> N
     manifest = read_manifest(tmp_path / "data")
     encoding = read_tokenizer(tmp_path / "data")
     assert (manifest.tokenizer, manifest.vocab_size, manifest.dtype) == ("bpe:270", 270, "uint16")
-    assert manifest.vocab_hash == vocab_hash(encoding)
-    assert not any(b"zy" in token for token in encoding._mergeable_ranks)
+    assert manifest.vocab_hash == encoding.hash
+    assert not any(b"zy" in token for token in encoding.encoding._mergeable_ranks)
     assert any(
         line.startswith("trained bpe:270 on 12.3 kB of 1 training document") for line in lines
     )
@@ -152,20 +143,20 @@ def test_a_dataset_has_its_own_tokenizer_and_trains_it_once(tmp_path: Path) -> N
 
 
 def test_a_second_dataset_takes_the_tokenizer_of_a_file(
-    encoding: tiktoken.Encoding, tmp_path: Path, run_cli: RunCli
+    encoding: Tiktoken, tmp_path: Path, run_cli: RunCli
 ) -> None:
-    (tmp_path / TOKENIZER_FILE).write_text(tokenizer_json(encoding))
+    (tmp_path / TOKENIZER_FILE).write_text(encoding.files[TOKENIZER_FILE])
     for name in (TOKENIZER_FILE, "."):
-        assert vocab_hash(open_tokenizer(str(tmp_path / name), print)) == vocab_hash(encoding)
-    Tokenizer.from_str(tokenizer_json(encoding)).save(str(tmp_path / "saved.json"))
-    nameless = open_tokenizer(str(tmp_path / "saved.json"), print)
+        assert open_tokenizer(str(tmp_path / name)).hash == encoding.hash
+    Tokenizer.from_str(encoding.files[TOKENIZER_FILE]).save(str(tmp_path / "saved.json"))
+    nameless = open_tokenizer(str(tmp_path / "saved.json"))
     assert nameless.name == "imported"
-    assert nameless._mergeable_ranks == encoding._mergeable_ranks
+    assert [*map(nameless.token_bytes, range(600))] == [*map(encoding.token_bytes, range(600))]
     (tmp_path / "book.txt").write_text("to be\n" * 100)
     out = tmp_path / "data"
     flags = ["--out", str(out), "--tokenizer", str(tmp_path)]
     run_cli.succeeds("prepare", tmp_path / "book.txt", *flags)
-    assert read_manifest(out).vocab_hash == vocab_hash(encoding)
+    assert read_manifest(out).vocab_hash == encoding.hash
 
 
 @pytest.mark.parametrize(

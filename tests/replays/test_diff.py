@@ -30,37 +30,36 @@ def own_adam(parameters, settings, peak_lr):
     ]
     return torch.optim.AdamW(groups, peak_lr, betas=(0.9, 0.95), eps=1e-8)
 """
-END = "return x + self.mlp(self.post_attention_layernorm(x))"
-DROPOUT = "return x + F.dropout(self.mlp(self.post_attention_layernorm(x)), 0.1, self.training)"
-OLD = "\n".join((EXAMPLES / name).read_text() for name in ("llama3.py", "inverse_sqrt.py")) + ADAM
+END = "return x + self.post_feedforward_layernorm(self.mlp(x))"
+DROPOUT = f"return x + F.dropout({END.removeprefix('return x + ')}, 0.1, self.training)"
+OLD = "\n".join((EXAMPLES / name).read_text() for name in ("olmo2.py", "inverse_sqrt.py")) + ADAM
 OLD = OLD.replace(END, DROPOUT)
 # No clipping: with it, a change of one gradient rounds all others differently.
 SETTINGS = {
-    "architecture": "llama3", "optimizer": "own_adam", "schedule": "inverse_sqrt",
+    "architecture": "olmo2", "optimizer": "own_adam", "schedule": "inverse_sqrt",
     "inverse_sqrt_steps": 8, "max_steps": 20, "grad_clip": 1e3,
 }  # fmt: skip
-NORM = "h.0.input_layernorm.weight"
+NORM = "h.0.post_attention_layernorm.weight"
 CHANGES = {
     "epsilon of Adam": ("eps=1e-8", "eps=1e-9", 1, "wte.weight"),
-    "decay of norms": ('"weight_decay": 0.0', '"weight_decay": 0.1', 1, NORM),
+    "decay of norms": ('"weight_decay": 0.0', '"weight_decay": 0.1', 1, "h.0.q_norm.weight"),
     "first beta": ("(0.9, 0.95)", "(0.8, 0.95)", 2, "wte.weight"),
     "second beta": ("(0.9, 0.95)", "(0.9, 0.99)", 1, "wte.weight"),
     "rate off by one": ("max(settings.inverse_sqrt_steps, step)",
                         "max(settings.inverse_sqrt_steps, step - 1)", 10, "wte.weight"),
     "seed of dropout": (DROPOUT, f"torch.rand(1)\n        {DROPOUT}", 1, "wte.weight"),
-    "epsilon of norms": ("EPS = 1e-5", "EPS = 1e-6", 1, "wte.weight"),
-    "swapped residual": ("x = x + self.attn(self.input_layernorm(x), attend)",
-                         "x = self.input_layernorm(x + self.attn(x, attend))", 1, "wte.weight"),
-    "another norm": ("self.mlp(self.post_attention_layernorm(x))",
-                     "self.mlp(self.input_layernorm(x))", 1, NORM),
+    "epsilon of norms": ("eps = shape.settings.norm_eps", "eps = 1e-5", 1, "wte.weight"),
+    "swapped residual": ("x + self.post_attention_layernorm(self.attn(x, attend_normed))",
+                         "self.post_attention_layernorm(x + self.attn(x, attend_normed))", 1, "wte.weight"),
+    "another norm": ("self.post_feedforward_layernorm(self.mlp(x))",
+                     "self.post_attention_layernorm(self.mlp(x))", 1, NORM),
     "sign of the rotation": ("first * cos - second", "first * cos + second", 1, "wte.weight"),
     "activation": ("F.silu(", "F.gelu(", 1, "wte.weight"),
     "initial deviation": ("std=0.02", "std=0.021", 0, "wte.weight"),
 }  # fmt: skip
 """Change of the math -> text before and after, first step and tensor that differ."""
 REFACTORS = {
-    "factors": ("F.silu(self.gate_proj(x)) * self.up_proj(x)",
-                "self.up_proj(x) * F.silu(self.gate_proj(x))"),
+    "factors": ("first * cos - second * sin", "cos * first - sin * second"),
     "terms": ("second * cos + first * sin", "first * sin + second * cos"),
     "two statements": (DROPOUT, DROPOUT.replace("return x +", "h =") + "\n        return x + h"),
     "reshape": (".transpose(1, 2).flatten(2)", ".transpose(1, 2).reshape(x.shape)"),

@@ -13,7 +13,10 @@ def _torch(module):
 
 def _evaluation(module):
     module.loss_metrics = lambda sums: dict(METRICS)
-    module.decode_tokens = lambda encoding, tokens: f"{len([*tokens])} tokens"
+
+
+def _tokenizer(module):
+    module.Tokenizer.decode = lambda self, tokens: f"{len([*tokens])} tokens"
 
 
 def _state(module):
@@ -30,6 +33,7 @@ PATCHES = {
     "torch": _torch,
     "raytrain_gpt.evaluate.evaluation": _evaluation,
     "raytrain_gpt.core.state": _state,
+    "raytrain_gpt.data.tokenizer": _tokenizer,
     "raytrain_gpt.train.probe": _probe,
 }
 

@@ -1,4 +1,4 @@
-"""The example Llama 3: trained, sampled and exported, with the logits of transformers and llama.cpp."""
+"""The example OLMo 2: trained, sampled and exported, with the logits of transformers and llama.cpp."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.conftest import RunCli
 from tests.export.test_gguf import LlamaCpp, log_probabilities
 from tests.made_runs import MakeConfig, assert_same, restarted_from
 
-LLAMA = Path(raytrain_gpt.__file__).parents[1] / "examples" / "llama3.py"
+OLMO2 = Path(raytrain_gpt.__file__).parents[1] / "examples" / "olmo2.py"
 OWN = """
 from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.extend import architecture
@@ -30,12 +30,12 @@ class Mine(GPT2):
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_llama_3_trains_resumes_and_exports(
+def test_olmo_2_trains_resumes_and_exports(
     make_config: MakeConfig, tmp_path: Path, run_cli: RunCli
 ) -> None:
     fields = {
-        "code": Code.read(LLAMA),
-        "architecture": "llama3", "num_kv_heads": 1, "tied_embeddings": False, "optimizer": "muon",
+        "code": Code.read(OLMO2),
+        "architecture": "olmo2", "num_kv_heads": 1, "tied_embeddings": False, "optimizer": "muon",
         "max_steps": 6, "document_mask": True, "activation_checkpointing": "selective",
         "storage_path": str(tmp_path), "peak_lr": 0.02, "min_lr": 0.0,
     }  # fmt: skip
@@ -45,17 +45,17 @@ def test_llama_3_trains_resumes_and_exports(
     train(make_config(run_name="cut", **fields), print)
     assert_same(cut, whole)
 
-    code, run = ("--code", LLAMA), whole.run_dir.path
+    code, run = ("--code", OLMO2), whole.run_dir.path
     run_cli.succeeds("export", run, "--out", tmp_path / "hf", *code)
     run_cli.succeeds("export", run, "--out", tmp_path / "l.gguf", "--format", "gguf", *code)
-    _, _, model, _, _ = open_checkpoint(run, "cpu", registry=Registry(Code.read(LLAMA)))
+    _, _, model, _, _ = open_checkpoint(run, "cpu", registry=Registry(Code.read(OLMO2)))
     model.document_end = None  # neither of the others separates documents
     ids = load_tokenizer("bytes").encode_ordinary("To be, or not to be")
 
     from transformers import AutoModelForCausalLM
 
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    assert type(theirs).__name__ == "LlamaForCausalLM"
+    assert type(theirs).__name__ == "Olmo2ForCausalLM"
     with torch.no_grad():
         logits = theirs(torch.tensor([ids])).logits[0]
         assert torch.allclose(logits, model.logits(torch.tensor([ids]))[0, :, :257], atol=1e-4)

@@ -1,8 +1,10 @@
-"""Llama 3 (Grattafiori et al., "The Llama 3 Herd of Models", 2024), with its export to transformers and GGUF.
+"""OLMo 2 ("2 OLMo 2 Furious", 2024), with its export to transformers and GGUF.
 
-raytrain-gpt train --code llama3.py --architecture llama3 --num_kv_heads 2
+raytrain-gpt train --code olmo2.py --architecture olmo2 --tied_embeddings false
 
-Shapes: B sequences, T tokens, D channels, H query heads, K key-value heads.
+Its norms follow attention and MLP; those of queries and keys are over all heads.
+
+Shapes: B sequences, T tokens, D channels, H query heads of C channels, K key-value heads.
 """
 
 from dataclasses import replace
@@ -11,16 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from raytrain_gpt.extend import GPT, Block, Field, Qwen3Settings, architecture
-
-EPS = 1e-5
+from raytrain_gpt.extend import GPT, Block, Field, LlamaSettings, architecture
 
 
-class Llama3Settings(Qwen3Settings):
-    """num_kv_heads, mlp_size, tied_embeddings as in Qwen3, and another default."""
+class Olmo2Settings(LlamaSettings):
+    """Settings as in Llama, with another default."""
 
     rope_theta: float = Field(500_000.0, ge=1)
     """Base of the rotary positions' wavelengths."""
+
+    def check(self, section):
+        super().check(section)
+        if self.rope_factor != 1:
+            raise ValueError("rope_factor does not apply to olmo2; set it to 1")
 
 
 class Attention(nn.Module):
@@ -28,16 +33,16 @@ class Attention(nn.Module):
         super().__init__()
         self.head_size, size = shape.head_size, shape.embd_size
         kv_size = shape.num_kv_heads * shape.head_size
-        self.q_proj = nn.Linear(size, size, bias=False)
+        self.q_proj = nn.Linear(size, shape.attention_size, bias=False)
         self.k_proj = nn.Linear(size, kv_size, bias=False)
         self.v_proj = nn.Linear(size, kv_size, bias=False)
-        self.o_proj = nn.Linear(size, size, bias=False)
+        self.o_proj = nn.Linear(shape.attention_size, size, bias=False)
 
     def forward(self, x, attend):
         q, k, v = (
             project(x).unflatten(2, (-1, self.head_size)).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
-        )  # (B, H, T, D/H), keys and values (B, K, T, D/H)
+        )  # (B, H, T, C), keys and values (B, K, T, C)
         return self.o_proj(attend(q, k, v).transpose(1, 2).flatten(2))
 
 
@@ -52,17 +57,28 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Llama3Block(Block):
+class Olmo2Block(Block):
     def __init__(self, shape):
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(shape.embd_size, eps=EPS)
+        eps = shape.settings.norm_eps
+        self.q_norm = nn.RMSNorm(shape.attention_size, eps=eps)
+        self.k_norm = nn.RMSNorm(shape.num_kv_heads * shape.head_size, eps=eps)
         self.attn = Attention(shape)
-        self.post_attention_layernorm = nn.RMSNorm(shape.embd_size, eps=EPS)
+        self.post_attention_layernorm = nn.RMSNorm(shape.embd_size, eps=eps)
         self.mlp = MLP(shape)
+        self.post_feedforward_layernorm = nn.RMSNorm(shape.embd_size, eps=eps)
 
     def layers(self, x, attend):
-        x = x + self.attn(self.input_layernorm(x), attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        def attend_normed(q, k, v):
+            return attend(over_heads(self.q_norm, q), over_heads(self.k_norm, k), v)
+
+        x = x + self.post_attention_layernorm(self.attn(x, attend_normed))
+        return x + self.post_feedforward_layernorm(self.mlp(x))
+
+
+def over_heads(norm, x):
+    """Normalize all heads (B, H, T, C) together."""
+    return norm(x.transpose(1, 2).flatten(2)).unflatten(2, (-1, x.shape[-1])).transpose(1, 2)
 
 
 def rotated(x, cos, sin):
@@ -70,8 +86,8 @@ def rotated(x, cos, sin):
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
 
-@architecture("llama3", Llama3Settings)
-class Llama3(GPT):
+@architecture("olmo2", Olmo2Settings)
+class Olmo2(GPT):
     @classmethod
     def resolved(cls, shape):
         """Set key-value heads, and 8/3 of the width for the MLP, if open."""
@@ -81,8 +97,8 @@ class Llama3(GPT):
 
     def make_layers(self, shape):
         self.wte = nn.Embedding(shape.padded_vocab_size, shape.embd_size)
-        self.h = nn.ModuleList(Llama3Block(shape) for _ in range(shape.num_layers))
-        self.ln_f = nn.RMSNorm(shape.embd_size, eps=EPS)
+        self.h = nn.ModuleList(Olmo2Block(shape) for _ in range(shape.num_layers))
+        self.ln_f = nn.RMSNorm(shape.embd_size, eps=shape.settings.norm_eps)
         if not shape.settings.tied_embeddings:
             self.lm_head = nn.Linear(shape.embd_size, shape.padded_vocab_size, bias=False)
 
@@ -105,20 +121,19 @@ class Llama3(GPT):
         exponents = torch.arange(half, device=positions.device) / half
         angles = positions[..., None] * self.shape.settings.rope_theta**-exponents
         if positions.dim() == 2:
-            angles = angles[:, None]  # equal for all heads
+            angles = angles[:, None]  # the same for all heads
         cos, sin = angles.cos(), angles.sin()
         return lambda attend: lambda q, k, v: attend(rotated(q, cos, sin), rotated(k, cos, sin), v)
 
     # Optional: what `export` needs.
-    DESCRIPTION = "A Llama 3 (rotary positions, RMSNorm, gated MLP)"
-    GGUF_NAME = "llama"
+    DESCRIPTION = "An OLMo 2 (rotary positions, RMSNorm after attention and gated MLP)"
 
     @staticmethod
     def config_of(shape):
         """config.json of transformers."""
         return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+            "architectures": ["Olmo2ForCausalLM"],
+            "model_type": "olmo2",
             "vocab_size": shape.vocab_size,
             "max_position_embeddings": shape.seq_len,
             "hidden_size": shape.embd_size,
@@ -128,11 +143,10 @@ class Llama3(GPT):
             "num_key_value_heads": shape.num_kv_heads,
             "head_dim": shape.head_size,
             "hidden_act": "silu",
-            "rms_norm_eps": EPS,
+            "rms_norm_eps": shape.settings.norm_eps,
             "rope_theta": shape.settings.rope_theta,
             "rope_parameters": {"rope_theta": shape.settings.rope_theta, "rope_type": "default"},
             "attention_bias": False,
-            "mlp_bias": False,
             "tie_word_embeddings": shape.settings.tied_embeddings,
         }
 
@@ -143,20 +157,15 @@ class Llama3(GPT):
         for ours, theirs in renamed.items():
             if name.startswith(ours):
                 name = theirs + name.removeprefix(ours)
+        for norm in ("q_norm", "k_norm"):
+            name = name.replace(f".{norm}.", f".self_attn.{norm}.")
         return name.replace(".attn.", ".self_attn."), tensor
 
     @staticmethod
     def add_gguf_sizes(writer, shape):
         writer.add_feed_forward_length(shape.mlp_size)
         writer.add_head_count_kv(shape.num_kv_heads)
-        writer.add_rope_dimension_count(shape.head_size)
+        writer.add_key_length(shape.head_size)
+        writer.add_value_length(shape.head_size)
         writer.add_rope_freq_base(shape.settings.rope_theta)
-        writer.add_layer_norm_rms_eps(EPS)
-
-    @staticmethod
-    def to_gguf(name, tensor, shape):
-        """llama.cpp rotates channels 2i and 2i+1 of a head, so they come after each other."""
-        if not name.endswith(("q_proj.weight", "k_proj.weight")):
-            return tensor
-        halves = tensor.reshape(-1, 2, shape.head_size // 2, tensor.shape[1])
-        return halves.transpose(1, 2).reshape(tensor.shape)
+        writer.add_layer_norm_rms_eps(shape.settings.norm_eps)
