@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from ray.train import Result
 
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.load import load_preset
@@ -51,6 +52,18 @@ def test_one_and_two_workers_train_on_the_same_batches(straight: Straight) -> No
     """The order is that of an in-process run; one worker also has the same bits."""
     assert_same(straight(1).run_dir, straight(0))
     assert_same_order(straight(2).run_dir, straight(0))
+
+
+@ON_RAY
+def test_ray_s_own_result_has_the_newest_numbers_at_every_checkpoint(straight: Straight) -> None:
+    run_dir = straight(2).run_dir
+    reported = Result.from_path(str((run_dir / "ray" / "001").path)).metrics_dataframe
+    assert list(reported["step"]) == [10, 20, 30, 40, 50]
+    rows = [row for row in steps(run_dir) if row["step"] % 10 == 0]
+    for key in ("train/loss", "perf/tokens_per_s"):
+        assert list(reported[key]) == [row[key] for row in rows]
+    losses = [row["val/loss"] for row in evaluations(run_dir)]
+    assert list(reported["val/loss"].dropna()) == losses  # of steps 25 and 50
 
 
 @pytest.mark.slow
