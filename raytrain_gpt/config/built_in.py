@@ -114,6 +114,7 @@ declare(
             "raytrain_gpt.trackers.tensorboard_events:TensorBoard",
         ),
         Kind("trackers", "mlflow", Settings, "raytrain_gpt.trackers.mlflow_run:MLflow"),
+        Kind("trackers", "ray_metrics", Settings, "raytrain_gpt.runs.ray_metrics:RayMetrics"),
         Kind("trackers", "wandb", WandbSettings, "raytrain_gpt.trackers.wandb_run:Wandb"),
         Kind("trackers", "trackio", TrackioSettings, "raytrain_gpt.trackers.wandb_run:Trackio"),
     )

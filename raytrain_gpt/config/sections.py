@@ -307,3 +307,5 @@ class TrackingSection(SafeSection, OpenSection):
     """Name of the MLflow experiment."""
     tensorboard: bool = True
     """Write TensorBoard event files in the run's directory."""
+    ray_metrics: bool = True
+    """Export metrics on the Prometheus endpoint of a Ray cluster that the command joins."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections import deque
@@ -27,6 +28,8 @@ _BUFFER_S = 30.0
 """Time that a tracker may keep rows in memory only; wandb writes its file every 15 s."""
 _FINISH_S = 180.0  # beside other load, importing MLflow takes minutes
 _ROWS_AT_ONCE = 64
+_SWITCH = "RAY_enable_metrics_collection"
+"""Ray's variable, which is 0 in a command's own cluster and its processes."""
 
 
 def open_trackers(run: TrackedRun) -> list[TrackerQueue]:
@@ -35,7 +38,15 @@ def open_trackers(run: TrackedRun) -> list[TrackerQueue]:
     (run.directory / TRACKERS_DIR).mkdir(exist_ok=True)
     tracking, uri = run.config.tracking, mlflow_run.tracking_uri(run.config)
     names = ["tensorboard"] * tracking.tensorboard + ["mlflow"] * (uri is not None)
+    names += ["ray_metrics"] * (tracking.ray_metrics and ray_exports_metrics())
     return [TrackerQueue(name, run) for name in dict.fromkeys([*names, *tracking.trackers])]
+
+
+def ray_exports_metrics() -> bool:
+    """Whether this process has joined a Ray cluster with metrics, which a command's own does not have."""
+    import ray  # slow, and a configuration is checked without it
+
+    return ray.is_initialized() and os.environ.get(_SWITCH, "1") != "0"
 
 
 def complete_trackers(run: TrackedRun) -> None:
@@ -232,7 +243,7 @@ def check_packages(config: Config) -> None:
     for name in config.tracking.trackers:
         if name == "mlflow" and mlflow_run.tracking_uri(config) is None:
             raise ConfigError("trackers=mlflow needs mlflow_uri; set it, or remove mlflow")
-        if name == "mlflow" or not BUILT_IN.find("trackers", name):
+        if name in ("mlflow", "ray_metrics") or not BUILT_IN.find("trackers", name):
             continue
         try:
             version(name)  # not find_spec, which finds wandb's directory of files

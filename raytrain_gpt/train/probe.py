@@ -35,7 +35,7 @@ _FIELDS = {
     "run_name": "probe", "branch_from": None, "resume": "auto", "max_steps": NUM_STEPS, "log_every_steps": 1,
     "checkpoint_every_steps": NUM_STEPS, "eval_every_steps": NUM_STEPS, "profile_steps": 0, "num_samples": 0,
     "hellaswag_path": None, "evaluations": (), "trackers": (), "mlflow_uri": None, "tensorboard": False,
-    "max_failures": 0, "max_preemptions": 0,
+    "ray_metrics": False, "max_failures": 0, "max_preemptions": 0,
 }  # fmt: skip
 _HANG_TIMEOUT_S = 120.0
 _CONTROLLER_GRACE_S = 10.0
