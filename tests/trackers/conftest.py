@@ -1,0 +1,1 @@
+from tests.faults.conftest import gate, start  # noqa: F401, pytest finds fixtures by name
