@@ -197,6 +197,7 @@ class FileTokenizer(Tokenizer):
         at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), len(whole))
         after = whole[at + len(plain) :]
         after += [] if after[-1:] == [self.eot_token] else [self.eot_token]
+        self.keeps_bytes = self._is_byte_level and not self._has_nfc
         self.before, self.after = np.array(whole[:at], np.uint32), np.array(after, np.uint32)
         found = self.decode(self._raw_ids(PROBE)).removeprefix("" if self._is_byte_level else " ")
         expected = self._normalized(PROBE)

@@ -111,7 +111,7 @@ def _encoded(
             except DataError as error:
                 bad.add(plan.pieces[i].location, f"document {document.position}", str(error))
                 continue
-            num_bytes = int(tokenizer.lengths[tokens].sum())
+            num_bytes = None if tokenizer.keeps_bytes else int(tokenizer.lengths[tokens].sum())
             yield _Tokens(split, tokens, len(text.encode()), 1, num_bytes)
 
 

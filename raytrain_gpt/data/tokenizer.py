@@ -96,6 +96,7 @@ class Tokenizer(ABC):
         eot_token: Id that ends every document.
         before: Ids before the text of every document, uint32 (few,).
         after: Ids after it, of which the last is `eot_token`, uint32 (few,).
+        keeps_bytes: Whether the bytes of the tokens are always those of the text.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Tokenizer(ABC):
     eot_token: int
     before: NDArray[np.uint32] = np.empty(0, np.uint32)
     after: NDArray[np.uint32]
+    keeps_bytes = True
     hash: str
     files: dict[str, str]
     lengths: NDArray[np.int64]
