@@ -143,6 +143,9 @@ def test_kubernetes_pods_share_storage_have_the_token_and_time_to_save(name: str
         (volume,) = (v for v in pod["volumes"] if "persistentVolumeClaim" in v)
         assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
         assert volume["name"] in [mount["name"] for mount in container["volumeMounts"]]
+        assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
+        (memory,) = (v["emptyDir"] for v in pod["volumes"] if v["name"] == "shm")
+        assert memory["medium"] == "Memory"
     (worker,) = pods[1]["containers"]
     command = worker["command"]
     assert command[:2] == ["raytrain-gpt", "node"]
@@ -150,6 +153,17 @@ def test_kubernetes_pods_share_storage_have_the_token_and_time_to_save(name: str
     assert pods[1]["terminationGracePeriodSeconds"] > grace_s
     assert f"--num-cpus={worker['resources']['limits']['cpu']}" in worker["args"]
     assert f"--num-gpus={worker['resources']['limits']['nvidia.com/gpu']}" in worker["args"]
+
+
+def test_two_commented_lines_put_the_job_into_a_queue_of_kueue() -> None:
+    lines = re.sub(r"# (?=labels:|suspend:)", "", text("clusters/kubernetes/rayjob.yaml"))
+    job, queued = manifest("rayjob"), yaml.safe_load(lines)
+    assert queued["metadata"].pop("labels") == {"kueue.x-k8s.io/queue-name": "QUEUE"}
+    assert queued["spec"].pop("suspend") is True
+    assert queued == job
+    # Kueue takes only jobs whose cluster ends with them and has a fixed size.
+    assert job["spec"]["shutdownAfterJobFinishes"]
+    assert "enableInTreeAutoscaling" not in job["spec"]["rayClusterSpec"]
 
 
 def test_the_shipped_job_fits_the_pods_that_it_asks_for() -> None:
