@@ -23,6 +23,8 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 # The package needs version 2 of Ray Train, whose modules read this when they are imported.
 os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
+# Under `uv run`, Ray would start its workers by `uv run` too, each in an environment of its own.
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 # Launchers may leave them empty; Ray takes any value for a rank.
 for _name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     if os.environ.get(_name) == "":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,3 +54,28 @@ def test_a_directory_that_hides_a_package_from_workers_is_refused(tmp_path: Path
     (tmp_path / "torch" / "__init__.py").touch()
     with raises_line(ConfigError, f"{tmp_path}/torch/__init__.py hides the package torch"):
         check_hides_nothing(tmp_path)
+
+
+UV = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
+COMMAND = """
+import raytrain_gpt
+from ray._private.worker import _maybe_modify_runtime_env
+print(_maybe_modify_runtime_env({}, False))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [{}, {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "1"}])
+def test_ray_starts_workers_by_uv_only_if_asked(tmp_path: Path, given: dict[str, str]) -> None:
+    """Ray looks for a parent process `uv run`."""
+    (tmp_path / "run").write_text(UV)
+    ended = subprocess.run(
+        ["uv", "run", sys.executable, "-c", COMMAND],
+        executable=sys.executable,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(raytrain_gpt.__file__).parents[1]), **given},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ("py_executable" in ended.stdout) == bool(given)
