@@ -114,6 +114,13 @@ def test_node_scripts_are_bash(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
 
 
+def test_batch_files_for_slurm_are_bash() -> None:
+    files = re.findall(r"```bash\n(#!.*?)```", text("docs/how-to.md"), re.DOTALL)
+    assert len(files) == 2
+    for file in files:
+        subprocess.run(["bash", "-n"], input=file, text=True, check=True)
+
+
 def manifest(name: str) -> dict[str, Any]:
     loaded: dict[str, Any] = yaml.safe_load(text(f"clusters/kubernetes/{name}.yaml"))
     return loaded
