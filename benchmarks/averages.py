@@ -33,7 +33,7 @@ DECAY_FRACTION = 0.2
 def main() -> None:
     parser = flags(
         __doc__, width=128, steps=1000, points=10, every=10, windows=[2, 4, 8, 16], seed=11,
-        threads=1, evaluations=1, rows="",
+        threads=1, evaluations=1, precision="fp32", rows="",
     )  # fmt: skip
     parser.add_argument("sources", nargs="+")
     args = parser.parse_args()

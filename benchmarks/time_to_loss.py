@@ -14,11 +14,15 @@ mode, takes half the peer's steps, and adds one change to the arm above:
 - `normuon`: NorMuon;
 - `heads`: queries, keys and values are orthogonalized head by head: the modern recipe.
 
+`only_embedding`, `only_normuon` and `only_heads` add one change to `zeros`; `no_momentum`, `no_embedding` and
+`no_normuon` take one out of the modern recipe. They train only when `--arms` names them.
+
 All evaluate on the same tokens; evaluations do not count as time. Each arm is a separate process.
 
     python benchmarks/time_to_loss.py tinyshakespeare.txt [--seeds 1 2 3 4 5] [--at_once 2] …
     python benchmarks/time_to_loss.py stdlib --rates 1e-3 2e-3 4e-3 8e-3       # Python's standard library
     python benchmarks/time_to_loss.py tinyshakespeare.txt --arms zeros heads --fractions 0.7 0.85 1
+    python benchmarks/time_to_loss.py stdlib --steps 4000 --arms zeros no_momentum heads --precision bf16
 
 The sources are anything that `raytrain-gpt prepare` takes, and become bytes. `--fractions` trains the last
 arm for several numbers of steps, with the schedule that belongs to them. From the slope of its final losses
@@ -49,7 +53,6 @@ from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.plan import Plan
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.device import resolve_precision
 from raytrain_gpt.core.llama import Qwen3
 from raytrain_gpt.core.loss import IGNORE_INDEX
 from raytrain_gpt.core.model import GPTShape
@@ -74,6 +77,7 @@ ZEROS = {**LINEAR, "tied_embeddings": False}
 MOMENTUM = {**ZEROS, "muon_momentum": 0.9}
 EMBEDDING = {**MOMENTUM, "embedding_lr_factor": 3.0}
 NORMUON = {**EMBEDDING, "normuon_beta2": 0.95}
+HEADS = {**NORMUON, "muon_head_group": 1}
 ARMS: dict[str, dict[str, Any]] = {
     "peer": {},
     "adamw": {},
@@ -84,7 +88,13 @@ ARMS: dict[str, dict[str, Any]] = {
     "momentum": MOMENTUM,
     "embedding": EMBEDDING,
     "normuon": NORMUON,
-    "heads": {**NORMUON, "muon_head_group": 1},
+    "heads": HEADS,
+    "only_embedding": {**ZEROS, "embedding_lr_factor": 3.0},
+    "only_normuon": {**ZEROS, "normuon_beta2": 0.95},
+    "only_heads": {**ZEROS, "muon_head_group": 1},
+    "no_momentum": {**HEADS, "muon_momentum": 0.95},
+    "no_embedding": {**HEADS, "embedding_lr_factor": 1.0},
+    "no_normuon": {**HEADS, "normuon_beta2": 0.0},
 }
 """Arm -> fields that differ from the peer's."""
 LABELS = {
@@ -99,7 +109,7 @@ LABELS = {
     "normuon": "+ NorMuon",
     "heads": "modern recipe",
 }
-"""Arm -> its name in the picture."""
+"""Arm that trains by default -> its name in the picture."""
 RANDOM = ("qwen3", "linear")
 """Arms whose matrices all start at random values."""
 
@@ -112,10 +122,10 @@ Curve = list[list[float]]
 def main() -> None:
     parser = flags(
         __doc__, seeds=[1, 2, 3, 4, 5], threads=1, at_once=1, width=128, steps=2000, evaluations=20,
-        fractions=[1.0], picture="", rows="",
+        fractions=[1.0], precision="fp32", picture="", rows="",
     )  # fmt: skip
     parser.add_argument("sources", nargs="+")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(LABELS))
     parser.add_argument("--rates", nargs="+", type=float)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
@@ -140,7 +150,8 @@ def main() -> None:
     if args.picture:
         draw(by_arm, batch_tokens, args.picture)
     settings = {
-        name: getattr(args, name) for name in ("sources", "width", "seeds", "threads", "at_once")
+        name: getattr(args, name)
+        for name in ("sources", "width", "seeds", "precision", "threads", "at_once")
     }
     report(**settings, **results(by_arm, batch_tokens), equal_steps=equal_steps(by_arm))
 
@@ -172,7 +183,7 @@ def arm_config(
         "checkpoint_every_steps": steps,
         "num_samples": 0,
         "seed": seed,
-        "precision": resolve_precision("auto", torch.device("cpu")),
+        "precision": args.precision,
         "num_workers": 0,
         "cpus_per_worker": args.threads,
         "data_path": f"{work}/data",
