@@ -1,4 +1,4 @@
-"""Ray's processes that died or hang, by the tables of its head: what they leave behind is removed or read."""
+"""Ray's processes that died or hang: last words and remains of the dead, and an end for those that hang."""
 
 from __future__ import annotations
 

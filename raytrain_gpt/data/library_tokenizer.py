@@ -151,7 +151,8 @@ class FileTokenizer(Tokenizer):
         rows: Number of ids, by default as many as tokens.
 
     Raises:
-        Unsupported: the tokenizer loses text, has no known eot, or is too slow or too large.
+        Unsupported: the tokenizer loses text, or is too slow or too large.
+        DataError: no token is known to end documents.
         ValueError, TypeError, LookupError, AttributeError: a file is damaged.
     """
 
