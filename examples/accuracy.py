@@ -23,7 +23,7 @@ class AccuracySettings(Settings):
 @evaluation("accuracy", AccuracySettings)
 def accuracy(model, tokenizer, rank, world_size, settings):
     text = Path(settings.accuracy_file).read_text("utf-8")
-    ids = torch.tensor(tokenizer.encode_ordinary(text)[: settings.accuracy_tokens])
+    ids = torch.tensor(tokenizer.encode_prompt(text)[: settings.accuracy_tokens])
     size = model.shape.seq_len
     top1 = top5 = count = 0
     for start in range(rank * size, len(ids) - 1, world_size * size):  # this rank's share

@@ -25,8 +25,8 @@ def lambada(model, tokenizer, rank, world_size, settings):
     right = 0
     for passage in passages:  # this rank's share
         context, _, word = passage.rpartition(" ")
-        answer = tokenizer.encode_ordinary(f" {word}")
-        ids = [*tokenizer.encode_ordinary(context), *answer][-model.shape.seq_len - 1 :]
+        answer = tokenizer.encode_after(context, f" {word}").tolist()
+        ids = [*tokenizer.encode_prompt(context), *answer][-model.shape.seq_len - 1 :]
         tokens = torch.tensor([ids], device=model.device)
         logits = model.logits(tokens[:, :-1])[0, :, : tokenizer.n_vocab]
         size = min(len(answer), len(logits))  # of a short context the end of the word

@@ -1,6 +1,6 @@
 """OLMo 2 ("2 OLMo 2 Furious", 2024), with its export to transformers and GGUF.
 
-raytrain-gpt train --code olmo2.py --architecture olmo2 --tied_embeddings false
+raytrain-gpt train --code olmo2.py --architecture olmo2
 
 Its norms follow attention and MLP; those of queries and keys are over all heads.
 
@@ -17,8 +17,10 @@ from raytrain_gpt.extend import GPT, Block, Field, LlamaSettings, architecture
 
 
 class Olmo2Settings(LlamaSettings):
-    """Settings as in Llama, with another default."""
+    """Settings as in Llama, with other defaults."""
 
+    tied_embeddings: bool = False
+    """Share one matrix between embedding and output head; llama.cpp has no OLMo 2 that does."""
     rope_theta: float = Field(500_000.0, ge=1)
     """Base of the rotary positions' wavelengths."""
 

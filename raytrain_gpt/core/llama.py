@@ -20,10 +20,13 @@ from torch import Tensor, nn
 from raytrain_gpt.config.built_in import LlamaSettings
 from raytrain_gpt.core.attention import AttentionFn
 from raytrain_gpt.core.model import GPT, INIT_STD, Block, GPTShape
+from raytrain_gpt.errors import ConfigError
 
 ROPE_LOW, ROPE_HIGH = 1.0, 4.0
 """Rotations within rope_context below which Llama 3.1 divides a frequency by all of rope_factor, and above
 which not at all; the same in all released models."""
+_MAX_ANGLES = 2**28
+"""Limit of the rotary positions' tables, 1 GiB."""
 
 
 class RMSNorm(nn.RMSNorm):
@@ -111,6 +114,11 @@ class Llama(GPT):
         settings = llama_settings(shape)
         size = settings.mlp_size or max(1, round(8 * shape.embd_size / 3 / 64)) * 64
         heads = {"num_kv_heads": shape.num_kv_heads, "head_size": shape.head_size}
+        if (angles := shape.seq_len * shape.head_size) > _MAX_ANGLES:
+            raise ConfigError(
+                f"seq_len={shape.seq_len} times head_size={shape.head_size} is {angles}, above {_MAX_ANGLES}"
+                "; lower seq_len or head_size"
+            )
         return replace(shape, settings=settings.model_copy(update={**heads, "mlp_size": size}))
 
     def make_layers(self, shape: GPTShape) -> None:

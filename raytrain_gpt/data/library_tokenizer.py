@@ -45,6 +45,11 @@ from raytrain_gpt.storage.location import cache_directory
 
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
+CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "model_input_names": ["input_ids", "attention_mask"],
+}
+"""Entries of every tokenizer_config.json; transformers 4 adds token types to the inputs by default."""
 _OWN_ENTRY = "raytrain_gpt"
 """Entry of our tokenizer_config.json with `vocab_size`, the rows of the model."""
 _KEPT_SETTINGS = (
@@ -116,6 +121,13 @@ KNOWN_SPLITS = (
 )
 
 
+def is_qwens(tokenizer: Tokenizer) -> bool:
+    """Whether a tokenizer normalizes and splits text as Qwen's do."""
+    content = parse_json(tokenizer.files[TOKENIZER_FILE])
+    is_nfc = steps_of(content.get("normalizer"), "normalizers") == [_NFC]
+    return is_nfc and split_of(content) == KNOWN_SPLITS[-1]
+
+
 class Unsupported(DataError):
     """A tokenizer that cannot be used; the message has the reason."""
 
@@ -171,6 +183,11 @@ class FileTokenizer(Tokenizer):
         for token in content.get("added_tokens", []):
             if (at := self._library.token_to_id(token["content"])) != token["id"]:
                 raise Unsupported(f"its added token {token['content']!r} has id {at} in tokenizers")
+        if not self._is_byte_level and any(
+            not token.special and (token.lstrip or token.rstrip or token.normalized)
+            for token in added.values()
+        ):
+            raise Unsupported("an added token takes the blanks beside it")
         vocabulary = self._library.get_vocab()
         self._tokens = {
             i: text.encode() if i in added else self._bytes_of(text)
@@ -184,11 +201,12 @@ class FileTokenizer(Tokenizer):
             raise Unsupported("it has no token for one of the 256 bytes, so it loses text")
         eot = self._eot(eot or config.get("eos_token"))
         self.eot_token = self.special[eot]
-        ours: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eot}
+        ours: dict[str, Any] = {**CONFIG, "eos_token": eot}
         if self.n_vocab > most:
             ours[_OWN_ENTRY] = {"vocab_size": self.n_vocab}
         ours |= {key: config[key] for key in _KEPT_SETTINGS if key in config}
-        self.files = {**files, CONFIG_FILE: json.dumps(ours, indent=2, ensure_ascii=False) + "\n"}
+        ours_text = valid_text(json.dumps(ours, indent=2, ensure_ascii=False))
+        self.files = {**files, CONFIG_FILE: f"{ours_text}\n"}
         of_ids = f"{text}\0{self.eot_token}\0{self.n_vocab}"
         self.hash = hashlib.sha256(of_ids.encode()).hexdigest()
         self.lengths = np.zeros(self.n_vocab, np.int64)
@@ -201,7 +219,7 @@ class FileTokenizer(Tokenizer):
         self.keeps_bytes = self._is_byte_level and not self._has_nfc
         self.before, self.after = np.array(whole[:at], np.uint32), np.array(after, np.uint32)
         found = self.decode(self._raw_ids(PROBE)).removeprefix("" if self._is_byte_level else " ")
-        expected = self._normalized(PROBE)
+        expected = self.normalized(PROBE)
         if at == len(whole) or found != expected:
             lost = next((a for a, b in zip(expected, found, strict=False) if a != b), "its end")
             raise Unsupported(f"it changes text, such as {lost!a}")
@@ -250,10 +268,10 @@ class FileTokenizer(Tokenizer):
 
     def _ids(self, text: str) -> NDArray[np.uint32]:
         """Encode text without cutting it."""
-        kept = self._normalized(text) if self._is_byte_level else None
+        kept = self.normalized(text) if self._is_byte_level else None
         return self.checked(self._raw_ids, text, kept)
 
-    def _normalized(self, text: str) -> str:
+    def normalized(self, text: str) -> str:
         normalized: str = self._library.normalizer.normalize_str(text) if self._has_nfc else text
         return normalized
 
@@ -344,8 +362,12 @@ def _check(content: dict[str, Any]) -> tuple[bool, bool]:
 
 def _load(text: str) -> tokenizers.Tokenizer:
     """Load a file with the library, after a probe in another process if it is new to this user."""
-    seen = cache_directory() / "tokenizers" / hashlib.sha256(text.encode()).hexdigest()
-    if not seen.exists():
+    key = hashlib.sha256(f"{tokenizers.__version__}\0{text}".encode()).hexdigest()
+    seen = cache_directory() / "tokenizers" / key
+    is_seen = False
+    with contextlib.suppress(OSError):  # as for a user without permission
+        is_seen = seen.exists()
+    if not is_seen:
         _probe(text)
         with contextlib.suppress(OSError):
             seen.parent.mkdir(parents=True, exist_ok=True)

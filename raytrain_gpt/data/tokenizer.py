@@ -124,6 +124,10 @@ class Tokenizer(ABC):
     def with_rows(self, rows: int) -> Tokenizer:
         """Return this tokenizer with `rows` ids, as many as a model has; those added have no text."""
 
+    def normalized(self, text: str) -> str:
+        """Return the text that is encoded; that of valid text only."""
+        return text
+
     def encode_ordinary(self, text: str) -> list[int]:
         """Encode text as tiktoken's method of this name, for evaluations of users."""
         ids: list[int] = self.encode(text).tolist()

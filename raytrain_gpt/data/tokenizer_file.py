@@ -90,7 +90,11 @@ def read_tokenizer_file(path: Location, eot: str | None = None) -> Tokenizer:
             if found := _tiktoken_of(content, text):
                 return found
             beside = {name: path.parent / name for name in (CONFIG_FILE, TEMPLATE_FILE)}
-            texts = {name: file.read_text() for name, file in beside.items() if file.is_file()}
+            texts = {}
+            for name, file in beside.items():
+                if file.is_file():
+                    with damage_as(DataError, file, advice):
+                        texts[name] = file.read_text()
             return _file_tokenizer(((TOKENIZER_FILE, text), *texts.items()), eot)
     except RecursionError:
         raise DataError(f"tokenizer {path} is damaged (it nests too deeply){advice}") from None

@@ -16,6 +16,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, TokenType
 from gguf.constants import MODEL_ARCH_NAMES
 from gguf.tensor_mapping import get_tensor_name_map
+from tokenizers import Tokenizer as LibraryTokenizer
 
 from raytrain_gpt.checkpoint.open import open_checkpoint
 from raytrain_gpt.config.kinds import BUILT_IN, Registry
@@ -79,7 +80,10 @@ def export_gguf(
     ):
         one = imported.get(HF_CONFIG_FILE, {}).get(key)
         one = one[0] if isinstance(one, list) and one else one
-        if (one := one if one in range(encoding.n_vocab) else own) is not None:
+        is_usable = type(one) is int and 0 <= one < encoding.n_vocab
+        if key == "bos_token_id" and len(encoding.before):  # llama.cpp begins every text with it
+            is_usable = False
+        if (one := one if is_usable else own) is not None:
             add(one)
     with shape.kind.errors_as_line():
         writer.add_context_length(shape.seq_len)
@@ -118,8 +122,9 @@ def _add_tokenizer(writer: GGUFWriter, tokenizer: Tokenizer) -> None:
     if not merges:
         split = GPT2
     # llama.cpp matches words that merges do not produce in this family only.
-    ignores = model.get("ignore_merges") and split is not None and split.llama_cpp != "llama-bpe"
-    if split is None or ignores or len(begin) > 1:
+    matches = split is not None and split.llama_cpp == "llama-bpe"
+    is_other = bool(model.get("ignore_merges")) != matches and not _merges_make_all(content)
+    if split is None or is_other or len(begin) > 1:
         raise DataError(
             f"tokenizer {tokenizer.name} is not BPE like that of GPT-2, SmolLM2, Llama 3 or Qwen2, the only "
             "kinds llama.cpp tokenizes identically; use --format hf"
@@ -145,6 +150,15 @@ def _add_tokenizer(writer: GGUFWriter, tokenizer: Tokenizer) -> None:
     template = files.get(TEMPLATE_FILE, config.get("chat_template"))
     if isinstance(template, str):
         writer.add_chat_template(template)
+
+
+def _merges_make_all(content: dict[str, Any]) -> bool:
+    """Whether merging the bytes of each word of a tokenizer.json makes it."""
+    added = {token["content"] for token in content["added_tokens"]}
+    words = content["model"]["vocab"].keys() - added
+    bpe = LibraryTokenizer.from_str(json.dumps(content)).model
+    bpe.ignore_merges = False
+    return all(len(bpe.tokenize(word)) == 1 for word in words)
 
 
 def _add_tensors(writer: GGUFWriter, model: GPT, mapping: Any, dtype: DType) -> None:

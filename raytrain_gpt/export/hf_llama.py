@@ -14,6 +14,7 @@ from torch import Tensor
 from raytrain_gpt.config.built_in import LlamaSettings
 from raytrain_gpt.core.llama import ROPE_HIGH, ROPE_LOW, llama_settings, rope_scales
 from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.errors import ConfigError
 
 _RENAMED = {
     "model.embed_tokens.": "wte.",
@@ -122,8 +123,8 @@ class Llama:
             name = name.replace(theirs, ours, 1)
         return name, tensor
 
-    @staticmethod
-    def add_gguf_sizes(writer: GGUFWriter, shape: GPTShape) -> None:
+    @classmethod
+    def add_gguf_sizes(cls, writer: GGUFWriter, shape: GPTShape) -> None:
         settings = llama_settings(shape)
         writer.add_feed_forward_length(shape.mlp_size)
         writer.add_head_count_kv(shape.num_kv_heads)
@@ -132,6 +133,11 @@ class Llama:
         writer.add_rope_freq_base(settings.rope_theta)
         writer.add_layer_norm_rms_eps(settings.norm_eps)
         if settings.rope_factor != 1:
+            if cls is not Llama:
+                raise ConfigError(
+                    f"rope_factor={settings.rope_factor}, but llama.cpp scales rotary positions of a llama, "
+                    f"not of a {shape.architecture}; use --format hf"
+                )
             writer.add_tensor("rope_freqs.weight", (1 / rope_scales(shape)).numpy())
 
     @classmethod
@@ -162,7 +168,9 @@ def _known_rope(rope: dict[str, Any]) -> dict[str, Any]:
     free = ["rope_theta"]
     fixed = _PLAIN_ROPE
     if "llama3" in (rope.get("rope_type"), rope.get("type")):
-        free += ["factor", "original_max_position_embeddings"]
+        free += (needed := ["factor", "original_max_position_embeddings"])
+        if missing := [key for key in needed if rope.get(key) is None]:
+            raise ValueError(f"its rotary positions lack {missing[0]}")
         fixed = {**_LLAMA3_ROPE, "type": "llama3"}
     fixed = {**fixed, "partial_rotary_factor": 1.0}
     return {k: v for k, v in rope.items() if k in free or v in (None, fixed.get(k))}

@@ -18,6 +18,7 @@ from raytrain_gpt.checkpoint.catalog import IMPORT_FILE, Checkpoint
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.registry import new_model
 from raytrain_gpt.data.documents import refuse_lfs_pointer
+from raytrain_gpt.data.library_tokenizer import CONFIG
 from raytrain_gpt.data.tokenizer import EOT
 from raytrain_gpt.errors import CheckpointError, ConfigError, damage_as, failure_as
 from raytrain_gpt.export import hf_gpt2
@@ -32,6 +33,7 @@ ARCHITECTURES: dict[str, Any] = {"gpt2": hf_gpt2, "llama": Llama, "qwen2": Qwen2
 HF_WEIGHTS_FILE = "model.safetensors"
 _NOT_KEPT = {"architectures", "auto_map", "dtype", "model_type", "torch_dtype"}
 """Keys of an import's `config.json` that are not true of an export, or name code."""
+_MAX_CONTEXT = 2**24
 _EMBEDDING, _HEAD = "wte.weight", "lm_head.weight"
 _WRAPPED = re.compile(r"(|.*?\.)(?:(?:transformer\.)?wte|(?:model\.)?embed_tokens)\.weight")
 """Embedding after a prefix that is not transformers', such as `_orig_mod.` of torch.compile."""
@@ -67,6 +69,8 @@ def read_imported(checkpoint: Checkpoint, shape: GPTShape) -> tuple[GPTShape, Im
         imported = dict(parse_json(path.read_bytes()))
         theirs = {k: v for k, v in imported[HF_CONFIG_FILE].items() if k not in _NOT_KEPT}
         context = max(shape.seq_len, int(theirs.get("max_position_embeddings", 0)))
+        if context > _MAX_CONTEXT:
+            raise ValueError(f"a context of {context} is above {_MAX_CONTEXT}")
     return replace(shape, seq_len=context), {**imported, HF_CONFIG_FILE: theirs}
 
 
@@ -85,7 +89,7 @@ def hf_config_files(
     # Without a padding id, transformers uses eos and warns at every call.
     generation = {**ends, "pad_token_id": eot_token, "do_sample": True}
     tokenizer = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        **CONFIG,
         "bos_token": EOT,
         "eos_token": EOT,
         "clean_up_tokenization_spaces": False,

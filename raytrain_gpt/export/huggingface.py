@@ -26,12 +26,14 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.model import GPT, GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.registry import count_model
 from raytrain_gpt.core.state import MODEL_FILE
+from raytrain_gpt.data.library_tokenizer import is_qwens
 from raytrain_gpt.data.order import ORDER_VERSION
 from raytrain_gpt.data.tokenizer import MAX_VOCAB_SIZE, TOKENIZER_FILE, Tokenizer, load_tokenizer
 from raytrain_gpt.data.tokenizer_file import open_tokenizer
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError, failure_as
 from raytrain_gpt.export.hf_gpt2 import shape_of_tensors
 from raytrain_gpt.export.hf_weights import (
+    HF_CONFIG_FILE,
     HF_WEIGHTS_FILE,
     NOT_IMPORTED,
     Imported,
@@ -106,6 +108,11 @@ def export_checkpoint(
             force_to_disk(file)
         directory.rename(place.path)
     log(f"exported {checkpoint.path}: {shape_line(shape)}, {dtype}, tokenizer {encoding.name}")
+    if shape.architecture == "qwen2" and not is_qwens(encoding):
+        log(
+            "transformers' AutoTokenizer gives other ids: it splits text of every qwen2 as Qwen does; use "
+            "PreTrainedTokenizerFast, as the README there"
+        )
     track_export(checkpoint.path.parent.parent, place.path, log)
     return place.path
 
@@ -131,7 +138,7 @@ def import_weights(
     The embedding is padded to a multiple of 64 rows; see `hf_weights.model_of`.
 
     Args:
-        source: A Hugging Face directory, or a file of GPT-2's weights.
+        source: A Hugging Face directory, or a file of weights, beside its config.json or of a GPT-2.
         out: Directory or URL of the checkpoint, new or empty.
         tokenizer: Name; if None that beside the weights, else gpt2 or bytes by vocabulary size.
         eot: As in `open_tokenizer`.
@@ -148,7 +155,9 @@ def import_weights(
         raise CheckpointError(f"{directory} does not exist; give a Hugging Face directory or file")
     _check_free(place)
     find_hf_weights(directory)
-    config_shape = read_hf_config(directory) if directory.is_dir() else None
+    home = directory if directory.is_dir() else directory.parent
+    has_config = directory.is_dir() or (home / HF_CONFIG_FILE).is_file()
+    config_shape = read_hf_config(home) if has_config else None
     if config_shape is not None:
         _config(config_shape)  # refuses impossible sizes before a model is allocated
     tensors = read_hf_weights(directory)
@@ -156,7 +165,7 @@ def import_weights(
     model = model_of(tensors, str(directory), shape)
     if config_shape is None:
         log(f"no config.json; assuming {shape.num_heads} heads, one per 64 channels")
-    imported = NOT_IMPORTED if config_shape is None else imported_entries(directory, shape)
+    imported = NOT_IMPORTED if config_shape is None else imported_entries(home, shape)
     encoding = _tokenizer(directory, tokenizer, shape.vocab_size, log, eot)
     _write(model, encoding, place, directory.name, imported)
     log(f"imported {directory}: {shape_line(model.shape)}, tokenizer {encoding.name}")
@@ -223,7 +232,7 @@ def _write(
 
 def _config(shape: GPTShape) -> Config:
     """Return the configuration of imported weights, or raise a ConfigError."""
-    sequences = max(1, min(4, 4096 // shape.seq_len))  # of GPT-2: 0.8 GB of logits
+    sequences = max(1, min(4, 4096 // max(1, shape.seq_len)))  # of GPT-2: 0.8 GB of logits
     return Config().updated(
         {
             **shape.fields,

@@ -22,6 +22,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import make_order, read_data, recorded, recorded_data
 from raytrain_gpt.data.order import Ids, batches_to_read
 from raytrain_gpt.data.shards import read_row_group
+from raytrain_gpt.data.tokenizer import valid_text
 from raytrain_gpt.data.tokenizer_file import read_tokenizer
 from raytrain_gpt.errors import ConfigError, DataError
 from raytrain_gpt.format import count, preview
@@ -186,6 +187,8 @@ class RunProvenance:
         """
         if not text:
             raise ConfigError("the text to find is empty; give some words of it")
+        if text == valid_text(text):  # else it is not UTF-8
+            text = self._tokenizer.normalized(text)
         ids, cut = self._ids_with(text.encode("utf-8", "surrogateescape"))
         steps = []
         for step, batch in self.batches():

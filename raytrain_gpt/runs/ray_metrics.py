@@ -7,6 +7,7 @@ So a thread sets all gauges again and again, and after the run, or a kill, they 
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import threading
 import time
@@ -49,6 +50,7 @@ class RayMetrics:
             numbers = plottable_values(row).items()
             # Parts of a mixture, such as val/loss/NAME, and events are in other trackers.
             values |= {k: v for k, v in numbers if k.count("/") == 1 and k[:7] != "events/"}
+            values |= {k: math.nan for k, v in row.items() if v is None and k in values}
             if "event" not in row:  # which may be of an earlier step, such as a checkpoint's
                 values["step"] = row["step"]
         self._values = values

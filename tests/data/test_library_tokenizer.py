@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
 from raytrain_gpt.data import library_tokenizer
@@ -75,6 +76,20 @@ def test_a_long_document_is_cut_where_its_ids_stay(
         ours.encode("x" * 10_000)
     ours._engine = fast
     assert name not in KNOWN or len(ours.encode("x" * 10_000)) > 100
+
+
+def test_the_configuration_is_made_ours(tmp_path: Path) -> None:
+    write_family("qwen3", tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(
+        '{"model_input_names": ["input_ids", "token_type_ids"], "pad_token": "\\ud800"}'
+    )
+    ours = json.loads(opened(tmp_path).files[file.name])
+    assert ours["model_input_names"] == ["input_ids", "attention_mask"]
+    assert ours["pad_token"] == "\ufffd"
+    file.write_bytes(b"\xff")
+    with raises_line(DataError, f"{file} is damaged"):
+        opened(tmp_path)
 
 
 def test_a_document_ends_as_the_files_or_the_user_say(tmp_path: Path, run_cli: RunCli) -> None:
@@ -154,6 +169,15 @@ def test_what_is_refused_is_refused_in_one_line(
         open_tokenizer(str(tmp_path))
 
 
+def test_a_word_that_takes_the_blanks_beside_it_is_refused(tmp_path: Path) -> None:
+    for word in (AddedToken("</s>", rstrip=True, special=False), "neu"):
+        theirs = write_family("llama2", tmp_path)
+        theirs.add_tokens([word])
+        (tmp_path / "tokenizer.json").write_text(theirs.to_str())
+        with raises_line(DataError, "is not supported (an added token takes the blanks beside it)"):
+            open_tokenizer(str(tmp_path))
+
+
 def test_a_huge_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
     with (tmp_path / "tokenizer.json").open("wb") as file:
         file.truncate(10**10)
@@ -166,6 +190,9 @@ def test_a_file_is_probed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     opened(tmp_path)
     monkeypatch.setattr(library_tokenizer, "_probe", lambda text: pytest.fail("probed again"))
     library_tokenizer._load((tmp_path / "tokenizer.json").read_text())
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/{'x' * 300}")  # which no system opens
+    opened(tmp_path)
 
 
 def test_other_merges_are_left_to_the_library(tmp_path: Path) -> None:

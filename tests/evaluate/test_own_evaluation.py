@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from raytrain_gpt.config.code import Code
 from raytrain_gpt.config.kinds import Registry
 from raytrain_gpt.core.registry import configured_model
 from raytrain_gpt.data.tokenizer import load_tokenizer
+from raytrain_gpt.data.tokenizer_file import open_tokenizer
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.evaluate import evaluation
 from raytrain_gpt.evaluate.evaluation import Evaluation
@@ -33,6 +35,7 @@ from raytrain_gpt.sweep.trial_plan import base_config
 from raytrain_gpt.train.launch import train
 from tests.checkpoints import write_checkpoint
 from tests.conftest import RunCli, raises_line
+from tests.data.families import write_family
 from tests.made_runs import MakeConfig, evaluations, flags, own_config, weights
 from tests.sweep.conftest import sweep_of
 from tests.training import thread_ranks
@@ -147,6 +150,17 @@ def test_the_example_lambada_asks_for_all_tokens_of_the_last_word(tmp_path: Path
     shares = [lambada.call(NextByte(), tokenizer, rank, 2, settings)["acc"] for rank in (0, 1)]
     assert shares == [(2, 3), (1, 2)]
     assert lambada.call(NextByte(), tokenizer, 0, 1, settings) == {"acc": (3, 5)}
+
+
+def test_the_example_lambada_reads_a_passage_as_documents_are_read(tmp_path: Path) -> None:
+    library = write_family("llama2", tmp_path)
+    lambada = Registry(Code.read(EXAMPLES / "lambada.py")).kind("evaluations", "lambada")
+    (tmp_path / "passages.txt").write_text("a man sat.")
+    settings = lambada.settings(lambada_file=str(tmp_path / "passages.txt"))  # type: ignore[call-arg]
+    model = Mock(shape=SimpleNamespace(seq_len=99), device="cpu")
+    model.logits.side_effect = lambda ids: torch.nn.functional.one_hot(ids, 2000)
+    lambada.call(model, open_tokenizer(str(tmp_path)), 0, 1, settings)
+    assert model.logits.call_args.args[0].tolist() == [library.encode("a man sat.").ids[:-1]]
 
 
 def test_a_new_evaluation_of_an_old_checkpoint_has_its_settings_as_flags(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,13 @@ from raytrain_gpt.data.tokenizer import (
     valid_text,
 )
 from raytrain_gpt.data.tokenizer_file import open_tokenizer
-from raytrain_gpt.errors import DataError
+from raytrain_gpt.errors import ConfigError, DataError
 from raytrain_gpt.export import huggingface
 from raytrain_gpt.export.gguf import export_gguf
 from raytrain_gpt.ingest.train_tokenizer import train_bpe
 from raytrain_gpt.storage.location import Location
 from tests.conftest import RunCli, raises_line
-from tests.data.families import TEMPLATE, nasty_texts, write_family
+from tests.data.families import TEMPLATE, family, nasty_texts, write_family
 
 SEQ_LEN = 160
 SETTINGS = {"num_kv_heads": 2, "mlp_size": 96, "rope_theta": 5000.0}
@@ -233,6 +234,45 @@ def test_a_tokenizer_that_llama_cpp_lacks_is_one_line(
     assert not (tmp_path / "a.gguf").exists()
 
 
+def test_words_that_merges_do_not_make_need_the_flag_that_llama_cpp_assumes(tmp_path: Path) -> None:
+    for name, ignores, unmade in product(("gpt2", "llama3"), (False, True), (False, True)):
+        model = json.loads(family(name)["tokenizer.json"])["model"] | {"ignore_merges": ignores}
+        del model["merges"][-int(unmade) or len(model["merges"]) :]
+        write_family(name, tmp_path / "theirs", model=model)
+        place = tmp_path / f"{name}-{ignores}-{unmade}"
+        write_checkpoint(place, "qwen3", open_tokenizer(str(tmp_path / "theirs")))
+        if unmade and ignores != (name == "llama3"):
+            with raises_line(DataError, "is not BPE like that of GPT-2", "use --format hf"):
+                export_gguf(place, place / "a.gguf", "fp32", print)
+        else:
+            export_gguf(place, place / "a.gguf", "fp32", print)
+
+
+def test_an_import_begins_texts_as_its_tokenizer_does(tmp_path: Path) -> None:
+    write_family("llama3", tmp_path / "theirs")
+    tokenizer = open_tokenizer(str(tmp_path / "theirs"))
+    made = new_model(GPTShape(2, 4, 64, SEQ_LEN, tokenizer.n_vocab, **MODELS["llama-scaled"]))
+    for eos, in_file in ((2, 2), (2.0, tokenizer.eot_token)):
+        place = tmp_path / str(eos)
+        imported = {"config.json": {"bos_token_id": 1, "eos_token_id": eos}}
+        huggingface._write(made, tokenizer, Location.of(place), "random", imported)
+        fields = GGUFReader(export_gguf(place, place / "a.gguf", "fp32", print)).fields
+        ids = [fields[f"tokenizer.ggml.{end}_token_id"].contents() for end in ("bos", "eos")]
+        assert ids == [tokenizer.before[0], in_file]
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_scaled_positions_that_llama_cpp_lacks_are_one_line(name: str, tmp_path: Path) -> None:
+    settings = MODELS["llama-scaled"]["settings"]
+    shape = GPTShape(2, 4, 64, SEQ_LEN, 257, architecture=name, settings=settings)
+    huggingface._write(
+        new_model(shape), load_tokenizer("bytes"), Location.of(tmp_path / "a"), "random"
+    )
+    with raises_line(ConfigError, "rope_factor=4.0", f"not of a {name}; use --format hf"):
+        export_gguf(tmp_path / "a", tmp_path / "a.gguf", "fp32", print)
+    assert not (tmp_path / "a.gguf").exists()
+
+
 def test_export_refuses_what_it_cannot_do(run_cli: RunCli, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "run", "gpt2", load_tokenizer("bytes"))
     taken = tmp_path / "taken.gguf"
@@ -268,12 +308,10 @@ def test_a_directory_receives_a_file_with_the_name_of_the_run(
     assert len(list(tmp_path.rglob("*.gguf"))) == 1
 
 
-@pytest.mark.parametrize("family", ["gpt2", "smollm2", "llama3", "qwen2.5"])
-def test_llama_cpp_reads_texts_as_the_tokenizer_of_a_family_does(
-    family: str, tmp_path: Path
-) -> None:
-    changes = {"normalizer": None} if family == "qwen2.5" else {}
-    library = write_family(family, tmp_path / "theirs", **changes)
+@pytest.mark.parametrize("name", ["gpt2", "smollm2", "llama3", "qwen2.5"])
+def test_llama_cpp_reads_texts_as_the_tokenizer_of_a_family_does(name: str, tmp_path: Path) -> None:
+    changes = {"normalizer": None} if name == "qwen2.5" else {}
+    library = write_family(name, tmp_path / "theirs", **changes)
     tokenizer = open_tokenizer(str(tmp_path / "theirs"))
     write_checkpoint(tmp_path / "checkpoint", "qwen3", tokenizer)
     file = export_gguf(tmp_path / "checkpoint", tmp_path / "a.gguf", "fp32", print)

@@ -360,6 +360,8 @@ def test_another_architecture_is_refused(
         '{"model_type": "gpt2"}',
         '{"model_type": "gpt2", "n_embd": "x"}',
         '{"model_type": "qwen3"}',
+        '{"model_type": "llama", "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}',
+        '{"model_type": "llama", "rope_scaling": {"type": "llama3", "original_max_position_embeddings": 64}}',
     ],
 )
 def test_a_damaged_config_is_refused(text: str, tmp_path: Path) -> None:

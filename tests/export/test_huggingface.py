@@ -29,8 +29,8 @@ from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.registry import new_model, resolved_shape
 from raytrain_gpt.data.reader import read_sequences
 from raytrain_gpt.data.shards import read_manifest
-from raytrain_gpt.data.tokenizer import load_tokenizer
-from raytrain_gpt.data.tokenizer_file import read_tokenizer
+from raytrain_gpt.data.tokenizer import Tokenizer, load_tokenizer
+from raytrain_gpt.data.tokenizer_file import open_tokenizer, read_tokenizer
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
 from raytrain_gpt.evaluate.inference import evaluate_checkpoint
 from raytrain_gpt.export import huggingface
@@ -40,6 +40,7 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.preflight import check_init_from
 from raytrain_gpt.train.run_config import fields_of_init_from
 from tests.conftest import RunCli, raises_line
+from tests.data.families import write_family
 from tests.export.test_hf_weights import ODD, hf_model
 from tests.made_runs import MakeConfig
 from tests.training import STATE
@@ -290,6 +291,12 @@ DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
         ({}, {"n_layer": float("inf")}, ["is damaged"]),
         ({}, {"n_layer": 10**9}, ["num_layers=1000000000"]),
         ({}, dict.fromkeys(DROPOUTS, 2.0), ["a dropout of 2.0"]),
+        ({}, {"n_positions": 0}, ["seq_len=0"]),
+        (
+            QWEN3,
+            {"max_position_embeddings": 2**24, "head_dim": 4096},
+            ["seq_len=16777216 times head_size=4096 is ", "above 268435456"],
+        ),
         (QWEN3, {"num_key_value_heads": 3}, ["num_kv_heads=3 does not divide num_heads=4"]),
         (QWEN3, {"num_hidden_layers": 10**4}, ["2 layers", "10000"]),
         (QWEN3, {"intermediate_size": 10**20}, ["mlp_size=1000"]),
@@ -364,6 +371,46 @@ def test_a_file_of_weights_has_a_head_for_64_channels(tmp_path: Path) -> None:
         "no config.json; assuming 2 heads, one per 64 channels",
         "no tokenizer with the weights; assuming bytes from its 257 ids (override with --tokenizer)",
     ]
+
+
+def test_a_file_of_weights_has_the_configuration_beside_it(hf: Path, tmp_path: Path) -> None:
+    change_config(hf, n_head=4)
+    place, _ = import_weights(hf / "model.safetensors", tmp_path / "new", print)
+    export_checkpoint(place, tmp_path / "out", "fp32", print)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["n_head"] == 4
+
+
+@pytest.mark.parametrize("context", [2**32, 2**64, float("inf"), "x"])
+def test_a_hostile_context_of_an_import_is_one_line(context: object, tmp_path: Path) -> None:
+    place, imported = tmp_path / "new", {"config.json": {"max_position_embeddings": context}}
+    encoding = load_tokenizer("bytes")
+    huggingface._write(new_model(SHAPE), encoding, Location.of(place), "x", imported)
+    with raises_line(CheckpointError, "import.json is damaged"):
+        export_checkpoint(place, tmp_path / "out", "fp32", print)
+
+
+def test_transformers_would_read_texts_of_a_qwen2_as_qwens(tmp_path: Path) -> None:
+    """The export says so, and the model card's way of loading gives our ids."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    sizes = {"architecture": "qwen2", "num_kv_heads": 2, "mlp_size": 48}
+    text, lines = "a\n\nb 1234 cafe\u0301", []
+    for name in ("bytes", "qwen2.5"):
+        if name == "bytes":
+            write_checkpoint(Location.of(tmp_path / name), **sizes)
+            encoding: Tokenizer = load_tokenizer(name)
+        else:
+            write_family(name, tmp_path / "theirs")
+            encoding = open_tokenizer(str(tmp_path / "theirs"))
+            shape = GPTShape(2, 2, 32, 64, encoding.n_vocab, architecture="qwen2")
+            huggingface._write(new_model(shape), encoding, Location.of(tmp_path / name), "random")
+        said: list[str] = []
+        out = export_checkpoint(tmp_path / name, tmp_path / f"{name}-hf", "fp32", said.append)
+        lines.append(any("AutoTokenizer gives other ids" in line for line in said))
+        ids = encoding.encode_ordinary(text)
+        assert PreTrainedTokenizerFast.from_pretrained(out)(text)["input_ids"] == ids
+        assert (AutoTokenizer.from_pretrained(out)(text)["input_ids"] != ids) == lines[-1]
+    assert lines == [True, False]
 
 
 def change_config(hf: Path, **changes: object) -> None:
@@ -449,6 +496,7 @@ def test_no_tokenizer_is_assumed_beside_another(
     if source:
         tensors = hf_tensors(new_model(replace(SHAPE, embd_size=64)), torch.float32)
         save_file(tensors, hf / source)
+        (hf / "config.json").unlink()
     (hf / name).write_text("")
     line = refused("import", hf / source)
     assert f"has {name}, but no tokenizer.json; add it" in line
@@ -513,4 +561,5 @@ def test_weights_that_claim_a_large_model_are_refused_before_it_is_made(
 ) -> None:
     wide = {name: torch.zeros(1, 64 * 10**4) for name in ("wte.weight", "wpe.weight")}
     save_file({**wide, "h.0.ln_1.bias": torch.zeros(1)}, hf / "model.safetensors")
+    (hf / "config.json").unlink()
     assert "h.0.attn.c_attn.bias missing" in refused("import", hf / "model.safetensors")

@@ -13,9 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from raytrain_gpt import batch_at
+from raytrain_gpt.config.call_options import PrepareOptions
 from raytrain_gpt.data.order import Ids
 from raytrain_gpt.data.tokenizer_file import read_tokenizer
 from raytrain_gpt.errors import DataError
+from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.ingest.ray_dataset import RankChunk
 from raytrain_gpt.runs.provenance import RunProvenance
 from raytrain_gpt.runs.summary import RunSummary
@@ -23,6 +25,7 @@ from raytrain_gpt.train import rank as rank_module
 from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.step_log import StepLog
 from tests.conftest import RunCli, raises_line
+from tests.data.families import write_family
 from tests.data.shard_tools import prepare_here
 from tests.faults.gates import Faults, gated
 from tests.made_runs import MakeConfig
@@ -140,6 +143,19 @@ def test_a_text_is_found_at_every_step_that_had_it_and_in_no_other(
     assert len(found) > 3
     assert answer["cut"] > 0, "some occurrences are split across two sequences"
     assert data.find("nobody wrote this") == {"steps": [], "cut": 0}
+
+
+def test_a_text_is_found_as_its_tokenizer_reads_it(make_config: MakeConfig, tmp_path: Path) -> None:
+    write_family("qwen3", tmp_path / "theirs")
+    (tmp_path / "a.txt").write_text("a cafe\u0301 line\n" * 500)
+    source, data_path = [str(tmp_path / "a.txt")], tmp_path / "data"
+    prepare(
+        source, data_path, str(tmp_path / "theirs"), PrepareOptions(val_fraction=0.1), log=print
+    )
+    run = train(make_config(data_path=str(data_path), max_steps=2), print)
+    data = RunProvenance(run.run_dir)
+    assert data.find("cafe\u0301 line")["steps"] == data.find("caf\xe9 line")["steps"] != []
+    assert data.find("\udc80") == {"steps": [], "cut": 0}
 
 
 def test_the_command_shows_and_tells(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -70,6 +71,11 @@ def test_the_newest_values_are_gauges_of_a_run(
         {"step": 1, "event": "checkpoint", "time": 1.0, "perf/checkpoint_write_s": 2.0},
     ])  # fmt: skip
     tracker.finish("finished", [])
+    tracker.rows([{"step": 3, "train/loss": None, "perf/mfu": None}])
+    tracker._set()
+    assert math.isnan(gauges["raytrain_gpt_train_loss"].set.call_args.args[0])
+    tracker.rows([{"step": 2, "train/loss": 5.0}])  # after a rollback
+    tracker._set()
     values = {"step": 2, "train_loss": 5.0, "val_loss": 4.5, "my_eval_f_score": 0.5}
     values |= {"perf_checkpoint_write_s": 2.0, "goodput": 0.0, "restarts": 0}
     assert {name: gauge.set.call_args for name, gauge in gauges.items()} == {
