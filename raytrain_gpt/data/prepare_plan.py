@@ -93,8 +93,8 @@ def make_plan(
     # Together, so that repeated names are numbered.
     both = find_pieces([*sources, *val], options, log, skipped)
     val_pieces = both[len(both) - num_val :]
-    val_files = {piece.location for piece in val_pieces}
-    pieces = [p for p in both[: len(both) - num_val] if p.location not in val_files]
+    val_files = {_file(piece) for piece in val_pieces}
+    pieces = [p for p in both[: len(both) - num_val] if _file(p) not in val_files]
     if not pieces:
         raise DataError(
             f"all files of the sources are also in --val {options.val}; add text to train on"
@@ -144,6 +144,11 @@ def make_plan(
         document_separator=options.document_separator,
         num_skipped=len(skipped),
     )
+
+
+def _file(piece: SourcePiece) -> object:
+    """Return what tells a file apart, also behind links."""
+    return piece.location.path.resolve() if piece.location.is_local else piece.location
 
 
 def _first_documents(pieces: list[SourcePiece], options: PrepareOptions) -> list[SourcePiece]:

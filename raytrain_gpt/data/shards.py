@@ -269,12 +269,11 @@ def read_row_group(directory: LocationLike, manifest: Manifest, shard: Shard, in
     Raises a DataError if reading fails, or finds an id outside the vocabulary.
     """
     path = Location.of(directory) / shard.path
-    tokens = _stored_row_group(path, shard, index)
     num = min(manifest.row_group_tokens, shard.tokens - index * manifest.row_group_tokens)
-    if tokens.shape != (num,) or tokens.dtype != manifest.dtype:
+    tokens = _stored_row_group(path, shard, index, num)
+    if tokens.dtype != manifest.dtype:
         raise DataError(
-            f"{path} has {tokens.dtype} {tokens.shape} in row group {index}, expected {manifest.dtype} "
-            f"({num},); {REPAIR}"
+            f"{path} has {tokens.dtype} in row group {index}, expected {manifest.dtype}; {REPAIR}"
         )
     if (top := int(tokens.max(initial=0))) >= manifest.vocab_size:
         at = int(tokens.argmax()) + index * manifest.row_group_tokens
@@ -285,13 +284,18 @@ def read_row_group(directory: LocationLike, manifest: Manifest, shard: Shard, in
     return tokens
 
 
-def _stored_row_group(path: Location, shard: Shard, index: int) -> Tokens:
+def _stored_row_group(path: Location, shard: Shard, index: int, num: int) -> Tokens:
     problem = f"cannot read row group {index} of {path}"
     with failure_as(DataError, problem, "", pa.ArrowException, KeyError, IndexError):
-        if not path.is_local:
-            column = stored_shard(path, shard.sha256).read_row_group(index, COLUMN)
-        else:
-            with path.open() as source, pq.ParquetFile(source) as file:
-                column = file.read_row_group(index, columns=[COLUMN])[COLUMN]
+        with contextlib.ExitStack() as opened:
+            if path.is_local:
+                file = opened.enter_context(pq.ParquetFile(opened.enter_context(path.open())))
+            else:
+                file = stored_shard(path, shard.sha256).open()
+            if (rows := file.metadata.row_group(index).num_rows) != num:  # before they are decoded
+                raise DataError(
+                    f"{path} has {rows} tokens in row group {index}, expected {num}; {REPAIR}"
+                )
+            column = file.read_row_group(index, columns=[COLUMN], use_threads=False)[COLUMN]
         tokens: Tokens = column.combine_chunks().to_numpy()
         return tokens

@@ -30,6 +30,8 @@ from raytrain_gpt.data.documents import (
     stdlib_root,
 )
 from raytrain_gpt.data.imports import id_column, read_layout
+from raytrain_gpt.data.shards import MANIFEST_FILE
+from raytrain_gpt.data.tokenizer import TOKENIZER_FILE
 from raytrain_gpt.errors import DataError, failure_as, reason
 from raytrain_gpt.format import Log, count, listed
 from raytrain_gpt.storage.location import Location
@@ -205,6 +207,14 @@ def _below(root: Location, pattern: Sequence[str]) -> Iterator[str]:
             yield "/".join((*parts, file))
         above = {path.resolve() for path in (here, *here.parents)}
         names[:] = [n for n in names if is_deeper and (here / n).resolve() not in above]
+        if not pattern:
+            names[:] = [name for name in names if not _is_dataset(here / name)]
+
+
+def _is_dataset(directory: Path) -> bool:
+    """Whether `prepare` has made or begun the directory, perhaps from the one it is in."""
+    is_one = (directory / MANIFEST_FILE).is_file() or (directory / "unfinished").is_dir()
+    return is_one and (directory / TOKENIZER_FILE).is_file()
 
 
 def _is_hidden(names: Sequence[str], pattern: Sequence[str] = ()) -> bool:

@@ -25,6 +25,8 @@ from raytrain_gpt.format import Log, count
 _TAIL_SPLIT_DOCUMENTS = 100
 """With fewer documents, the val split is the tail of the text."""
 _VAL_FRACTION = 0.01
+_MAX_BYTES_TO_LINE = 4096
+"""Bytes, or the share that is held out if that is more, by which a cut moves to the start of a line."""
 _EXACT_VAL_DOCUMENTS = 20
 _LOOKED_AT_IDS = 2**28
 """Ids to search for documents; if they have hardly any, the data has no `eot`."""
@@ -136,7 +138,7 @@ def _exact_rule(hashes: list[int], fraction: float) -> SplitRule:
 
 
 def _tail_rule(pieces: list[SourcePiece], read: ReadDocuments, fraction: float) -> SplitRule:
-    """Cut at the last newline before the final fraction of all text."""
+    """Cut at the last newline before the final fraction of all text, or in a line if that is far away."""
     sizes = [
         (i, document.position, len(document.text.encode()))
         for i, piece in enumerate(pieces)
@@ -159,7 +161,8 @@ def _tail_rule(pieces: list[SourcePiece], read: ReadDocuments, fraction: float) 
     offset = text.rfind(b"\n", 0, left) + 1
     if offset == 0 and is_first:
         offset = text.find(b"\n", left) + 1
-    if offset in (0, len(text)) and is_first:
+    is_far = abs(left - offset) > max(_MAX_BYTES_TO_LINE, fraction * total)
+    if is_far or (offset in (0, len(text)) and is_first):
         head = text[:left].decode(errors="ignore") or text.decode()[0]
         offset = len(head.encode())
         if offset == total:

@@ -35,17 +35,16 @@ class _StoredShard:
                 self._opened = reader, packed, footer.size
             return self._opened
 
-    def read_row_group(self, index: int, column: str) -> pa.ChunkedArray:
-        """Read a column of one row group with one request."""
+    def open(self) -> pq.ParquetFile:
+        """Open the shard, which then reads a row group with one request."""
         reader, packed, num_bytes = self._open()
         footer = pa.BufferReader(pa.decompress(packed, num_bytes, codec="zstd"))
-        file = pq.ParquetFile(
+        return pq.ParquetFile(
             pa.PythonFile(copy(reader), mode="r"),
             metadata=pq.read_metadata(footer),
             # Otherwise one of Arrow's I/O threads makes the request; a process has only eight.
             pre_buffer=False,
         )
-        return file.read_row_group(index, columns=[column], use_threads=False)[column]
 
 
 @lru_cache(maxsize=2**14)

@@ -120,9 +120,7 @@ class Checkpointing:
 
     def _state(self, step: int, val_loss: float | None) -> CheckpointState:
         data, position, config = self._job.data, self._log.position, self._config
-        setup, environment = self._setup, None
-        if config.train.exact:
-            environment = numerics_environment(setup.device, setup.precision)
+        setup = self._setup
         return CheckpointState(
             step=step,
             next_batch=position.next_batch,
@@ -137,7 +135,7 @@ class Checkpointing:
             num_workers=self._collectives.world_size,
             skipped_batches=position.skipped,
             loss_scale=setup.loss_scale.state() if setup.loss_scale else None,
-            numerics_environment=environment,
+            numerics_environment=numerics_environment(setup.device, setup.precision),
             code_sha256=code_hash(config),
             replaced_code=replaced_code(config, self._job.resumed),
         )

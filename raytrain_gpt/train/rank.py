@@ -203,20 +203,21 @@ class Rank:
                 f"precision fp32, as {self._device_name} has no bf16; with tensor cores, precision=fp16 "
                 "and its loss scale are faster"
             )
-        if train.exact:
-            self._warn_if_not_exact()
+        self._warn_of_changes()
 
-    def _warn_if_not_exact(self) -> None:
-        """Warn if the kind of device, thread count or software has changed, which exact sums forbid."""
+    def _warn_of_changes(self) -> None:
+        """Warn of another precision, and with exact sums of another device, thread count or software."""
         here = numerics_environment(self.setup.device, self.setup.precision)
         resumed = self.job.resumed
         before = (resumed.state.numerics_environment if resumed else None) or here
         for rank, environment in enumerate(self.collectives.all_gather_json(here, dict[str, str])):
-            changed = environment_changes(before, environment)
+            names = environment if self.config.train.exact else ("precision",)
+            changed = environment_changes(before, {name: environment[name] for name in names})
             if changed and self.collectives.rank == 0:
+                what = "exact does not hold" if self.config.train.exact else "other rounding"
                 self.outbox.line(
-                    f"exact does not hold from step {self.step}: {changed} on rank {rank}; weights are no "
-                    "longer guaranteed to be bit-identical"
+                    f"{what} from step {self.step}: {changed} on rank {rank}; weights are no longer "
+                    "guaranteed to be bit-identical"
                 )
 
     def _open_feeds(self) -> tuple[TrainFeed, Evaluation]:

@@ -172,11 +172,15 @@ def test_a_manifest_of_impossible_sizes_is_refused(
         read_manifest(path.parent)
 
 
-def test_a_row_group_of_another_size_than_the_manifest_says_is_refused(path: Path) -> None:
+def test_a_row_group_of_another_size_than_the_manifest_says_is_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     restated(path, {"row_group_tokens": 40})
     manifest = read_manifest(path.parent)
-    with raises_line(DataError, "uint16 (33,) in row group 0", "expected uint16 (40,)"):
-        read_row_group(path.parent, manifest, manifest.shards[0], 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(pq.ParquetFile, "read_row_group", None)  # its rows may need any memory
+        with raises_line(DataError, "has 33 tokens in row group 0, expected 40; "):
+            read_row_group(path.parent, manifest, manifest.shards[0], 0)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"format_version": 1}', "[" * 20_000])

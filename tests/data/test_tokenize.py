@@ -201,6 +201,9 @@ def test_the_source_of_val_validates_and_trains_nothing(tmp_path: Path) -> None:
     assert split == {"train": MANY[:90], "val": MANY[90:120]}
     with raises_line(DataError, "all files of the sources are also in --val"):
         plan_of([val], encoding, val=val)
+    (tmp_path / "link").symlink_to(tmp_path)
+    linked = str(tmp_path / "link" / "0.parquet")
+    assert dealt(plan_of([f"{tmp_path}/*.*"], encoding, val=linked)) == split
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -221,6 +224,24 @@ def test_the_end_of_any_text_validates_and_no_split_is_empty(
     assert train + val == "".join(texts)
     assert train
     assert val
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ["Title\n" + "word " * 20_000],
+        ["small\n"] * 49 + ["word " * 20_000],
+        ["Title\n" + "word " * 20_000] * 3,
+        ["a" * 40_000, "b" * 40_000],
+    ],
+    ids=["line", "last", "books", "letters"],
+)
+def test_long_lines_leave_the_share_that_was_asked_for(texts: list[str], tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    split = dealt(plan_of([source], load_tokenizer("bytes"), val_fraction=0.1))
+    train, val = "".join(split["train"]), "".join(split["val"])
+    assert train + val == "".join(texts)
+    assert 0.05 < len(val) / len(train + val) <= 0.2
 
 
 def write_named_alike(directory: Path, num: int) -> list[str]:

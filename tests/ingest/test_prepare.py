@@ -24,7 +24,7 @@ from raytrain_gpt.ingest import prepare as prepare_module
 from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.storage.location import Location
 from tests.conftest import RunCli, raises_line
-from tests.data.shard_tools import files, prepare_here
+from tests.data.shard_tools import files, prepare_here, write_jsonl
 from tests.s3 import S3Server
 
 
@@ -194,6 +194,19 @@ def test_prepare_shows_what_it_made_and_is_done_once(
     assert (out / BAD_FILE).read_bytes() == (tmp_path / "local" / BAD_FILE).read_bytes()
     assert "already prepared" in run_cli(*command)[1]
     assert run_cli("data", "verify", out)[0] == 0
+
+
+def test_a_dataset_within_its_source_is_no_source(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [f"document {i}" for i in range(150)])
+    manifest = prepare_here([str(tmp_path)], tmp_path / "data" / "one", "bytes", val_fraction=0.1)
+    (tmp_path / "data" / "begun" / "unfinished").mkdir(parents=True)
+    for name in ("tokenizer.json", "train-00000.parquet"):
+        (tmp_path / "data" / "begun" / name).touch()
+    lines: list[str] = []
+    again = prepare([str(tmp_path)], tmp_path / "data" / "one", "bytes", PrepareOptions(val_fraction=0.1),
+                    log=lines.append)  # fmt: skip
+    assert again == manifest
+    assert lines[-1].endswith("is already prepared")
 
 
 def test_a_full_disk_is_one_line_and_no_dataset(

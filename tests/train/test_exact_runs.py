@@ -11,6 +11,7 @@ import torch
 
 from raytrain_gpt.checkpoint.open import open_checkpoint
 from raytrain_gpt.columns import Row
+from raytrain_gpt.core import device
 from raytrain_gpt.runs.summary import RunSummary
 from raytrain_gpt.train.launch import train
 from tests.made_runs import MakeConfig, Straight, evaluations, restarted_from, steps, weights
@@ -72,6 +73,19 @@ def test_exact_run_resumed_with_other_threads_says_that_bits_may_differ(
     train(make_config(**fields | {"max_steps": 11}, cpus_per_worker=2), lines.append)
     said = "exact does not hold from step 10: threads 1 -> 2 on rank 0"
     assert any(said in line for line in lines)
+
+
+def test_a_resume_with_another_precision_says_so(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    fields = {"run_name": "rounded", "num_workers": 0, "precision": "auto"}
+    for num, is_faster in ((2, True), (3, True), (4, False)):
+        monkeypatch.setattr(device, "bf16_is_faster", lambda _, is_faster=is_faster: is_faster)
+        train(make_config(**fields | {"max_steps": num}, cpus_per_worker=num // 2), lines.append)
+    told = [line for line in lines if "other rounding from step " in line]
+    assert len(told) == 1
+    assert "from step 3: precision bf16 -> fp32 on rank 0" in told[0]
 
 
 @pytest.mark.ray
