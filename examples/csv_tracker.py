@@ -19,8 +19,8 @@ class CsvSettings(Settings):
 class Csv:
     def __init__(self, run, settings):
         self.path = run.directory / "trackers" / settings.csv_file
-        kept = []
-        if self.path.exists():  # by an earlier attempt; steps from run.first_step on come again
+        kept, self.is_new = [], not self.path.exists()  # a new file gets all rows
+        if not self.is_new:  # by an earlier attempt; steps from run.first_step on come again
             with self.path.open(newline="") as file:
                 kept = [row for row in csv.reader(file) if int(row[0]) < run.first_step]
         self.write("w", kept)

@@ -104,7 +104,8 @@ def evaluation(name: str, settings: type[Settings] = Settings) -> Callable[[T], 
 def tracker(name: str, settings: type[Settings] = Settings) -> Callable[[T], T]:
     """Register a class that receives one attempt's rows, texts and files, in a thread of its own.
 
-    Any call may be slow or raise. `text` and `finish` are optional.
+    Any call may be slow or raise. `text` and `finish` are optional, as is the attribute
+    `is_new`: true if its store has no rows (any more), so that all are sent.
 
     Methods of the class:
         __init__(run, settings): `run` is a `trackers.tracked_run.TrackedRun`.

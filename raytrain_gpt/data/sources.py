@@ -152,7 +152,7 @@ def _find_files(
     wildcard = None if os.path.lexists(source) else re.search(r"[^/]*[*?[]", source)
     at = wildcard.start() if wildcard else len(source)
     pattern = Path(source[at:]).parts
-    root = Location.of(source[:at], is_source=True).pinned()
+    root = Location.of(source[:at] or ("." if wildcard else ""), is_source=True).pinned()
     if not pattern and root.is_file():
         return [(root.name, root, root.size_bytes())], False
     sizes = {} if root.is_local else dict(root.files())

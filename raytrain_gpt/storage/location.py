@@ -66,7 +66,7 @@ class Location:
         endpoint: str | None = None,
         is_source: bool = False,
     ) -> Location:
-        """Make the location of a URL, or of a path relative to the working directory.
+        """Make the location of a URL, or of a path from the working directory or from a home (`~`).
 
         The default endpoint is read from the store's variables here, so that it reaches processes without
         them. A source is only read, so it may be on the HF hub. Raises a ConfigError if the path, bucket or
@@ -76,8 +76,11 @@ class Location:
             return path
         url = str(path)
         if not is_url(url):
+            if not url:
+                raise ConfigError("a path is empty; name a directory")
             _check_characters(url)
-            return cls(os.path.abspath(url), retry_for_s)  # noqa: PTH100, resolves ".." as well
+            # Not Path's, which keeps ".." and raises if there is no home; a shell leaves the ~ of --out=~/x.
+            return cls(os.path.abspath(os.path.expanduser(url)), retry_for_s)  # noqa: PTH100, PTH111
         _check_user_info(url)
         scheme, _, rest = url.partition("://")
         if is_source and scheme in ("http", "https"):

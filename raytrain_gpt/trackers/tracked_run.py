@@ -100,11 +100,14 @@ class DeliveryState(BaseModel):
         """
         new: list[Row] = []
         step, evaluated, event_s = self.step, set(self.evaluated), self.event_s
+        seen = set[tuple[str, float]]()  # the run's file and the queue may have the same events
         for row in rows:
             at = row["step"]
             if "event" in row:
-                if (time_s := row.get("time", 0.0)) <= self.event_s:
+                event = row["event"], (time_s := row.get("time", 0.0))
+                if time_s <= self.event_s or event in seen:
                     continue
+                seen.add(event)
                 event_s = max(event_s, time_s)
                 if row["event"] == "rollback" and at > resumed_at:
                     step = min(step, row["to_step"])

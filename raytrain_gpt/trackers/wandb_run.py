@@ -109,11 +109,14 @@ class Trackio:
     """A run of Trackio, found by its name when it resumes."""
 
     def __init__(self, run: TrackedRun, settings: TrackioSettings) -> None:
+        import matplotlib.figure  # noqa: F401, else trackio may see it half imported and drop numbers
         import trackio
 
         for module in ("trackio", "trackio.run", "trackio.utils", "trackio.deploy"):
             setattr(sys.modules[module], "print", lambda *_, **__: None)  # noqa: B010
         self._run_dir, self._id, self._trackio = run.directory, run.id, trackio
+        place = "" if settings.trackio_space else os.environ.get("TRACKIO_DIR", "")
+        self.store = settings.model_dump_json() + place
         self._run = trackio.init(
             project=settings.trackio_project,
             name=f"{run.name}-{run.id[:6]}",  # it finds runs by name

@@ -138,12 +138,12 @@ def absolute_paths(config: Config, log: Log = lambda line: None) -> Config:
     def absolute(name: str, path: str) -> str:
         if is_url(path) or Path(path).is_absolute():
             return path
-        if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
+        if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and not path.startswith("~"):
             raise ConfigError(
                 f"{name}={values[name]} is relative, but a submitted job's working directory is deleted "
                 f"afterwards; set {name} to an absolute path that all nodes share"
             )
-        return str(Path(path).absolute())
+        return Location.of(path).url
 
     changes = {"data_path": map_paths(values["data_path"], partial(absolute, "data_path"))}
     paths = {"storage_path": values["storage_path"]}

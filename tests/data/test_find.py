@@ -17,6 +17,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make places here and in two storages, of which `away` is outside."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for place in ("both", "only-here", "runs/run", "runs/both", "runs/sweep/trial", "../away/run"):
         Path(place).mkdir(parents=True)
     Path("runs/mlflow.db").touch()
@@ -44,7 +45,7 @@ BOTH = "both is run {0}/here/runs/both; for {0}/here/both write ./both"
         (".", "runs", "here", []),
         ("..", "runs", "", []),
         ("./nowhere", "runs", "here/nowhere", []),
-        ("~/run", "runs", "here/~/run", []),
+        ("~/run", "runs", "home/run", []),
     ],
 )
 def test_the_place_of_a_name(

@@ -27,7 +27,7 @@ from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.errors import ClusterError, ConfigError, DataError, StorageError
 from raytrain_gpt.storage import location, object_store
 from raytrain_gpt.storage.location import Location
-from tests.conftest import raises_line
+from tests.conftest import RunCli, raises_line
 from tests.data.shard_tools import TEXTS, write_jsonl
 from tests.s3 import ACCESS_KEY, SECRET_KEY, S3Server
 
@@ -103,6 +103,32 @@ def test_a_local_path_becomes_absolute(tmp_path: Path, monkeypatch: pytest.Monke
     assert location.name == "b"
     assert Location.of("/").parent == Location.of("/")
     assert str(Location.of("/") / "a") == "/a"
+
+
+def test_an_empty_path_is_not_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: RunCli
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("text")
+    for command in (
+        *(("prepare", "a.txt", "--out", ""), ("prepare", "", "--out", "b"), ("data", "show", "")),
+        *(("train", "--storage_path", ""), ("train", "--data_path", "")),
+    ):
+        assert "a path is empty; name a directory" in run_cli.refuses(*command)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+    (piece,) = find_pieces(["*.txt"], PrepareOptions(), print)
+    assert piece.location == Location.of(tmp_path / "a.txt")
+
+
+def test_a_tilde_is_the_home_directory_if_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert [Location.of(path).url for path in ("~/a", "~", "a~", "./~")] == [
+        *("/home/me/a", "/home/me", f"{tmp_path}/a~", f"{tmp_path}/~")
+    ]
+    assert Location.of("~nobody-here/a").path == tmp_path / "~nobody-here" / "a"
 
 
 def test_a_url_is_cut_into_bucket_and_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import wandb
@@ -100,7 +101,8 @@ def test_a_csv_file_has_every_row_once_also_after_a_resume(
 
 def track_config(name: str, **fields: Any) -> Config:
     fields |= {"trackers": name, "run_name": "tracked", "tensorboard": False, "mlflow_uri": None}
-    return own_config({"notes": NOTES, "slow": SLOW}.get(name, ""), **fields)
+    texts = {"notes": NOTES, "slow": SLOW, "csv": CSV.read_text()}
+    return own_config(texts.get(name, ""), **fields)
 
 
 def track(
@@ -238,6 +240,15 @@ def test_rows_that_a_tracker_has_are_not_new_but_those_after_a_rollback_are() ->
     assert DeliveryState().take([*losses(1, 8), rollback], resumed_at=8)[1].step == 8, "made up for"
 
 
+def test_an_event_in_the_runs_file_and_in_the_queue_is_sent_once() -> None:
+    start, saved, again = (
+        {"step": 4, "event": event, "time": time}
+        for event, time in (("attempt", 1.0), ("checkpoint", 2.0), ("checkpoint", 3.0))
+    )
+    file, queued = [start, *losses(1, 4), saved], [start, *losses(1, 4), saved, again]
+    assert DeliveryState().take([*file, *queued], resumed_at=0)[0] == [*file, again]
+
+
 def wandb_records(directory: Path) -> list[Any]:
     """Records of a run's offline file: LevelDB's log format, with the package's own messages."""
     from wandb.proto.wandb_internal_pb2 import Record
@@ -332,6 +343,13 @@ def test_trackio_keeps_one_run_with_all_rows(tmp_path: Path) -> None:
     assert len(pages) == 2, "of both attempts"
 
 
+def test_a_csv_file_that_was_removed_gets_all_rows_again(tmp_path: Path) -> None:
+    track(tmp_path, "csv", 0, losses(1, 2), "finished")
+    (tmp_path / "trackers" / "rows.csv").unlink()
+    track(tmp_path, "csv", 2, losses(3, 4), "finished")
+    assert [step for step, name in csv_rows(tmp_path) if name == "train/loss"] == [1, 2, 3, 4]
+
+
 def test_a_package_that_is_not_installed_is_named_before_the_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_cli: RunCli
 ) -> None:
@@ -396,3 +414,22 @@ def test_rows_that_a_tracker_has_had_for_long_are_sent_once(
     resumed.rows(losses(1, 8))
     resumed.finish("finished", [])
     assert stored == [6, 7, 8]
+
+
+def test_trackio_gets_all_rows_in_another_directory_and_finds_matplotlib_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
+    for module in ("trackio", "trackio.run", "trackio.utils", "trackio.deploy"):
+        monkeypatch.setitem(sys.modules, module, MagicMock())
+    monkeypatch.delenv("TRACKIO_DIR")
+    restart(tmp_path, 0, [], pytest.fail)
+    add_rows(tmp_path, losses(1, 3))
+    first = attempt(tmp_path, 0)
+    assert "matplotlib.figure" in sys.modules
+    assert first._ledger.last == first._ledger.settings, "as an earlier version recorded it"
+    first.rows(losses(1, 3))
+    first.finish("finished", [])
+    assert attempt(tmp_path, 3).backlog() == []
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "other"))
+    assert attempt(tmp_path, 3).backlog() == losses(1, 3)

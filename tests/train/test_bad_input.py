@@ -101,6 +101,10 @@ def test_absolute_paths_in_a_submitted_job_stay_as_they_are(
     }
     config = load_preset("quickstart").updated(places)
     assert absolute_paths(config) == config
+    monkeypatch.setenv("HOME", "/mnt")
+    assert (
+        absolute_paths(config.updated({"storage_path": "~/runs"})).run.storage_path == "/mnt/runs"
+    )
     with pytest.raises(ConfigError, match="is relative, but a submitted job"):
         absolute_paths(config.updated({"data_path": "/d/a=0.7,c=0.3"}))
     with pytest.raises(ConfigError, match="hellaswag_path="):
