@@ -122,6 +122,13 @@ def create_branch(config: Config, data: Mixture, log: Log) -> Checkpoint | None:
     return read_checkpoint(path)
 
 
+def with_origin(config: Config, log: Log) -> Config:
+    """Make `branch_from` a path, for runs with another storage; raises as `find_origin`."""
+    if (source := config.run.branch_from) is None:
+        return config
+    return config.replaced({"branch_from": str(find_origin(config, source, log).path)})
+
+
 def find_origin(config: Config, source: str, log: Log) -> Checkpoint:
     """Open and verify the checkpoint given as RUN@STEP or a path; a CheckpointError lists the steps."""
     match = _RUN_AT_STEP.fullmatch(source)

@@ -183,8 +183,10 @@ class RunHistory:
         if "num_parameters" in facts:
             yield "Parameters", amount(facts["num_parameters"]), ""
         if tokens := facts.get("train_tokens"):
-            epochs = f"{self.tokens_seen / tokens:.2f} epochs seen"
-            yield "Data", amount(tokens), f"train tokens, tokenizer {facts['tokenizer']}; {epochs}"
+            epochs = f"; {self.tokens_seen / tokens:.2f} epochs seen"
+            if "," in self.fields.get("data_path", ""):  # a mixture's datasets have their own
+                epochs = ""
+            yield "Data", amount(tokens), f"train tokens, tokenizer {facts['tokenizer']}{epochs}"
 
 
 def _column(rows: list[Row], key: str) -> Floats:

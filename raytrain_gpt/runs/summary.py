@@ -29,6 +29,7 @@ class RunSummary:
 def run_end(summary: RunSummary, say: Log) -> None:
     run_dir, work_dir, run = summary.run_dir, summary.sync.work_dir, RunHistory(summary.sync)
     if summary.already_finished:
+        run.max_steps = summary.step  # config.yaml may have more than this command asked for
         say(
             f"run {run_dir.name} is already finished at step {summary.step}; "
             "raise max_steps to extend it, or set a new run_name"

@@ -9,6 +9,7 @@ from statistics import fmean
 
 import torch
 
+from raytrain_gpt.checkpoint.branch import with_origin
 from raytrain_gpt.cluster.capacity import DATA_CPUS, Resources, usable_cores
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.accumulation import FloatAccumulator
@@ -17,6 +18,7 @@ from raytrain_gpt.core.loop import train_steps
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.registry import build_optimizer, configured_model, init_weights, step_flops
 from raytrain_gpt.format import amount, count, duration, table
+from raytrain_gpt.redact import say
 from raytrain_gpt.sweep.history import value_text
 from raytrain_gpt.sweep.spec import Sweep
 from raytrain_gpt.sweep.trial_plan import (
@@ -79,8 +81,8 @@ def trials_at_once(config: Config, resources: Resources, number: int, most: int 
 
 
 def cost_lines(sweep: Sweep) -> list[str]:
-    """Format the trials, the resources of each, and their total tokens and time; may raise ConfigError."""
-    base = one_worker_for_auto(base_config(sweep))
+    """Format the trials, the resources of each, and their total tokens and time; may raise a UserError."""
+    base = one_worker_for_auto(with_origin(base_config(sweep), say))
     configs = check_sweep(sweep, base.cluster.workers)
     planned, number = planned_trials(sweep), num_trials(sweep)
     if planned:

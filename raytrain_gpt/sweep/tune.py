@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from raytrain_gpt.checkpoint.branch import with_origin
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import TrainingFailed
@@ -45,7 +46,7 @@ def run_sweep(
     Raises a UserError, Interrupted, or TrainingFailed if no trial has a result.
     """
     with StopSignals("interrupted before the first trial") as signals:
-        base = trial_plan.base_config(sweep)
+        base = with_origin(trial_plan.base_config(sweep), log)
         campaign = Campaign(sweep, base, signals, log, train_loop, resume=resume)
         trial_plan.check_sweep(sweep, campaign.base.cluster.workers)
         number, maximize = trial_plan.num_trials(sweep), sweep.objective_mode == "max"

@@ -195,12 +195,16 @@ def announce(config: Config, world_size: int, data: Mixture, log: Log) -> None:
 
 
 def _epochs(config: Config, data: Mixture) -> str:
-    order = make_order(config, data)
+    order, seq_len = make_order(config, data), config.data.seq_len
+    # Sequences end with their row group, so long ones may leave much of it.
+    in_sequences = sum(data.num_sequences("train", seq_len)) * seq_len
+    left = 1 - in_sequences / data.split_tokens("train")
+    rest = f"; {left:.1%} of the tokens fill no sequence" if left > 0.01 else ""
     if not isinstance(order, MixedOrder):
         return (
             f"{count(order.batches_per_epoch, 'step')} per epoch, dropping "
-            f"{order.num_sequences % config.batch_sequences} of {order.num_sequences} sequences"
+            f"{order.num_sequences % config.batch_sequences} of {order.num_sequences} sequences{rest}"
         )
     datasets = zip(data.names, data.weights, order.epochs(config.train.max_steps), strict=True)
     shares = [f"{name} {float(weight):.1%} ({n:.2f} epochs)" for name, weight, n in datasets]
-    return f"mixed: {', '.join(shares)}"
+    return f"mixed: {', '.join(shares)}{rest}"

@@ -35,7 +35,7 @@ def run_config(
     """
     if str(fields.get("num_workers")) == "0":
         fields = {"min_workers": None, **fields}  # of the start
-    run = _existing_run(fields) if file is None else None
+    run = _existing_run(preset, fields) if file is None else None
     if preset is None and run is not None:
         base, left_out = _remembered(run, fields, registry)
         start = f"as run {run.name}, {run / CONFIG_FILE}{left_out}"
@@ -51,9 +51,11 @@ def run_config(
     return config, describe(start, base, config)
 
 
-def _existing_run(fields: Mapping[str, Any]) -> Location | None:
-    """Find the run of `run_name`, or the origin of a new branch; may raise CheckpointError."""
+def _existing_run(preset: str | None, fields: Mapping[str, Any]) -> Location | None:
+    """Find the run of `run_name`, or the origin of a new branch; may raise a UserError."""
     if "run_name" not in fields:
+        if fields.get("branch_from") and preset is None:
+            raise ConfigError("branch_from needs a new run_name; add --run_name NAME")
         return None
     config = Config().updated({name: fields[name] for name in _PLACE if name in fields})
 

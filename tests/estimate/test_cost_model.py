@@ -16,6 +16,7 @@ from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.estimate.cost_model import Facts, estimate
 from raytrain_gpt.estimate.estimate import estimate_run, lines
 from tests.conftest import RunCli
+from tests.data.shard_tools import write_dataset
 
 H200 = gpu_spec("NVIDIA H200")
 FACTS = Facts(vocab_size=50_257, num_workers=1, bf16=True, train_tokens=10**10)
@@ -87,6 +88,19 @@ def test_the_quickstarts_data_has_bytes_before_it_is_there(
         load_preset("quickstart").updated({"data_path": "other"}), Facts(), print
     )
     assert found.num_parameters == 836_992 + 2 * (50_304 - 320) * 128
+
+
+def test_a_mixture_has_no_epochs_of_its_own(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_dataset(tmp_path / name, train=[10_000])
+    quickstart, both = load_preset("quickstart"), f"{tmp_path}/one=0.9,{tmp_path}/two=0.1"
+    for path, facts, has in (
+        (f"{tmp_path}/one", Facts(), True),
+        (both, Facts(), False),
+        (both, Facts(train_tokens=10**6), True),
+    ):
+        said = lines(*estimate_run(quickstart.updated({"data_path": path}), facts, print))
+        assert (" epochs" in said[2] or " per epoch" in said[2]) == has
 
 
 def test_the_answer_says_what_is_not_known() -> None:

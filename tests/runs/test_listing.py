@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from raytrain_gpt.checkpoint.catalog import read_checkpoint
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import CheckpointError
 from raytrain_gpt.runs.listing import (
@@ -17,7 +18,7 @@ from raytrain_gpt.runs.listing import (
     write_page,
 )
 from raytrain_gpt.runs.report import RunHistory
-from raytrain_gpt.runs.summary import run_facts
+from raytrain_gpt.runs.summary import RunSummary, run_end, run_facts
 from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.trackers.run_files import CONFIG_FILE, METRICS_FILE, RunSync
@@ -69,6 +70,16 @@ def test_a_live_run_is_shown_by_its_newest_step_and_a_stopped_one_by_its_checkpo
     with hold_lease(run_dir / LEASE_FILE, "run run"):
         assert shown() == ("running", 12, 40, 1200)
     assert shown() == ("stopped", 0, 40, 0)
+
+
+def test_a_run_that_has_the_steps_asked_for_is_finished(tmp_path: Path) -> None:
+    run_dir = Location.of(tmp_path / "run")
+    (run_dir / CONFIG_FILE).write_text(Config().updated({"max_steps": 250}).to_yaml())
+    checkpoint = read_checkpoint(Location.of(write_checkpoint(tmp_path / "run", 5, 2.0)))
+    for asked_less, end in ((True, "finished at step 5 of 5"), (False, "stopped at step 5 of 250")):
+        lines: list[str] = []
+        run_end(RunSummary(run_dir, RunSync(run_dir), 5, checkpoint, asked_less), lines.append)
+        assert any(line.startswith(f"{end} | ") for line in lines)
 
 
 def test_checkpoints_are_shown_for_people_and_for_programs(tmp_path: Path) -> None:

@@ -141,6 +141,20 @@ def test_numbers_of_a_finished_run(full_run: RunSync) -> None:
     assert html.count('class="resume"') == 6  # all charts except the one that starts after step 30
 
 
+def test_a_mixture_has_no_epochs_of_its_own(tmp_path: Path) -> None:
+    facts = {"train_tokens": 1_000_000, "tokenizer": "gpt2"}
+    rows = [{**attempt(0, 0.5), **facts}, *steps(60)]
+    notes = [
+        [note for name, _, note in RunHistory(run).numbers() if name == "Data"]
+        for run in (
+            make_run(tmp_path / "one", rows),
+            make_run(tmp_path / "mixed", rows, data_path="data/b=0.9,data/c=0.1"),
+        )
+    ]
+    of_both = "train tokens, tokenizer gpt2"
+    assert notes == [[f"{of_both}; 0.25 epochs seen"], [of_both]]
+
+
 @pytest.mark.usefixtures("undrawn")
 def test_a_loss_spike_is_marked_and_a_high_norm_is_not(tmp_path: Path) -> None:
     zscores = {34: 9.0, 40: 2.0, 50: None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,14 +12,16 @@ import pytest
 import ray
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.errors import ConfigError, TrainingFailed
+from raytrain_gpt.errors import CheckpointError, ConfigError, Interrupted, TrainingFailed
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.sweep import tune
+from raytrain_gpt.sweep import cost, tune
 from raytrain_gpt.sweep.campaign import BASE_FILE, FACTS_FILE, CampaignCallback, check_unchanged
+from raytrain_gpt.sweep.cost import cost_lines
 from raytrain_gpt.sweep.history import History
 from raytrain_gpt.sweep.spec import SWEEP_FILE, Sweep
 from raytrain_gpt.sweep.trial_plan import base_config
-from raytrain_gpt.sweep.tune import SweepSummary, finish
+from raytrain_gpt.sweep.tune import SweepSummary, finish, run_sweep
+from tests.checkpoints import write_checkpoint
 from tests.conftest import RunCli, raises_line
 
 from .conftest import sweep_of
@@ -143,6 +146,30 @@ def test_a_sweep_does_not_go_on_with_other_data_and_tells_of_other_software(
         with raises_line(ConfigError, f"changed {name} {FACTS[name]} -> ef56 (hash)"):
             check(**{name: "ef56"})
     assert check(torch="2.14.0") == ["torch 2.13.0 -> 2.14.0"]
+
+
+def test_trials_branch_from_a_run_of_the_sweeps_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started_from(_: Sweep, base: Config, *__: Any, **___: Any) -> None:
+        raise Interrupted(str(base.run.branch_from))
+
+    monkeypatch.setattr(tune, "Campaign", started_from)
+    monkeypatch.setattr(cost, "time_line", lambda *_: "")
+    checkpoint = write_checkpoint(tmp_path / "first", 4, 2.0)
+
+    def branches(origin: str) -> list[Callable[[], object]]:
+        fields = {"num_workers": 1, "storage_path": str(tmp_path), "branch_from": origin}
+        sweep = sweep_of(SPACE, overrides=fields)
+        return [lambda: cost_lines(sweep), lambda: run_sweep(sweep, resume=False, log=print)]
+
+    dry_run, run = branches("first@4")
+    assert dry_run()
+    with raises_line(Interrupted, str(checkpoint)):
+        run()
+    for call in branches("first@5"):
+        with raises_line(CheckpointError, "first has checkpoints of steps 4"):
+            call()
 
 
 RATES = [1e-3, 2e-3, 3e-3]

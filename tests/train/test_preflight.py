@@ -8,16 +8,19 @@ import pytest
 
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.data.locations import read_data
 from raytrain_gpt.errors import CheckpointError, ClusterError, ConfigError
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.preflight import (
     absolute_paths,
+    announce,
     check_disk,
     expected_vocab_size,
     prepare_default_data,
 )
 from tests.checkpoint.test_catalog import write
 from tests.conftest import raises_line
+from tests.data.shard_tools import write_dataset
 
 
 @pytest.mark.parametrize("storage", ["runs", "elsewhere"])
@@ -59,6 +62,22 @@ def test_a_disk_without_room_says_how_many_checkpoints_need_it(
     config = Config().updated({"max_steps": max_steps, "checkpoint_every_steps": 1})
     with raises_line(ClusterError, f"{tmp_path} has 1.0 kB free, but {said}", "free some space"):
         check_disk(config, Location.of(tmp_path), 257, existing=0)
+
+
+def test_tokens_that_fill_no_sequence_are_told(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_dataset(tmp_path / name, train=[1010], row_group_tokens=101)
+    one, both = str(tmp_path / "one"), f"{tmp_path}/one=0.5,{tmp_path}/two=0.5"
+
+    def said(data_path: str, seq_len: int) -> str:
+        sizes = {"seq_len": seq_len, "global_batch_tokens": 2 * seq_len, "cpus_per_worker": 1}
+        config, lines = Config().updated({"data_path": data_path, **sizes}), list[str]()
+        announce(config, 1, read_data(config), lines.append)
+        return next(line for line in lines if line.startswith("model "))
+
+    assert "| 15 steps per epoch, dropping 0 of 30 sequences; 10.9% of the tokens" in said(one, 30)
+    assert "epochs); 40.6% of the tokens fill no sequence |" in said(both, 60)
+    assert "| 25 steps per epoch, dropping 0 of 50 sequences |" in said(one, 20)
 
 
 @pytest.mark.slow

@@ -181,6 +181,14 @@ def test_a_run_without_its_configuration_has_the_settings_of_its_newest_checkpoi
     assert (config.model.num_layers, config.run.run_name) == (3, "book")
 
 
+def test_a_branch_without_a_name_is_refused() -> None:
+    made("book")
+    fields = {"branch_from": "book@20"}
+    with raises_line(ConfigError, "branch_from needs a new run_name; add --run_name NAME"):
+        run_config(None, None, fields)
+    assert run_config("quickstart", None, fields)[0].run.run_name == "quickstart"
+
+
 @pytest.mark.parametrize("preset", [None, "quickstart"])
 def test_a_branch_from_nothing_is_refused_before_anything_is_prepared(preset: str | None) -> None:
     fields = {"run_name": "new", "branch_from": "nothere@20"}
