@@ -364,10 +364,7 @@ def _load(text: str) -> tokenizers.Tokenizer:
     """Load a file with the library, after a probe in another process if it is new to this user."""
     key = hashlib.sha256(f"{tokenizers.__version__}\0{text}".encode()).hexdigest()
     seen = cache_directory() / "tokenizers" / key
-    is_seen = False
-    with contextlib.suppress(OSError):  # as for a user without permission
-        is_seen = seen.exists()
-    if not is_seen:
+    if not os.access(seen, os.F_OK):  # which does not raise without permission
         _probe(text)
         with contextlib.suppress(OSError):
             seen.parent.mkdir(parents=True, exist_ok=True)

@@ -198,13 +198,9 @@ def read_mixture(weighted: Sequence[tuple[Location, Fraction]]) -> Mixture:
     first = mixture.datasets[0]
     for data in mixture.datasets[1:]:
         if data.manifest.vocab_hash != first.manifest.vocab_hash:
-            ours, others = (
-                f"{one.manifest.tokenizer} ({one.manifest.vocab_hash[:12]})"
-                for one in (data, first)
-            )
             raise DataError(
-                f"{data.directory} has tokenizer {ours}, {first.directory} has {others}; prepare it again "
-                f"with --tokenizer {shell(first.directory)}"
+                f"{data.directory} has another tokenizer ({data.manifest.tokenizer}) than {first.directory} "
+                f"({first.manifest.tokenizer}); prepare it again with --tokenizer {shell(first.directory)}"
             )
     return mixture
 

@@ -118,7 +118,7 @@ def test_datasets_of_other_tokenizers_are_refused(tmp_path: Path) -> None:
     write_manifest(tmp_path / "b", other)
     with pytest.raises(
         DataError,
-        match=r"b has tokenizer other \(0{12}\), .*a has bytes \(\w{12}\); prepare .* --tokenizer .*a$",
+        match=r"b has another tokenizer \(other\) than .*a \(bytes\); prepare it again with --tokenizer .*a$",
     ):
         read_mixture([(Location.of(tmp_path / name), Fraction(1, 2)) for name in ("a", "b")])
 
