@@ -30,7 +30,7 @@ class CheckpointState:
         loss_scale: fp16 loss scale and steps since it changed, or None for other precisions.
         code_sha256: Hash of the `code.py` next to it, or None for a run with only built-in kinds.
         replaced_code: Hashes of earlier code of the run, each replaced with `--accept_changed_code`.
-        numerics_environment: Environment of the sums (see `core.device`), or None in old files.
+        numerics_environment: Environment of the sums (see `core.device`), or None in imports and old files.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -119,6 +119,15 @@ KNOWN_SPLITS = (
     KnownSplit("llama-bpe", _by_regex(_LLAMA3), _LLAMA3),
     KnownSplit("qwen2", _by_regex(_QWEN2), _QWEN2),
 )
+
+
+def numbers_of_parts(library: tokenizers.Tokenizer, words: Iterable[str]) -> set[int]:
+    """Return the numbers of tokens into which the merges of a BPE alone turn words of its vocabulary."""
+    model = library.model
+    ignores, model.ignore_merges = model.ignore_merges, False
+    parts = {len(model.tokenize(word)) for word in words}
+    model.ignore_merges = ignores
+    return parts
 
 
 def is_qwens(tokenizer: Tokenizer) -> bool:
@@ -325,11 +334,8 @@ class FileTokenizer(Tokenizer):
         is_same = BYTES.keys() >= {*"".join(words)} and {*merged} <= {*words.values()}
         if not is_same or merged != sorted(merged) or BYTES.keys() - words.keys():
             return None
-        theirs = self._library.model
-        ignores, theirs.ignore_merges = theirs.ignore_merges, False
-        parts = {len(theirs.tokenize(word)) for word in words}
-        theirs.ignore_merges = ignores
-        if 2 in parts or (parts != {1} and not ignores):
+        parts = numbers_of_parts(self._library, words)
+        if 2 in parts or (parts != {1} and not self._library.model.ignore_merges):
             return None
         # Without any special token, tiktoken looks for one at every character, and takes twice the time.
         special, ranks = {EOT: self.eot_token}, token_ranks(words)

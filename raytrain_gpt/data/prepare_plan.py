@@ -147,7 +147,7 @@ def make_plan(
 
 
 def _file(piece: SourcePiece) -> object:
-    """Return what tells a file apart, also behind links."""
+    """Return the identity of a file: its path without links, or its URL."""
     return piece.location.path.resolve() if piece.location.is_local else piece.location
 
 

@@ -212,7 +212,7 @@ def _below(root: Location, pattern: Sequence[str]) -> Iterator[str]:
 
 
 def _is_dataset(directory: Path) -> bool:
-    """Whether `prepare` has made or begun the directory, perhaps from the one it is in."""
+    """Whether a directory is a dataset of `prepare`, complete or not."""
     is_one = (directory / MANIFEST_FILE).is_file() or (directory / "unfinished").is_dir()
     return is_one and (directory / TOKENIZER_FILE).is_file()
 

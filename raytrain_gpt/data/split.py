@@ -26,7 +26,7 @@ _TAIL_SPLIT_DOCUMENTS = 100
 """With fewer documents, the val split is the tail of the text."""
 _VAL_FRACTION = 0.01
 _MAX_BYTES_TO_LINE = 4096
-"""Bytes, or the share that is held out if that is more, by which a cut moves to the start of a line."""
+"""Maximum distance of a cut from the start of its line, unless the share that is held out is larger."""
 _EXACT_VAL_DOCUMENTS = 20
 _LOOKED_AT_IDS = 2**28
 """Ids to search for documents; if they have hardly any, the data has no `eot`."""

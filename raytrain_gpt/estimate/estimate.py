@@ -68,7 +68,7 @@ def estimate_run(
         config = preflight.absolute_paths(config, log)
     train_tokens = given.train_tokens
     if data_is_there(config):
-        data = read_data(config)  # a mixture's datasets have epochs of their own
+        data = read_data(config)  # epochs differ between the datasets of a mixture
         train_tokens = train_tokens or (None if data.is_mixed else data.split_tokens("train"))
     precision, use_gpu = config.train.precision, config.cluster.use_gpu
     # A probe resolves use_gpu, even on a device that is not in the table.

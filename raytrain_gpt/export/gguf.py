@@ -21,7 +21,13 @@ from tokenizers import Tokenizer as LibraryTokenizer
 from raytrain_gpt.checkpoint.open import open_checkpoint
 from raytrain_gpt.config.kinds import BUILT_IN, Registry
 from raytrain_gpt.core.model import GPT
-from raytrain_gpt.data.library_tokenizer import CONFIG_FILE, GPT2, TEMPLATE_FILE, split_of
+from raytrain_gpt.data.library_tokenizer import (
+    CONFIG_FILE,
+    GPT2,
+    TEMPLATE_FILE,
+    numbers_of_parts,
+    split_of,
+)
 from raytrain_gpt.data.tokenizer import EOT, TOKENIZER_FILE, Tokenizer
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
 from raytrain_gpt.export.hf_weights import HF_CONFIG_FILE, mapping_of, read_imported, unpadded
@@ -155,10 +161,8 @@ def _add_tokenizer(writer: GGUFWriter, tokenizer: Tokenizer) -> None:
 def _merges_make_all(content: dict[str, Any]) -> bool:
     """Whether merging the bytes of each word of a tokenizer.json makes it."""
     added = {token["content"] for token in content["added_tokens"]}
-    words = content["model"]["vocab"].keys() - added
-    bpe = LibraryTokenizer.from_str(json.dumps(content)).model
-    bpe.ignore_merges = False
-    return all(len(bpe.tokenize(word)) == 1 for word in words)
+    library = LibraryTokenizer.from_str(json.dumps(content))
+    return numbers_of_parts(library, content["model"]["vocab"].keys() - added) == {1}
 
 
 def _add_tensors(writer: GGUFWriter, model: GPT, mapping: Any, dtype: DType) -> None:
